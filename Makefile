@@ -81,7 +81,7 @@ bench: install ## benchmark the engine without a server; CHECKPOINT=DIR
 performance: bench ## benchmark engine and service, and write docs/performance.md; CHECKPOINT=DIR
 	$(BIN)/python -m loadtest.scenarios.bench_service --checkpoint $(CHECKPOINT) --out docs/results/service.json
 	$(BIN)/python -m loadtest.scenarios.bench_frontend --checkpoint $(CHECKPOINT) --out docs/results/frontend.json
-	$(BIN)/python -m loadtest.scenarios.bench_latency --out docs/results/latency.json --plot docs/latency.png -- --dtype bfloat16
+	$(BIN)/python -m loadtest.scenarios.bench_latency --out docs/results/latency.json -- --dtype bfloat16
 	$(BIN)/python -m loadtest.scenarios.bench_scaling --checkpoint $(CHECKPOINT) --out docs/results/scaling.json
 	$(BIN)/python -m loadtest.docgen.performance_page
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "model": set[str](),
     "service.engine": {"model", "service.ipc"},
     "service.ipc": {"model"},
-    "service.cli": {"model", "model.training", "service", "service.engine", "service.ipc", "loadtest"},
+    "service.cli": {"model", "model.training", "service", "service.engine", "service.ipc"},
     "service": {"model", "service.engine", "service.ipc"},
     "loadtest": {"model", "model.training", "service", "service.engine", "service.ipc"},
 }
@@ -41,6 +41,7 @@ IMPORTS_LATE = {
     ("service/worker/worker.py", "build"),
     ("service/cli/inspect_attention.py", "_draw"),  # matplotlib is an extra
     ("loadtest/scenarios/instant_engine.py", "build"),
+    ("loadtest/inprocess/bench_command.py", "main"),
 }
 TORCH_FREE = [
     "service.api.app",

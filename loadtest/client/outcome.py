@@ -91,6 +91,7 @@ class _Usage(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str = ""
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -111,12 +112,15 @@ class _Completion(msgspec.Struct):
 
 
 class CompletionReader:
-    """Reader of one completion response, event by event. At the end it returns the outcome."""
+    """Reader of one completion response, event by event. At the end it returns the outcome.
+
+    chunk_seconds: arrival of each chunk with text or token ids so far.
+    """
 
     def __init__(self, request: CompletionRequest) -> None:
         self.request = request
+        self.chunk_seconds: list[float] = []
         self._decoder = msgspec.json.Decoder(_Completion)
-        self._chunk_seconds: list[float] = []
         self._texts: list[str] = []
         self._finish_reasons: list[str] = []
         self._usage: _Usage | None = None
@@ -128,7 +132,7 @@ class CompletionReader:
     def wants_to_leave(self) -> bool:
         """True if a cancelling client has received the chunks after which it disconnects."""
         limit = self.request.cancel_after
-        return limit is not None and len(self._chunk_seconds) >= limit
+        return limit is not None and len(self.chunk_seconds) >= limit
 
     def event(self, data: bytes, now: float) -> None:
         """Read one SSE event of a streamed response."""
@@ -137,14 +141,14 @@ class CompletionReader:
             return
         if self._saw_done:
             self._broken = "an event after [DONE]"
-        self._take(data, now)
+        self._read(data, now)
 
-    def body(self, data: bytes, now: float) -> None:
+    def body(self, data: bytes) -> None:
         """Read the body of a response that is not streamed."""
-        self._take(data, None)
+        self._read(data, None)
         self._saw_done = True
 
-    def _take(self, data: bytes, now: float | None) -> None:
+    def _read(self, data: bytes, now: float | None) -> None:
         try:
             completion = self._decoder.decode(data)
         except msgspec.DecodeError as error:
@@ -156,8 +160,8 @@ class CompletionReader:
             self._usage = completion.usage
         for choice in completion.choices:
             self._texts.append(choice.text)
-            if choice.text and now is not None:
-                self._chunk_seconds.append(now)
+            if now is not None and (choice.text or choice.token_ids):
+                self.chunk_seconds.append(now)
             if choice.finish_reason is not None:
                 self._finish_reasons.append(choice.finish_reason)
 
@@ -188,9 +192,7 @@ class CompletionReader:
             return f"finish reason length after {self._usage.completion_tokens} of {wanted} tokens"
         return None
 
-    def outcome(
-        self, ending: Ending, detail: str, *, intended_seconds: float, sent_seconds: float, end_seconds: float
-    ) -> Outcome:
+    def outcome(self, ending: Ending, detail: str, **times: float) -> Outcome:
         """Return the measured outcome. A stream cut short counts a token per chunk of text."""
         usage = self._usage
         details = usage.prompt_tokens_details if usage else None
@@ -199,12 +201,10 @@ class CompletionReader:
             client=self.request.client,
             ending=ending,
             detail=detail,
-            intended_seconds=intended_seconds,
-            sent_seconds=sent_seconds,
-            chunk_seconds=tuple(self._chunk_seconds),
-            end_seconds=end_seconds,
+            chunk_seconds=tuple(self.chunk_seconds),
             prompt_tokens=usage.prompt_tokens if usage else 0,
             cached_tokens=details.cached_tokens if details else 0,
-            completion_tokens=usage.completion_tokens if usage else len(self._chunk_seconds),
+            completion_tokens=usage.completion_tokens if usage else len(self.chunk_seconds),
             text="".join(self._texts),
+            **times,
         )

@@ -22,14 +22,10 @@ from matplotlib.figure import Figure
 
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.slo import Slo
+from loadtest.measurement.tables import Column, table
 
 PERCENTILES = (50, 90, 95, 99)
-METRICS = {
-    "ttft": "Time to first token",
-    "tpot": "Time per output token",
-    "itl": "Inter-token latency",
-    "e2el": "End-to-end latency",
-}
+LATENCY_NAMES = ("Time to first token", "Inter-token latency", "End-to-end latency")
 
 
 def summarize(
@@ -127,49 +123,54 @@ def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
     return int(np.cumsum([change for _, change in moves]).max()) if moves else 0
 
 
+_PERCENTILES_HEAD = {"ttft": (50, 95, 99), "itl": (50, 95, 99), "tpot": (50,), "e2el": (50, 95)}
+_COLUMNS = (
+    Column("run", "label"),
+    Column("sent", "sent"),
+    Column("ok", "completed"),
+    Column("shed", "shed"),
+    Column("cancelled", "cancelled"),
+    Column("failed", "failed"),
+    Column("req/s", "request_throughput", ".2f"),
+    Column("tokens/s", "output_throughput", ".0f"),
+    Column("goodput/s", "request_goodput", ".2f"),
+    Column("TTFT p50/p95/p99 ms", "ttft"),
+    Column("ITL p50/p95/p99 ms", "itl"),
+    Column("TPOT p50 ms", "tpot"),
+    Column("E2E p50/p95 ms", "e2el"),
+    Column("client CPU", "client_cpu_share", ".0%"),
+)
+
+
 def markdown(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with a row per run, and below it the failures and broken objectives."""
-    head = ["run", "sent", "ok", "shed", "cancelled", "failed", "req/s", "tokens/s", "goodput/s"]
-    head += ["TTFT p50/p95/p99 ms", "ITL p50/p95/p99 ms", "TPOT p50 ms", "E2E p50/p95 ms", "client CPU"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for run in results:
-        cells = [
-            run["label"],
-            *(str(run[name]) for name in ("sent", "completed", "shed", "cancelled", "failed")),
-        ]
-        cells += [f"{run['request_throughput']:.2f}", f"{run['output_throughput']:.0f}"]
-        cells += [f"{run['request_goodput']:.2f}"]
-        cells += [_cell(run, "ttft", 50, 95, 99), _cell(run, "itl", 50, 95, 99), _cell(run, "tpot", 50)]
-        cells += [_cell(run, "e2el", 50, 95), f"{run['client_cpu_share']:.0%}"]
-        lines.append("| " + " | ".join(cells) + " |")
+    rows = [run | {name: _percentiles(run, name) for name in _PERCENTILES_HEAD} for run in results]
     notes = [f"- {run['label']}: {count} × {kind}" for run in results for kind, count in run["failures"].items()]
     notes += [f"- {run['label']}: broken objective: {breach}" for run in results for breach in run["slo_breaches"]]
-    return "\n".join([*lines, *([""] if notes else []), *notes, ""])
+    return "\n".join([table(_COLUMNS, rows), *notes])
 
 
-def _cell(run: dict[str, Any], metric: str, *percentiles: int) -> str:
-    values = [run[f"p{percentile}_{metric}_ms"] for percentile in percentiles]
+def _percentiles(run: dict[str, Any], metric: str) -> str:
+    values = [run[f"p{percentile}_{metric}_ms"] for percentile in _PERCENTILES_HEAD[metric]]
     return " / ".join("–" if value is None else f"{value:.1f}" for value in values)
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a PNG: distributions of every run, saturation over the runs, timeline and requests of the last run."""
-    figure = Figure(figsize=(16, 9), layout="constrained")
-    axes = figure.subplots(2, 3)
+    """Write a PNG: distributions of every run, and saturation over the runs."""
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    axes = figure.subplots(2, 2)
     for run in results:
         _cdf(axes[0, 0], run["label"], [value for value in run["ttfts"] if value is not None])
         _cdf(axes[0, 1], run["label"], [gap for gaps in run["itls"] for gap in gaps])
         finished = zip(run["latencies"], run["endings"], strict=True)
-        _cdf(axes[0, 2], run["label"], [value for value, ending in finished if ending == Ending.OK])
-    for axis, title in zip(axes[0], ("Time to first token", "Inter-token latency", "End to end"), strict=True):
-        axis.set(title=title, xlabel="ms", ylabel="share of requests" if title != "Inter-token latency" else "")
+        _cdf(axes[1, 0], run["label"], [value for value, ending in finished if ending == Ending.OK])
+    _saturation(axes[1, 1], results)
+    for axis, title in zip(axes.flat, (*LATENCY_NAMES, "Saturation"), strict=True):
+        axis.set(title=title)
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize="small")
             axis.set_xlim(left=0.0)  # after all lines are drawn, which set the right end
-    _saturation(axes[1, 0], results)
-    _timeline(axes[1, 1], results[-1])
-    _gantt(axes[1, 2], results[-1])
     figure.savefig(path, dpi=110)
 
 
@@ -177,6 +178,7 @@ def _cdf(axis: Axes, label: str, seconds: Sequence[float]) -> None:
     if seconds:
         ordered = 1e3 * np.sort(np.array(seconds))
         axis.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), label=label, drawstyle="steps-post")
+        axis.set(xlabel="ms", ylabel="share of requests or gaps")
 
 
 def _saturation(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
@@ -190,36 +192,7 @@ def _saturation(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
         if run["median_ttft_ms"] is not None:
             point = (run["output_throughput"], run["median_ttft_ms"])
             axis.annotate(run["label"], point, textcoords="offset points", xytext=(4, 4), fontsize="x-small")
-    axis.set(title="Saturation", xlabel="completion tokens/s", ylabel="ms", ylim=(0, None))
-    axis.grid(alpha=0.3)
-    if axis.lines:
-        axis.legend(fontsize="small")
-
-
-def _timeline(axis: Axes, run: dict[str, Any]) -> None:
-    seconds = [second for times in run["chunk_times"] for second in times]
-    if seconds:
-        width = max(max(seconds), 1e-3) / 50
-        counts, edges = np.histogram(seconds, bins=np.arange(0.0, max(seconds) + width, width))
-        axis.stairs(counts / width, edges, fill=True, alpha=0.6)
-    axis.set(title=f"Tokens/s over time ({run['label']})", xlabel="s", ylabel="chunks/s")
-    axis.grid(alpha=0.3)
-
-
-_ENDING_COLOURS = {Ending.OK: "tab:blue", Ending.CANCELLED: "tab:orange", Ending.SHED: "tab:gray"}
-
-
-def _gantt(axis: Axes, run: dict[str, Any]) -> None:
-    """Draw a bar per request: light until its first token, then in the colour of its ending (red: failed)."""
-    for row, (start, latency, first) in enumerate(
-        zip(run["start_times"][:200], run["latencies"], run["ttfts"], strict=False)
-    ):
-        colour = _ENDING_COLOURS.get(Ending(run["endings"][row]), "tab:red")
-        waited = latency if first is None else first
-        axis.barh(row, waited, left=start, color=colour, alpha=0.3, height=0.9)
-        axis.barh(row, latency - waited, left=start + waited, color=colour, height=0.9)
-    axis.set(title=f"Requests ({run['label']})", xlabel="s", ylabel="request")
-    axis.invert_yaxis()
+    axis.set(xlabel="completion tokens/s", ylabel="ms", ylim=(0, None))
 
 
 def write(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
@@ -233,9 +206,14 @@ def write(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
         name = "results.json" if len(results) == 1 else f"results-{run['label'].replace(' ', '-')}.json"
         paths.append(directory / name)
         paths[-1].write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    paths += [directory / "report.md", directory / "report.png"]
-    paths[-2].write_text(markdown(results), encoding="utf-8")
-    plot(results, paths[-1])
+    return paths + _write_report(results, directory)
+
+
+def _write_report(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / "report.md", directory / "report.png"]
+    paths[0].write_text(markdown(results), encoding="utf-8")
+    plot(results, paths[1])
     return paths
 
 
@@ -246,11 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results"), help="directory for report.md and report.png")
     arguments = parser.parse_args(argv)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.results]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    table = markdown(runs)
-    (arguments.out / "report.md").write_text(table, encoding="utf-8")
-    plot(runs, arguments.out / "report.png")
-    print(table)
+    _write_report(runs, arguments.out)
+    print(markdown(runs))
     return 0
 
 

@@ -8,7 +8,6 @@ for locust. `AsyncClient` uses asyncio.
 """
 
 import asyncio
-import dataclasses
 import json
 import os
 import re
@@ -108,25 +107,26 @@ class SseParser:
         return events
 
 
-class ResponseReader:
-    """Reader of one HTTP response, fed as bytes arrive. A completion goes to its `CompletionReader`."""
+class Exchange:
+    """One completion over one connection, independent of the I/O driver. Bytes are fed as they arrive."""
 
-    def __init__(self, completion: CompletionReader | None = None) -> None:
+    def __init__(self, request: CompletionRequest, intended_seconds: float | None, reader: CompletionReader | None):
+        self.sent_seconds = time.perf_counter()
+        self._intended_seconds = self.sent_seconds if intended_seconds is None else intended_seconds
+        self._completion = CompletionReader(request) if reader is None else reader
         self._parser = httptools.HttpResponseParser(self)
-        self._completion = completion
         self._sse: SseParser | None = None
         self._now = 0.0
-        self.headers: dict[str, str] = {}
+        self._headers: dict[str, str] = {}
+        self._content = bytearray()
         self.status: int | None = None
-        self.content = bytearray()
         self.complete = False
         self.reusable = False
 
     @property
-    def retry_after_seconds(self) -> float:
-        """Seconds in the `Retry-After` header; 0 without the header, and for a date."""
-        value = self.headers.get("retry-after", "")
-        return float(value) if value.isdecimal() else 0.0
+    def over(self) -> bool:
+        """True if the response has ended, or if the client wants to disconnect."""
+        return self.complete or self._completion.wants_to_leave
 
     def feed(self, data: bytes, now: float) -> None:
         """Read bytes received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
@@ -135,7 +135,7 @@ class ResponseReader:
 
     def end_of_connection(self, now: float) -> None:
         """Handle the end of the connection, which completes a response without a declared length."""
-        delimited = "content-length" in self.headers or "transfer-encoding" in self.headers
+        delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
         if self.status is not None and not delimited and not self.complete:
             self._now = now
             self.on_message_complete()
@@ -143,67 +143,52 @@ class ResponseReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header. Called by httptools."""
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Store the status and detect an event stream. Called by httptools."""
         self.status = self._parser.get_status_code()
-        if self.headers.get("content-type", "").startswith("text/event-stream"):
+        if self._headers.get("content-type", "").startswith("text/event-stream"):
             self._sse = SseParser()
 
     def on_body(self, body: bytes) -> None:
         """Read a part of the body. Called by httptools."""
         if self._sse is None:
-            self.content.extend(body)
+            self._content.extend(body)
             return
         for event in self._sse.feed(body):
-            if self._completion is not None:
-                self._completion.event(event, self._now)
+            self._completion.event(event, self._now)
 
     def on_message_complete(self) -> None:
         """Mark the response as complete. Called by httptools."""
         self.complete = True
         self.reusable = self._parser.should_keep_alive()
-        if self._completion is not None and self._sse is None:
-            self._completion.body(bytes(self.content), self._now)
-
-
-class _Exchange:
-    """One completion over one connection, independent of the I/O driver."""
-
-    def __init__(self, request: CompletionRequest, intended_seconds: float | None) -> None:
-        self.sent_seconds = time.perf_counter()
-        self._intended_seconds = self.sent_seconds if intended_seconds is None else intended_seconds
-        self._completion = CompletionReader(request)
-        self.response = ResponseReader(self._completion)
-
-    @property
-    def over(self) -> bool:
-        return self.response.complete or self._completion.wants_to_leave
+        if self._sse is None:
+            self._completion.body(bytes(self._content))
 
     def failed(self, ending: Ending, detail: str) -> Outcome:
+        """Return the outcome of a request that ended without a response."""
         return self._outcome(ending, detail, time.perf_counter())
 
     def finished(self, now: float) -> Outcome:
         """Return the outcome once `over`, or at the end of the connection."""
-        if self._completion.wants_to_leave and not self.response.complete:
+        if self._completion.wants_to_leave and not self.complete:
             return self._outcome(Ending.CANCELLED, "", now)
-        if not self.response.complete or self.response.status is None:
+        if not self.complete or self.status is None:
             return self._outcome(Ending.CONNECTION, "the connection ended before the response", now)
-        ending, detail = self._completion.judge(self.response.status)
+        ending, detail = self._completion.judge(self.status)
         return self._outcome(ending, detail, now)
 
     def _outcome(self, ending: Ending, detail: str, now: float) -> Outcome:
-        outcome = self._completion.outcome(
+        retry_after = self._headers.get("retry-after", "")  # a date counts as 0 seconds
+        return self._completion.outcome(
             ending,
             detail,
             intended_seconds=self._intended_seconds,
             sent_seconds=self.sent_seconds,
             end_seconds=now,
+            retry_after_seconds=float(retry_after) if ending is Ending.SHED and retry_after.isdecimal() else 0.0,
         )
-        if ending is Ending.SHED:
-            return dataclasses.replace(outcome, retry_after_seconds=self.response.retry_after_seconds)
-        return outcome
 
 
 def complete_blocking(
@@ -213,7 +198,7 @@ def complete_blocking(
 
     Every failure of the server is an outcome, not an exception.
     """
-    exchange = _Exchange(request, None)
+    exchange = Exchange(request, None, None)
     deadline = exchange.sent_seconds + timeout_seconds
     payload = target.request_bytes("POST", COMPLETIONS_PATH, request.body(model), keep_alive=False)
     try:
@@ -225,9 +210,9 @@ def complete_blocking(
                 data = connection.recv(RECEIVE_BYTES)
                 now = time.perf_counter()
                 if not data:
-                    exchange.response.end_of_connection(now)
+                    exchange.end_of_connection(now)
                     return exchange.finished(now)
-                exchange.response.feed(data, now)
+                exchange.feed(data, now)
             return exchange.finished(now)
     except TimeoutError:
         return exchange.failed(Ending.TIMEOUT, f"no end within {timeout_seconds:g} s")
@@ -236,12 +221,11 @@ def complete_blocking(
 
 
 class _Connection(asyncio.Protocol):
-    """TCP connection that passes bytes with their arrival time to the current response."""
+    """TCP connection that passes bytes with their arrival time to the current exchange."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._exchange: _Exchange | None = None
-        self._response: ResponseReader | None = None
+        self._exchange: Exchange | None = None
         self._over: asyncio.Future[float] | None = None
         self.closed = False
 
@@ -251,27 +235,26 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if self._response is None or self._over is None or self._over.done():
+        if self._exchange is None or self._over is None or self._over.done():
             self.close()  # unexpected bytes: the connection is out of step
             return
         try:
-            self._response.feed(data, now)
+            self._exchange.feed(data, now)
         except httptools.HttpParserError as error:
             self._over.set_exception(ConnectionError(f"not HTTP: {error}"))
             return
-        if self._response.complete or (self._exchange is not None and self._exchange.over):
+        if self._exchange.over:
             self._over.set_result(now)
 
     def connection_lost(self, exc: Exception | None) -> None:
         now = time.perf_counter()
         self.closed = True
-        if self._over is None or self._over.done():
+        if self._exchange is None or self._over is None or self._over.done():
             return
         if exc is not None:
             self._over.set_exception(ConnectionError(f"{type(exc).__name__}: {exc}"))
             return
-        if self._response is not None:
-            self._response.end_of_connection(now)
+        self._exchange.end_of_connection(now)
         self._over.set_result(now)
 
     def close(self) -> None:
@@ -280,7 +263,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def exchange(self, payload: bytes, response: ResponseReader, exchange: _Exchange | None) -> float:
+    async def send(self, payload: bytes, exchange: Exchange) -> float:
         """Send a request and wait until the response ends or the client disconnects; return that time.
 
         Raises:
@@ -288,7 +271,7 @@ class _Connection(asyncio.Protocol):
         """
         if self._transport is None or self.closed:
             raise ConnectionError("the connection is closed")
-        self._response, self._exchange = response, exchange
+        self._exchange = exchange
         self._over = asyncio.get_running_loop().create_future()
         self._transport.write(payload)
         return await self._over
@@ -303,14 +286,22 @@ class AsyncClient:
         self._idle: list[_Connection] = []
 
     async def complete(
-        self, request: CompletionRequest, *, model: str | None, intended_seconds: float | None = None
+        self,
+        request: CompletionRequest,
+        *,
+        model: str | None,
+        intended_seconds: float | None = None,
+        reader: CompletionReader | None = None,
     ) -> Outcome:
-        """Send one completion and read it to its end. Every failure of the server is an outcome."""
+        """Send one completion and read it to its end. Every failure of the server is an outcome.
+
+        `reader`: shows the chunks of the stream while they arrive.
+        """
         payload = self.target.request_bytes("POST", COMPLETIONS_PATH, request.body(model))
-        exchange = _Exchange(request, intended_seconds)
+        exchange = Exchange(request, intended_seconds, reader)
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return exchange.finished(await self._send(payload, exchange.response, exchange))
+                return exchange.finished(await self._send(payload, exchange))
         except TimeoutError:
             return exchange.failed(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
         except OSError as error:
@@ -323,29 +314,24 @@ class AsyncClient:
         self._idle.clear()
         await asyncio.sleep(0)  # let the transports run their closing callbacks
 
-    async def _send(self, payload: bytes, response: ResponseReader, exchange: _Exchange | None) -> float:
-        connection, fresh = await self._connect()
+    async def _send(self, payload: bytes, exchange: Exchange) -> float:
+        self._idle = [connection for connection in self._idle if not connection.closed]
+        is_fresh = not self._idle
+        connection = await self._open() if is_fresh else self._idle.pop()
         try:
-            now = await connection.exchange(payload, response, exchange)
-            if response.status is None and not fresh:
+            now = await connection.send(payload, exchange)
+            if exchange.status is None and not is_fresh:
                 # The server closed an idle connection just as it was reused; nothing of the response had arrived.
-                connection, fresh = await self._open(), True
-                now = await connection.exchange(payload, response, exchange)
+                connection = await self._open()
+                now = await connection.send(payload, exchange)
         except BaseException:
             connection.close()
             raise
-        if response.complete and response.reusable and not connection.closed:
+        if exchange.complete and exchange.reusable and not connection.closed:
             self._idle.append(connection)
         else:
             connection.close()
         return now
-
-    async def _connect(self) -> tuple[_Connection, bool]:
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.closed:
-                return connection, False
-        return await self._open(), True
 
     async def _open(self) -> _Connection:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -89,17 +89,20 @@ class WorkloadSpec:
 class CompletionRequest:
     """One request to `/v1/completions`, and the behaviour of its client.
 
-    `cancel_after` is the number of text chunks after which a cancelling client disconnects; None for other clients.
+    prompt: text, or token ids.
+    cancel_after: number of text chunks after which a cancelling client disconnects; None for other clients.
+    return_token_ids: ask for the ids, so that every token is an event, even one that ends within a character.
     """
 
     index: int
-    prompt: str
+    prompt: str | Sequence[int]
     max_tokens: int
     client: ClientKind = ClientKind.STREAMING
     cancel_after: int | None = None
     temperature: float = 1.0
     ignore_eos: bool = True
     seed: int = 0
+    return_token_ids: bool = False
 
     def body(self, model: str | None) -> dict[str, Any]:
         """Return the JSON body. Without a model the service uses its own. Streams ask for `usage`, which has exact
@@ -115,6 +118,8 @@ class CompletionRequest:
         }
         if self.client is not ClientKind.WHOLE:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.return_token_ids:
+            body["return_token_ids"] = True
         return body
 
 
@@ -190,47 +195,19 @@ def tales() -> str:
     return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Lengths:
-    prompt_tokens: int
-    output_tokens: int
-    prefix: int | None = None  # number of the shared prefix; None without one
-
-
-def _fixed(spec: WorkloadSpec, rng: random.Random) -> _Lengths:
-    return _Lengths(prompt_tokens=spec.prompt_tokens, output_tokens=spec.output_tokens)
-
-
-def _lognormal(spec: WorkloadSpec, rng: random.Random) -> _Lengths:
-    prompt, output = (
-        max(1, round(rng.lognormvariate(math.log(median), spec.sigma)))
-        for median in (spec.prompt_tokens, spec.output_tokens)
-    )
-    return _Lengths(prompt_tokens=prompt, output_tokens=output)
-
-
-def _shared_prefix(spec: WorkloadSpec, rng: random.Random) -> _Lengths:
-    prefix = rng.randrange(spec.num_prefixes)
-    return _Lengths(prompt_tokens=spec.prompt_tokens, output_tokens=spec.output_tokens, prefix=prefix)
-
-
-def _mixed(spec: WorkloadSpec, rng: random.Random) -> _Lengths:
-    part = rng.random()
-    if part < 0.4:
-        return _lognormal(spec, rng)
-    if part < 0.6:  # a long prompt, a short completion
-        return _Lengths(prompt_tokens=4 * spec.prompt_tokens, output_tokens=max(1, spec.output_tokens // 4))
-    if part < 0.8:  # a short prompt, a long completion
-        return _Lengths(prompt_tokens=max(1, spec.prompt_tokens // 4), output_tokens=2 * spec.output_tokens)
-    return _shared_prefix(spec, rng)
-
-
-_LENGTHS: dict[WorkloadKind, Callable[[WorkloadSpec, random.Random], _Lengths]] = {
-    WorkloadKind.FIXED: _fixed,
-    WorkloadKind.LOGNORMAL: _lognormal,
-    WorkloadKind.SHARED_PREFIX: _shared_prefix,
-    WorkloadKind.MIXED: _mixed,
-}
+def _lengths(spec: WorkloadSpec, rng: random.Random) -> tuple[int, int, int | None]:
+    """Return the tokens of prompt and completion, and the number of the shared prefix, if any."""
+    kind, prompt, output = spec.kind, spec.prompt_tokens, spec.output_tokens
+    if kind is WorkloadKind.MIXED:
+        part = rng.random()
+        if 0.4 <= part < 0.6:  # a long prompt, a short completion
+            return 4 * prompt, max(1, output // 4), None
+        if 0.6 <= part < 0.8:  # a short prompt, a long completion
+            return max(1, prompt // 4), 2 * output, None
+        kind = WorkloadKind.LOGNORMAL if part < 0.4 else WorkloadKind.SHARED_PREFIX
+    if kind is WorkloadKind.LOGNORMAL:
+        prompt, output = (max(1, round(rng.lognormvariate(math.log(m), spec.sigma))) for m in (prompt, output))
+    return prompt, output, rng.randrange(spec.num_prefixes) if kind is WorkloadKind.SHARED_PREFIX else None
 
 
 class Workload:
@@ -246,13 +223,13 @@ class Workload:
         """Return request number `index`: always the same for the same number."""
         spec = self.spec
         rng = random.Random((spec.seed << 32) + index)
-        lengths = _LENGTHS[spec.kind](spec, rng)
-        output = min(lengths.output_tokens, spec.max_context_tokens // 2)
+        prompt, output, prefix = _lengths(spec, rng)
+        output = min(output, spec.max_context_tokens // 2)
         room = int((spec.max_context_tokens - output - PROMPT_SLACK) / self._passages.overshoot)
         client, cancel_after = self._client(rng, output)
         return CompletionRequest(
             index=index,
-            prompt=self._prompt(index, lengths.prefix, max(1, min(lengths.prompt_tokens, room))),
+            prompt=self._prompt(index, prefix, max(1, min(prompt, room))),
             max_tokens=output,
             client=client,
             cancel_after=cancel_after,
@@ -280,74 +257,37 @@ class Workload:
         return "\n".join(parts)
 
 
+_HELP = {
+    "prompt_tokens": "approximate tokens of a prompt",
+    "output_tokens": "tokens of a completion",
+    "sigma": "sigma of lognormal lengths",
+    "whole_share": "share of clients that do not stream",
+    "cancelling_share": "share of clients that disconnect early",
+    "temperature": "sampling temperature",
+    "seed": "seed of workload and arrivals",
+}
+
+
 def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare the options that `spec_from_arguments` reads."""
-    spec = WorkloadSpec()
-    add = parser.add_argument
     kinds = [kind.value for kind in WorkloadKind]
-    add(
-        "--workload",
-        choices=kinds,
-        default=spec.kind.value,
-        help="distribution of lengths (default: %(default)s)",
-    )
-    add(
-        "--prompt-tokens",
-        type=int,
-        default=spec.prompt_tokens,
-        metavar="N",
-        help="approximate tokens of a prompt (default: %(default)s)",
-    )
-    add(
-        "--output-tokens",
-        type=int,
-        default=spec.output_tokens,
-        metavar="N",
-        help="tokens of a completion (default: %(default)s)",
-    )
-    add(
-        "--sigma", type=float, default=spec.sigma, metavar="X", help="sigma of lognormal lengths (default: %(default)s)"
-    )
-    add("--whole-share", type=float, default=spec.whole_share, metavar="X", help="share of clients that do not stream")
-    add(
-        "--cancelling-share",
-        type=float,
-        default=spec.cancelling_share,
-        metavar="X",
-        help="share of clients that disconnect early",
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=spec.temperature,
-        metavar="X",
-        help="sampling temperature (default: %(default)s)",
-    )
-    add(
-        "--stop-at-end",
-        action="store_true",
-        help="let the model end completions before --output-tokens",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=spec.seed,
-        metavar="N",
-        help="seed of workload and arrivals (default: %(default)s)",
-    )
+    text = "distribution of lengths (default: %(default)s)"
+    parser.add_argument("--workload", choices=kinds, default=WorkloadKind.FIXED.value, help=text)
+    for name, text in _HELP.items():
+        default = getattr(WorkloadSpec(), name)
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(
+            option, type=type(default), default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    text = "let the model end completions before --output-tokens"
+    parser.add_argument("--stop-at-end", action="store_true", help=text)
 
 
 def spec_from_arguments(arguments: argparse.Namespace, max_context_tokens: int | None) -> WorkloadSpec:
     """Return the requested workload, limited to the model's context if it is known."""
     return WorkloadSpec(
         kind=WorkloadKind(arguments.workload),
-        prompt_tokens=arguments.prompt_tokens,
-        output_tokens=arguments.output_tokens,
-        sigma=arguments.sigma,
-        whole_share=arguments.whole_share,
-        cancelling_share=arguments.cancelling_share,
         max_context_tokens=max_context_tokens or WorkloadSpec().max_context_tokens,
-        temperature=arguments.temperature,
         ignore_eos=not arguments.stop_at_end,
-        seed=arguments.seed,
+        **{name: getattr(arguments, name) for name in _HELP},
     )

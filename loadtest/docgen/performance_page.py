@@ -1,4 +1,4 @@
-"""Generator of docs/performance.md from docs/results/*.json: no figure is copied by hand.
+"""Generator of docs/performance.md from docs/results/*.json and a template: no figure is copied by hand.
 
 python -m loadtest.docgen.performance_page            write the page and its pictures
 python -m loadtest.docgen.performance_page --check    exit with 1 if the page or a picture does not match the results
@@ -6,260 +6,372 @@ python -m loadtest.docgen.performance_page --check    exit with 1 if the page or
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from loadtest.docgen import (
-    page_engine,
-    page_kernels,
-    page_latency,
-    page_peers,
-    page_scaling,
-    page_targets,
-    performance_plot,
-    scaling_plot,
-)
-from loadtest.docgen.page_text import command, model, spread, table
+from loadtest.docgen import peers_section, pictures
+from loadtest.docgen.pictures import MAX_ITL_RATIO
+from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
+from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
 from loadtest.measurement.provenance import shows
-from loadtest.scenarios import latency_plot
+from loadtest.measurement.spread import Spread
+from loadtest.measurement.tables import Column, cell, table, text_table
+from loadtest.peers.comparison_cells import is_sound
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+TEMPLATE = Path(__file__).with_name("performance_template.md")
 NAMES: Final = ("engine", "service", "frontend", "defaults", "peers", "kernels", "latency", "scaling")
 # For each result with a picture: the file beside the page, and the function that draws it.
-PICTURES: Final = {
-    "engine": ("performance-engine.png", performance_plot.draw_engine),
-    "peers": ("performance-peers.png", performance_plot.draw_peers),
-    "latency": ("latency.png", latency_plot.draw),
-    "scaling": ("scaling.png", scaling_plot.draw_scaling),
+PICTURES: Final[dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], None]]]] = {
+    "engine": ("performance-engine.png", pictures.draw_engine),
+    "peers": ("performance-peers.png", pictures.draw_peers),
+    "latency": ("latency.png", pictures.draw_latency),
+    "scaling": ("scaling.png", pictures.draw_scaling),
 }
 
 # Limits that the service promises. An idle worker is not at 0: it checks once a second if its parent process lives.
-MIN_HTTP_RATIO = 0.9
-PROMISED_STREAMS = 16
+MIN_HTTP_RATIO, PROMISED_STREAMS = 0.9, 16
 MAX_IDLE_CPU_PERCENT = 0.5
 MAX_API_MB = 150.0
 MAX_START_SECONDS = 10.0
-MIN_FRONTEND_TOKENS_PER_SECOND = 25_000.0
-FRONTEND_STREAMS = 64
-
-_HEAD = """# Performance
-
-`python -m loadtest.docgen.performance_page` writes this page from `docs/results/`. Each section begins with the command
-that measured its figures. A figure is the median of its repeats, with the minimum and the maximum in brackets. The two
-sides of a ratio are measured one right after the other, so that a slow minute of the machine affects both. The ratio is
-the median over such pairs. A command without flags that ran before 2026-11-23 used float32 and one thread, the defaults
-of that time. The last section has the dates and the machines.
-"""
+MIN_FRONTEND_TOKENS_PER_SECOND, FRONTEND_STREAMS = 25_000.0, 64
+# Aims, which are not promises.
+HTTP_RATIO_AIM, STREAMS = 0.95, (16, 64)
+CPU_MICROSECONDS_PER_TOKEN = 30.0
+SHORT_PROMPT_STEPS = 2.0
+BANDWIDTH_SHARE, BANDWIDTH_BATCH, BANDWIDTH_CONTEXT = 0.8, 16, 512  # batch and context are minimum values
+TTFT_RATIO = 0.5  # Kvasir's 99th percentile relative to another server's
+START_RATIO, LARGE_BYTES = 1.3, 9e8  # start relative to reading the checkpoint, for checkpoints from this size
+MEMORY_SHARE = 0.03  # relative difference of KV-cache memory from the formula
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A figure that the service guarantees."""
+class Goal(NamedTuple):
+    """A promised or wanted figure, with its measurement."""
 
     figure: str
-    promised: str
+    wanted: str
     measured: str
-    kept: bool
+    is_reached: bool
+
+
+def _goal(figure: str, wanted: str, result: Any, column: Column, holds: Callable[[float], bool]) -> Goal:
+    """Return the goal for the spread that the column selects: its median decides."""
+    median = result
+    for name in column.key.split("."):
+        median = median[name]
+    return Goal(figure, wanted, cell(result, column), holds(median["median"]))
+
+
+def promises(service: dict[str, Any], frontend: dict[str, Any]) -> Iterator[Goal]:
+    """Yield the promises of the service, each with its measurement."""
+    column = Column("", "start_seconds", ".2f", unit=" s")
+    wanted = f"under {MAX_START_SECONDS:g} s"
+    yield _goal("From start to the first token", wanted, service, column, lambda s: s < MAX_START_SECONDS)
+    column = Column("", "idle.worker_cpu_percent", ".2f", unit=" %")
+    yield _goal("CPU of an idle worker", "0 % of a core", service, column, lambda share: share < MAX_IDLE_CPU_PERCENT)
+    api = [process for process in service["processes"] if process["part"] == "api"]
+    largest, has_torch = max(process["rss_mb"] for process in api), any(process["torch"] for process in api)
+    figure, wanted = "API process, resident memory under load", f"under {MAX_API_MB:g} MB"
+    yield Goal(figure, wanted, f"{largest:.0f} MB", largest < MAX_API_MB)
+    yield Goal("API process, torch", "not loaded", "loaded" if has_torch else "not loaded", not has_torch)
+    yield from _http_ratios(service, (PROMISED_STREAMS,), MIN_HTTP_RATIO, f"at least {MIN_HTTP_RATIO:.2f}")
+    for level in frontend["levels"]:
+        if level["num_streams"] == FRONTEND_STREAMS and not level["step_ms"]:
+            figure = f"Tokens/s per core of the API process, {FRONTEND_STREAMS} streams, instant engine"
+            wanted = f"at least {MIN_FRONTEND_TOKENS_PER_SECOND:,.0f}"
+            column = Column("", "tokens_per_second_on_one_core", ",.0f")
+            yield _goal(figure, wanted, level, column, lambda rate: rate >= MIN_FRONTEND_TOKENS_PER_SECOND)
+
+
+def _http_ratios(service: dict[str, Any], streams: Sequence[int], limit: float, wanted: str) -> Iterator[Goal]:
+    for level in service["levels"]:
+        if level["streams"] in streams:
+            figure = f"HTTP throughput at {level['streams']} streams, relative to the engine"
+            yield _goal(figure, wanted, level, Column("", "ratio", ".2f"), lambda ratio: ratio >= limit)
+
+
+def aims(results: Mapping[str, dict[str, Any]]) -> Iterator[Goal]:
+    """Yield every aim that is not a promise, except speed relative to other engines."""
+    yield from _http_ratios(results["service"], STREAMS, HTTP_RATIO_AIM, f"at least {HTTP_RATIO_AIM:g}")
+    for level in results["frontend"]["levels"]:
+        if level["step_ms"] and level["num_streams"] in STREAMS:
+            streams, pace = level["num_streams"], level["step_ms"]
+            figure = f"CPU of the API process per token, {streams} streams, a step every {pace:g} ms"
+            wanted = f"at most {CPU_MICROSECONDS_PER_TOKEN:g} µs"
+            column = Column("", "cpu_us_per_token", ".0f", unit=" µs")
+            yield _goal(figure, wanted, level, column, lambda cost: cost <= CPU_MICROSECONDS_PER_TOKEN)
+    short, long = results["latency"]["short"], results["latency"]["long"]
+    figure = f"First token of a short prompt while {short['streams']} streams decode"
+    wanted, column = f"at most {SHORT_PROMPT_STEPS:g} steps", Column("", "steps", ".0f", unit=" steps")
+    yield _goal(figure, wanted, short, column, lambda steps: steps <= SHORT_PROMPT_STEPS)
+    for point in long["points"]:
+        if point["prompt_slowdown"] is not None:
+            figure = f"Growth of the streams' ITL p99 by a prompt of {long['prompt_tokens']:,} tokens"
+            wanted, column = f"at most {MAX_ITL_RATIO:g} times", Column("", "itl_p99_ratio", ".2f")
+            yield _goal(figure, wanted, point, column, lambda ratio: ratio <= MAX_ITL_RATIO)
+    yield from _first_token_aims(results["peers"]["cells"])
+    memory, starts = results["scaling"]["kv_memory"], results["scaling"]["starts"]
+    furthest = max((point["ratio"] for point in memory["points"]), key=lambda ratio: abs(ratio - 1))
+    figure, is_near = "KV-cache memory, relative to the formula", abs(furthest - 1) <= MEMORY_SHARE
+    yield Goal(figure, f"within {MEMORY_SHARE:.0%}", f"{furthest:.4f} at worst", is_near)
+    for point in starts["points"]:
+        for kind in ("warm", "cold") if point["bytes"] >= LARGE_BYTES else ():
+            size = f"{point['bytes'] / 1e9:.2g} GB of weights"
+            figure, wanted = (
+                f"Start with {size}, files {kind}, relative to reading them",
+                f"at most {START_RATIO:g} times",
+            )
+            yield _goal(figure, wanted, point, Column("", f"{kind}.ratio", ".1f"), lambda ratio: ratio <= START_RATIO)
+    shares = [
+        row["share_of_memory"]["median"]
+        for row in results["kernels"]["rows"]
+        if row["batch"] >= BANDWIDTH_BATCH and row["context"] >= BANDWIDTH_CONTEXT
+    ]
+    size = f"{BANDWIDTH_BATCH} streams x {BANDWIDTH_CONTEXT} tokens"
+    figure, measured = f"Decode attention from {size} up, share of bandwidth", f"{min(shares):.2f} to {max(shares):.2f}"
+    yield Goal(figure, f"at least {BANDWIDTH_SHARE:g}", measured, min(shares) >= BANDWIDTH_SHARE)
+
+
+def _first_token_aims(cells: Sequence[dict[str, Any]]) -> Iterator[Goal]:
+    shares = [
+        Spread.of_ratios(*(figure[side]["ttft_p99_ms"]["values"] for side in ("ours", "theirs"))).median
+        for row in cells
+        if row["kind"] == "http" and row["streams"] in STREAMS
+        for figure in row["peers"].values()
+        if is_sound(figure)
+    ]
+    if shares:
+        num_reached = sum(share <= TTFT_RATIO for share in shares)
+        figure = f"TTFT p99 at {' and '.join(map(str, STREAMS))} streams, relative to another server"
+        measured = f"{min(shares):.2f} to {max(shares):.2f}; reached in {num_reached} of {len(shares)}"
+        yield Goal(figure, f"at most {TTFT_RATIO:g}", measured, num_reached == len(shares))
+
+
+def _word(is_reached: bool) -> str:
+    return "yes" if is_reached else "**no**"
+
+
+def _model(result: Mapping[str, Any]) -> str:
+    """Return a sentence on the model of a result and its device."""
+    facts = result["model"]
+    threads = f", {facts['threads']} thread{'' if facts['threads'] == 1 else 's'}" if facts["device"] == "cpu" else ""
+    size = f"{facts['parameters'] / 1e6:.1f} million parameters"
+    return f"Model `{facts['name']}`, {size}, {facts['dtype']} on {facts['device']}{threads}."
+
+
+_SERVICE_COLUMNS = (
+    Column("streams", "streams"),
+    Column("HTTP tokens/s", "http_tokens_per_second", ".0f"),
+    Column("engine tokens/s", "engine_tokens_per_second", ".0f"),
+    Column("HTTP / engine", "ratio", ".2f"),
+    Column("TTFT p50 / p95 ms", "ttft_ms"),
+    Column("ITL p50 / p95 ms", "itl_ms"),
+    Column("client CPU, % of a core", "client_cpu_share.median", ".0f", 100.0, " %"),
+)
+_PROCESS_COLUMNS = (
+    Column("process", "part"),
+    Column("resident MB", "rss_mb", ".0f"),
+    Column("threads", "threads"),
+    Column("torch", "torch"),
+)
+_LATENCY_COLUMNS = (
+    Column("`--max-batched-tokens`", "max_batched_tokens"),
+    Column("`--prompt-slowdown`", "limit"),
+    Column("streams' ITL p99 before, ms", "itl_p99_ms_before", ".1f"),
+    Column("during, ms", "itl_p99_ms_during", ".1f"),
+    Column("ratio", "itl_p99_ratio", ".2f"),
+    Column("TTFT of the prompt, ms", "ttft_ms", ".0f"),
+)
+_FRONTEND_COLUMNS = (
+    Column("ms between steps", "pace"),
+    Column("streams", "num_streams"),
+    Column("CPU of the API process, µs per token", "cpu_us_per_token", ".0f"),
+    Column("tokens/s per core", "tokens_per_second_on_one_core", ",.0f"),
+)
+_MEMORY_COLUMNS = (
+    Column("tokens", "tokens", ","),
+    Column("MB", "bytes", ".1f", 1e-6),
+    Column("formula, MB", "formula", ".1f", 1e-6),
+    Column("ratio", "ratio", ".4f"),
+)
+_PREFIX_COLUMNS = (
+    Column("shared tokens", "shared_tokens"),
+    Column("cached tokens", "hits"),
+    Column("other tokens", "rest_tokens"),
+    Column("TTFT ms", "ttft_ms", ".1f"),
+    Column("TTFT ms, other tokens alone", "rest_alone_ms", ".1f"),
+    Column("ratio", "ratio", ".2f"),
+)
+_START_COLUMNS = (
+    Column("MB of weights", "bytes", ".0f", 1e-6),
+    Column("files", "kind"),
+    Column("start to first token, s", "start_seconds", ".2f"),
+    Column("read, s", "read_seconds", ".3f"),
+    Column("ratio", "ratio", ".1f"),
+)
+_MACHINE_COLUMNS = (
+    Column("", "name"),
+    Column("measured", "date"),
+    Column("commit", "commit"),
+    Column("machine", "machine"),
+    Column("other load just before", "other_work_cores", ".2f", unit=" cores"),
+    Column("duration", "took_seconds", ".0f", unit=" s"),
+    Column("versions", "versions"),
+)
+
+
+def _service(results: Mapping[str, Any]) -> dict[str, Any]:
+    service, frontend = results["service"], results["frontend"]
+    levels = [
+        level | {f"{name}_ms": _p50_p95(level[f"http_{name}_ms"]) for name in ("ttft", "itl")}
+        for level in service["levels"]
+    ]
+    paces = [
+        level | {"pace": f"{level['step_ms']:g}" if level["step_ms"] else "instant"} for level in frontend["levels"]
+    ]
+    return {
+        "service_model": _model(service),
+        "service_prompt_tokens": service["levels"][0]["prompt_tokens"]["median"],
+        "service": table(_SERVICE_COLUMNS, levels),
+        "service_processes": table(_PROCESS_COLUMNS, service["processes"]),
+        "frontend": table(_FRONTEND_COLUMNS, paces),
+    }
+
+
+def _p50_p95(milliseconds: dict[str, float | None]) -> str:
+    return " / ".join(cell(milliseconds, Column("", name, ".1f")) for name in ("p50", "p95"))
+
+
+def _scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    memory, starts, kinds = scaling["kv_memory"], scaling["starts"], ("warm", "cold")
+    is_near = all(abs(point["ratio"] - 1) <= MEMORY_SHARE for point in memory["points"])
+    rows = [point[kind] | {"kind": kind, "bytes": point["bytes"]} for kind in kinds for point in starts["points"]]
+    lines = []
+    for kind in kinds:
+        start, read = starts[kind]["start"]["line"], starts[kind]["read"]["line"]
+        lines.append(
+            f"With {kind} files a start takes {start['fixed']:.2f} s plus {start['each']:.2f} s per GB; "
+            f"a read takes {read['each']:.2f} s per GB."
+        )
+    large = [row["ratio"]["median"] for row in rows if row["bytes"] >= LARGE_BYTES]
+    if large:
+        is_fast = _word(max(large) <= START_RATIO)
+        lines.append(f"The largest checkpoint starts within {START_RATIO} times its read: {is_fast}.")
+    return {
+        "scaling_model": _model(scaling),
+        "scaling_steps": _step_fits(scaling["steps"]),
+        "memory_share": MEMORY_SHARE,
+        "is_memory_near": _word(is_near),
+        "scaling_memory": table(_MEMORY_COLUMNS, memory["points"]),
+        "scaling_prefixes": table(_PREFIX_COLUMNS, scaling["prefixes"]["points"]),
+        "start_lines": " ".join(lines),
+        "scaling_starts": table(_START_COLUMNS, rows),
+    }
+
+
+def _step_fits(steps: Mapping[str, Any]) -> str:
+    rows = []
+    for name, key, other_name, other in (
+        ("batch", "batch_size", "context", "context_length"),
+        ("context", "context_length", "batch", "batch_size"),
+    ):
+        curve = steps[f"over_{name}"]
+        law, line, first, last = curve["fits"]["power"], curve["fits"]["line"], curve["points"][0], curve["points"][-1]
+        rows.append(
+            [
+                f"{name}, {first[key]} to {last[key]}",
+                f"{other_name} {first[other]}",
+                f"{first['step_ms']['median']:.2f} to {last['step_ms']['median']:.2f}",
+                f"{law['exponent']:.2f}",
+                f"{law['last']:.2f}",
+                f"{line['fixed']:.2f} + {line['each']:.4f} n",
+            ]
+        )
+    head = ("decode step over", "at", "ms", "exponent", "exponent, last two", "ms as a function of n")
+    return text_table(head, rows)
+
+
+def _machines(results: Mapping[str, Any]) -> str:
+    rows = []
+    for name, result in results.items():
+        machine, versions = result["machine"], result["versions"]
+        facts = {
+            "name": name,
+            "commit": f"`{result['commit']}`",
+            "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB",
+            "versions": f"Python {versions['python']}, torch {versions['torch']}",
+        }
+        rows.append(result | facts)
+    return table(_MACHINE_COLUMNS, rows)
 
 
 def render(results: Mapping[str, dict[str, Any]]) -> str:
     """Return the page for the results named in `NAMES`.
 
+    A placeholder of the template is the path of a figure with its format, for example `{engine.roofline.gflops:.0f}`.
+    `page` holds the tables.
+
     Raises:
         KeyError: a result lacks a field that the page needs; another version of the benchmark wrote it.
     """
-    parts = [
-        _HEAD,
-        _promises_table([*promises(results["service"]), *frontend_promises(results["frontend"])]),
-        page_targets.section(results),
-        page_peers.defaults_section(results["defaults"]),
-        page_peers.section(results["peers"], PICTURES["peers"][0]),
-        page_engine.section(results["engine"], PICTURES["engine"][0]),
-        page_kernels.section(results["kernels"]),
-        _service(results["service"]),
-        page_latency.section(results["latency"], PICTURES["latency"][0]),
-        _frontend(results["frontend"]),
-        page_scaling.section(results["scaling"], PICTURES["scaling"][0]),
-        _machines(results),
-    ]
-    return "\n".join(parts)
+    kept, aimed = (
+        [[goal.figure, goal.wanted, goal.measured, _word(goal.is_reached)] for goal in goals]
+        for goals in (promises(results["service"], results["frontend"]), aims(results))
+    )
+    engine, points = results["engine"], results["latency"]["long"]["points"]
+    limits = [point | {"limit": str(point["prompt_slowdown"] or "inf")} for point in points]
+    page = {
+        "promises": text_table(("", "promised", "measured", "kept"), kept),
+        "aims": text_table(("", "aim", "measured", "reached"), aimed),
+        "engine_model": _model(engine),
+        "engine_decode": table(DECODE_COLUMNS, engine["decode"]),
+        "engine_prompts": table(PROMPT_COLUMNS, engine["prompts"]),
+        "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
+        "latency": table(_LATENCY_COLUMNS, limits),
+        "machines": _machines(results),
+        **peers_section.values(results["peers"], results["defaults"]),
+        **_service(results),
+        **_scaling(results["scaling"]),
+    }
+    known = {**results, "page": page}
 
+    def fill(match: re.Match[str]) -> str:
+        root, *path = match[1].split(".")
+        if root == "page" and isinstance(page[path[0]], str):
+            return str(page[path[0]])
+        return cell(known, Column("", match[1], match[2] or ""))
 
-def frontend_promises(frontend: dict[str, Any]) -> list[Promise]:
-    """Return the promise on the API process's throughput with an engine that never makes it wait."""
-    return [
-        Promise(
-            f"Tokens/s per core of the API process, {FRONTEND_STREAMS} streams, instant engine",
-            f"at least {MIN_FRONTEND_TOKENS_PER_SECOND:,.0f}",
-            spread(level["tokens_per_second_on_one_core"], ",.0f"),
-            level["tokens_per_second_on_one_core"]["median"] >= MIN_FRONTEND_TOKENS_PER_SECOND,
-        )
-        for level in frontend["levels"]
-        if level["num_streams"] == FRONTEND_STREAMS and not level["step_ms"]
-    ]
-
-
-def promises(service: dict[str, Any]) -> list[Promise]:
-    """Return the promises of the whole service, each with its measurement."""
-    start, idle = service["start_seconds"], service["idle"]["worker_cpu_percent"]
-    api = [process for process in service["processes"] if process["part"] == "api"]
-    largest = max(process["rss_mb"] for process in api)
-    torch_free = not any(process["torch"] for process in api)
-    made = [
-        Promise(
-            "From start to the first token",
-            f"under {MAX_START_SECONDS:g} s",
-            f"{spread(start, '.2f')} s",
-            start["median"] < MAX_START_SECONDS,
-        ),
-        Promise(
-            "CPU of an idle worker",
-            "0 % of a core",
-            f"{spread(idle, '.2f')} %",
-            idle["median"] < MAX_IDLE_CPU_PERCENT,
-        ),
-        Promise(
-            "API process, resident memory under load",
-            f"under {MAX_API_MB:g} MB",
-            f"{largest:.0f} MB",
-            largest < MAX_API_MB,
-        ),
-        Promise("API process, torch", "not loaded", "not loaded" if torch_free else "loaded", torch_free),
-    ]
-    for level in service["levels"]:
-        if level["streams"] == PROMISED_STREAMS:
-            ratio = level["ratio"]
-            figure = f"HTTP throughput at {PROMISED_STREAMS} streams, relative to the engine"
-            kept = ratio["median"] >= MIN_HTTP_RATIO
-            made.append(Promise(figure, f"at least {MIN_HTTP_RATIO:.2f}", spread(ratio, ".2f"), kept))
-    return made
-
-
-def _promises_table(kept: Sequence[Promise]) -> str:
-    rows = [[p.figure, p.promised, p.measured, "yes" if p.kept else "**no**"] for p in kept]
-    return table(["", "promised", "measured", "kept"], rows)
-
-
-def _service(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            str(level["streams"]),
-            spread(level["http_tokens_per_second"], ".0f"),
-            spread(level["engine_tokens_per_second"], ".0f"),
-            spread(level["ratio"], ".2f"),
-            _latencies(level["http_ttft_ms"]),
-            _latencies(level["http_itl_ms"]),
-            f"{100 * level['client_cpu_share']['median']:.0f} %",
-        ]
-        for level in result["levels"]
-    ]
-    head = ["streams", "HTTP tokens/s", "engine tokens/s", "HTTP / engine"]
-    head += ["TTFT p50 / p95 ms", "ITL p50 / p95 ms", "client CPU, % of a core"]
-    processes = [
-        [process["part"], f"{process['rss_mb']:.0f}", str(process["threads"]), "yes" if process["torch"] else "no"]
-        for process in result["processes"]
-    ]
-    workload, idle = result["settings"]["workload"], result["idle"]["service_cpu_percent"]
-    prompt = result["levels"][0]["prompt_tokens"]["median"]
-    return f"""## The service, over HTTP
-
-{command(result)}
-
-{model(result)}
-
-Clients stream in a closed loop: each sends its next request when its last has ended. Prompts have
-about {prompt:.0f} tokens and share no prefix. Completions have {workload["output_tokens"]} tokens. The engine runs in
-the benchmark's process, with the same prompts and settings, in turn with the HTTP load. The HTTP client runs on the
-machine of the service and takes CPU time from it.
-
-{table(head, rows)}
-The processes after this load. Idle, they use {spread(idle, ".2f")} % of a core together.
-
-{table(["process", "resident MB", "threads", "torch"], processes)}"""
-
-
-def _frontend(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            f"{level['step_ms']:g}" if level["step_ms"] else "instant",
-            str(level["num_streams"]),
-            spread(level["cpu_us_per_token"], ".0f"),
-            spread(level["tokens_per_second_on_one_core"], ",.0f"),
-        ]
-        for level in result["levels"]
-    ]
-    head = ["ms between steps", "streams", "CPU of the API process, µs per token", "tokens/s per core"]
-    return f"""## Overhead of the API process
-
-{command(result)}
-
-The service runs with an engine that computes nothing. The figures are the cost of queues, JSON, events and sockets. An
-instant engine is faster than they are, so several tokens of a stream are written at a time, each as its own event.
-With a pause between steps, each token is written alone.
-
-{table(head, rows)}"""
-
-
-def _machines(results: Mapping[str, dict[str, Any]]) -> str:
-    rows = []
-    for name, result in results.items():
-        machine, versions = result["machine"], result["versions"]
-        rows.append(
-            [
-                name,
-                result["date"],
-                f"`{result['commit']}`",
-                f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB",
-                f"{result['other_work_cores']:.2f} cores",
-                f"{result['took_seconds']:.0f} s",
-                f"Python {versions['python']}, torch {versions['torch']}",
-            ]
-        )
-    head = ["", "measured", "commit", "machine", "other load just before", "duration", "versions"]
-    return f"## Machines and dates\n\n{table(head, rows)}"
-
-
-def _latencies(milliseconds: dict[str, float | None]) -> str:
-    return " / ".join("–" if milliseconds[name] is None else f"{milliseconds[name]:.1f}" for name in ("p50", "p95"))
+    return re.sub(r"\{([\w.]+)(?::([^}]*))?\}", fill, TEMPLATE.read_text(encoding="utf-8"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page and its pictures. Return the exit code: 0; 1 if one differs; 2 if results are missing."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.docgen.performance_page", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="directory with " + ", ".join(f"{name}.json" for name in NAMES),
-    )
+    parser = argparse.ArgumentParser(prog="python -m loadtest.docgen.performance_page", description="Write the page.")
+    text = "directory with " + ", ".join(f"{name}.json" for name in NAMES)
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help=text)
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if the page or a picture differs"
-    )
+    text = "write nothing; exit with 1 if the page or a picture differs"
+    parser.add_argument("--check", action="store_true", help=text)
     arguments = parser.parse_args(argv)
     try:
         results = {name: json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8")) for name in NAMES}
     except OSError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    page, directory = render(results), arguments.page.parent
-    pictures = {name: directory / file for name, (file, _) in PICTURES.items()}
+    page = render(results)
+    paths = {name: arguments.page.parent / file for name, (file, _) in PICTURES.items()}
     if not arguments.check:
         arguments.page.write_text(page, encoding="utf-8")
-        print(arguments.page)
-        for name, path in pictures.items():
+        for name, path in paths.items():
             PICTURES[name][1](path, results[name])
-            print(path)
+        print(arguments.page, *paths.values(), sep="\n")
         return 0
-    stale = [path for name, path in pictures.items() if not shows(path, results[name])]
+    stale = [path for name, path in paths.items() if not shows(path, results[name])]
     if not arguments.page.is_file() or arguments.page.read_text(encoding="utf-8") != page:
         stale.insert(0, arguments.page)
     for path in stale:

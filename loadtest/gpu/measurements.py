@@ -5,19 +5,20 @@ Legend: B sequences, H query heads, K key/value heads, D head dimension, N block
 """
 
 import itertools
-import random
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from loadtest.gpu.bench_setting import BLOCK_SIZE, Bench
-from loadtest.inprocess.closed_loop import run_closed
-from loadtest.measurement.model_shapes import shape_tokenizer
-from loadtest.measurement.step_work import Machine, WorkFormula
+from loadtest.inprocess.closed_loop import greedy, run_closed
+from loadtest.inprocess.engine import InProcess
+from loadtest.measurement.roofline import Machine, WorkFormula
 from model.attention.kernel_selection import DECODE_KERNELS, SelectedKernels, Unavailable, choose
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
@@ -29,13 +30,13 @@ from model.gpu.quantization import choose as select_quantization
 from model.nn.linear import replace_linears_by
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
+from service.config.settings import ModelSettings
 from service.engine.engine import Engine
 from service.engine.execution.gpu_setup import fuse_for_gpu
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.scheduling.config import EngineConfig
-from service.ipc.messages import Submit
 
+_ROUNDS = 3
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -75,7 +76,8 @@ def _attention(bench: Bench, heads: tuple[int, int, int], context: int, batch: i
     blocks_each = -(-context // BLOCK_SIZE)
     layer_bytes = 2 * batch * blocks_each * BLOCK_SIZE * kv_heads * size * bench.dtype.itemsize
     num_layers = max(1, min(64, bench.probe_bytes // 8 // layer_bytes))
-    config = _with_heads(bench.shape, num_layers, *heads)
+    sizes = {"num_layers": num_layers, "num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": size}
+    config = ModelConfig.from_dict(bench.shape.to_dict() | sizes)
     blocks = batch * blocks_each
     cache = KVCache(config, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=bench.dtype, device=bench.device)
     for pool in (cache.keys_LNPKD, cache.values_LNPKD):
@@ -93,35 +95,17 @@ def _attention(bench: Bench, heads: tuple[int, int, int], context: int, batch: i
             continue
         whole = way(q_BHD, forms[0], positions_B, tables_BN, cache)
         alone = way(q_BHD[-1:], forms[0], positions_B[-1:], tables_BN[-1:], cache)
-        seconds = bench.seconds(_all_layers(bench, way, q_BHD, forms, positions_B, tables_BN, cache), 3).median
+
+        def all_layers(way: DecodeKernel = way) -> Tensor:
+            return torch.stack([way(q_BHD, form, positions_B, tables_BN, cache) for form in forms]).sum()
+
+        seconds = bench.seconds(bench.capture()(all_layers), 3).median
         row[name] = {
             "us": 1e6 * seconds / num_layers,
             "bytes_per_second": layer_bytes * num_layers / seconds,
             "same_bits_alone": torch.equal(whole[-1:], alone),
         }
     return row
-
-
-def _all_layers(
-    bench: Bench,
-    way: DecodeKernel,
-    q_BHD: Tensor,
-    forms: Sequence[AttentionForm],
-    positions_B: Tensor,
-    tables_BN: Tensor,
-    cache: KVCache,
-) -> Callable[[], Tensor]:
-    """Return a function that replays the attention of all layers as one graph."""
-
-    def compute() -> Tensor:
-        return torch.stack([way(q_BHD, form, positions_B, tables_BN, cache) for form in forms]).sum()
-
-    return bench.capture()(compute)
-
-
-def _with_heads(shape: ModelConfig, num_layers: int, heads: int, kv_heads: int, size: int) -> ModelConfig:
-    changed = {"num_layers": num_layers, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size}
-    return ModelConfig.from_dict(shape.to_dict() | changed)
 
 
 def random_model(config: ModelConfig, bench: Bench, chosen: SelectedKernels) -> Transformer:
@@ -138,29 +122,35 @@ def random_model(config: ModelConfig, bench: Bench, chosen: SelectedKernels) -> 
     return model
 
 
-def decode_inputs(batch: int, context: int, num_rows: int) -> ModelInputs:
-    """Return the inputs of a decode step of `batch` sequences of one length, padded to `num_rows`."""
-    blocks_each = -(-context // BLOCK_SIZE)
-    tables_BN = torch.arange(num_rows * blocks_each).view(num_rows, blocks_each)
-    last = context - 1
+def step_inputs(metadata: AttentionMetadata, token_ids_T: Tensor, num_sequences: int) -> ModelInputs:
+    """Return the inputs of a step that samples a token for each of the first `num_sequences` sequences."""
+    lengths = metadata.context_lengths[:num_sequences]
     return ModelInputs(
-        token_ids_T=torch.zeros(num_rows, dtype=torch.int64),
-        metadata=AttentionMetadata(
-            query_lengths=(1,) * num_rows,
-            context_lengths=(context,) * num_rows,
-            positions_T=torch.full((num_rows,), last),
-            logit_rows_R=torch.arange(num_rows),
-            slot_mapping_T=tables_BN[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
-            block_tables_BN=tables_BN,
-        ),
-        params=(_GREEDY,) * batch,
+        token_ids_T=token_ids_T,
+        metadata=metadata,
+        params=(_GREEDY,) * num_sequences,
         all_greedy=True,
         wants_logprobs=False,
-        positions=(context,) * batch,
+        positions=lengths,
         forbidden=(),
         rules=(),
         prompt_rows=(),
     )
+
+
+def decode_inputs(batch: int, context: int) -> ModelInputs:
+    """Return the inputs of a decode step of `batch` sequences of one length, padded to at least four rows."""
+    num_rows, blocks_each, last = max(4, batch), -(-context // BLOCK_SIZE), context - 1
+    tables_BN = torch.arange(num_rows * blocks_each).view(num_rows, blocks_each)
+    metadata = AttentionMetadata(
+        query_lengths=(1,) * num_rows,
+        context_lengths=(context,) * num_rows,
+        positions_T=torch.full((num_rows,), last),
+        logit_rows_R=torch.arange(num_rows),
+        slot_mapping_T=tables_BN[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+        block_tables_BN=tables_BN,
+    )
+    return step_inputs(metadata, torch.zeros(num_rows, dtype=torch.int64), batch)
 
 
 def decode(bench: Bench) -> dict[str, Any]:
@@ -216,7 +206,7 @@ def timed_steps(
     record_seconds = time.perf_counter() - began
     rows = []
     for batch in bench.batches:
-        inputs = decode_inputs(batch, bench.context, max(4, batch))
+        inputs = decode_inputs(batch, bench.context)
         bound = formula.decode(batch_size=batch, context_length=bench.context).bound_seconds(machine)
         replayed = bench.seconds(partial(recorded.run, inputs), 10)
         stepwise = bench.seconds(partial(plain.run, inputs), 3)
@@ -240,7 +230,7 @@ def timed_steps(
 
 def kernels(bench: Bench, runner: ModelRunner, batch: int, *, count: int = 20) -> dict[str, Any]:
     """Return the kernels that take most of a step's time on the device."""
-    inputs = decode_inputs(batch, bench.context, max(4, batch))
+    inputs = decode_inputs(batch, bench.context)
     on_gpu = bench.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
@@ -255,41 +245,22 @@ def kernels(bench: Bench, runner: ModelRunner, batch: int, *, count: int = 20) -
     return {"batch": batch, "us_a_step": sum(getattr(a, key) for a in taken) / 3, "most": figures}
 
 
-def large_engine(bench: Bench) -> Engine:
-    """Return a whole engine with the large model and captured decode steps."""
-    chosen = choose(bench.place())
-    model = random_model(bench.shape, bench, chosen)
-    num_blocks = bench.streams * -(-(bench.prompt + bench.output) // BLOCK_SIZE) + 8
-    tokenizer = shape_tokenizer(bench.shape.vocab_size)
-    config = EngineConfig(
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        max_num_running=bench.streams,
-        max_batched_tokens=max(bench.streams, 8 * bench.prompt),
-        max_context_length=bench.prompt + bench.output,
-        enable_prefix_cache=False,
-    )
-    return Engine(model, tokenizer, config, capture=bench.capture())
-
-
-def prompts(bench: Bench, count: int, seed: int) -> list[list[int]]:
-    """Return random prompts. No two are alike."""
-    rng = random.Random(seed)
-    return [[rng.randrange(min(bench.shape.vocab_size, 50_000) - 1) for _ in range(bench.prompt)] for _ in range(count)]
-
-
 def tokens_per_second(engine: Engine, texts: Sequence[Sequence[int]], output: int, *, prefix: str) -> float:
     """Run all prompts at once, greedily. Return generated tokens per second of the whole run, prefill included."""
-    submits = [
-        Submit(
-            uid=f"{prefix}-{number}",
-            attempt=0,
-            prompt_token_ids=tuple(text),
-            prior_token_ids=(),
-            params=SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True),
-            arrival_seconds=time.monotonic(),
-            deadline_seconds=None,
-        )
-        for number, text in enumerate(texts)
-    ]
+    submits = [greedy(f"{prefix}-{number}", text, output) for number, text in enumerate(texts)]
     return run_closed(engine, submits, num_streams=len(submits)).tokens_per_second
+
+
+def engine(bench: Bench, checkpoint: Path) -> dict[str, Any]:
+    """Measure a checkpoint as the service runs it: tokens/s over the number of streams."""
+    built = InProcess.open(ModelSettings(checkpoint=checkpoint, max_num_running=256, max_batched_tokens=2048))
+    built.engine.warm_up()
+    rows = []
+    for streams in bench.streams:
+        texts = [[(7 * number + place) % 250 for place in range(32)] for number in range(streams)]
+        values = [
+            tokens_per_second(built.engine, texts, bench.output, prefix=f"{streams}-{number}")
+            for number in range(_ROUNDS)
+        ]
+        rows.append({"streams": streams, "tokens_per_second": statistics.median(values), "values": values})
+    return {"model": built.facts, "engine": str(built.built), "rows": rows}

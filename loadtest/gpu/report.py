@@ -1,7 +1,7 @@
 """Report of `loadtest/gpu/suite.sh`: one JSON file, rewritten after every part, so that an interrupted run keeps its
 parts.
 
-    python -m loadtest.gpu.report --out FILE --part NAME --code N --seconds N --log FILE [--result FILE]
+    python -m loadtest.gpu.report --out FILE --part NAME --code N --seconds N --log FILE --result FILE
 
 Adds a part to FILE, which is created if missing: exit code, duration, end of its output, and its JSON if it wrote
 any. An earlier report of the same part is replaced. Torch-free.
@@ -36,10 +36,10 @@ def add_part(
     return {**report, "parts": {**report.get("parts", {}), name: part}}
 
 
-def read(path: Path | None) -> dict[str, Any] | None:
+def read(path: Path) -> dict[str, Any] | None:
     """Return a JSON object, or None if the file is missing or incomplete."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -48,21 +48,12 @@ def read(path: Path | None) -> dict[str, Any] | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Add a part to the report file."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu.report", description="Add a part to a report.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--part", required=True)
-    parser.add_argument("--code", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--result", type=Path)
+    for name, kind in {"out": Path, "part": str, "code": int, "seconds": float, "log": Path, "result": Path}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     parsed = parser.parse_args(arguments)
-    known = read(parsed.out)
+    log, result = parsed.log.read_text(encoding="utf-8", errors="replace"), read(parsed.result)
     report = add_part(
-        {} if known is None else known,
-        parsed.part,
-        code=parsed.code,
-        seconds=parsed.seconds,
-        log=parsed.log.read_text(encoding="utf-8", errors="replace"),
-        result=read(parsed.result),
+        read(parsed.out) or {}, parsed.part, code=parsed.code, seconds=parsed.seconds, log=log, result=result
     )
     parsed.out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = parsed.out.with_suffix(".part")

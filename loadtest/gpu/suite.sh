@@ -67,7 +67,6 @@ part engine 90 $bench engine --checkpoint "$checkpoint" --out "$work/engine.json
 part quantized 75 $bench quantized --out "$work/quantized.json"
 tests engine_tests 100 tests/gpu/test_engine.py
 part attention 60 $bench attention --out "$work/attention.json"
-part peers 100 "$python" -m loadtest.gpu.peers --out "$work/peers.json"
 tests mechanisms 100 tests/gpu/test_cuda.py
 tests training 100 tests/gpu/test_cuda_training.py
 echo "$out after $SECONDS s"

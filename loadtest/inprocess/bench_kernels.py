@@ -15,15 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from loadtest.measurement.benchmark_program import (
+    MeasurementFailed,
+    benchmark_parser,
+    read_arguments,
+    run_benchmark,
+    show,
+)
 from loadtest.measurement.model_shapes import shape_config
-from loadtest.measurement.provenance import provenance, quiet_or_warned, tell
 from loadtest.measurement.shape_names import SHAPE_SIZES
-from loadtest.measurement.spread import Spread
+from loadtest.measurement.spread import ratio_spread, spread
+from loadtest.measurement.tables import Column, table
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
@@ -33,12 +39,20 @@ from model.attention.sdpa import SdpaAttention
 from model.kernels.build import CACHE, BuildError
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 
-PROGRAM = "python -m loadtest.inprocess.bench_kernels"
 _BLOCK_SIZE = 16
 _COLD_BYTES = 160 * 2**20  # bytes of keys and values: several times a processor's largest cache
 _READ_BYTES = 256 * 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SHORTEST = 32  # shortest ragged context, in tokens
+COLUMNS = (
+    Column("case", "case"),
+    Column("µs per layer", "native_us", ".0f"),
+    Column("GB/s", "gb_per_second.median", ".1f"),
+    Column("memory, GB/s", "memory_gb_per_second.median", ".1f"),
+    Column("share of memory GB/s", "share_of_memory", ".2f"),
+    Column("PyTorch, µs", "sdpa_us.median", ".0f"),
+    Column("speedup over PyTorch", "times_sdpa", ".1f"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +146,12 @@ def measure(case: Case, library: KernelLibrary, *, repeats: int, probe: Callable
         "case": case.name,
         "batch": len(case.contexts),
         "context": max(case.contexts),
-        "native_us": Spread(tuple(1e6 * seconds for seconds in native)).to_dict(),
-        "sdpa_us": Spread(tuple(1e6 * seconds for seconds in sdpa)).to_dict(),
-        "gb_per_second": Spread(tuple(rate / 1e9 for rate in rates)).to_dict(),
-        "memory_gb_per_second": Spread(tuple(rate / 1e9 for rate in bandwidth)).to_dict(),
-        "share_of_memory": Spread.of_ratios(rates, bandwidth).to_dict(),
-        "times_sdpa": Spread.of_ratios(sdpa, native).to_dict(),
+        "native_us": spread(1e6 * seconds for seconds in native),
+        "sdpa_us": spread(1e6 * seconds for seconds in sdpa),
+        "gb_per_second": spread(rate / 1e9 for rate in rates),
+        "memory_gb_per_second": spread(rate / 1e9 for rate in bandwidth),
+        "share_of_memory": ratio_spread(rates, bandwidth),
+        "times_sdpa": ratio_spread(sdpa, native),
     }
 
 
@@ -148,63 +162,44 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         arguments.shape, arguments.dtype, arguments.batch, arguments.context
     ):
         contexts = [context] * batch
-        if arguments.ragged:
+        if arguments.ragged and not arguments.prefill:
             generator = random.Random(0)
             contexts[1:] = [generator.randint(_SHORTEST, context) for _ in contexts[1:]]
         queries = context if arguments.prefill else 1
-        if arguments.prefill:
-            contexts = [context] * batch
         made.append(Case(shape=shape, dtype=dtype, queries=queries, contexts=tuple(contexts)))
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return the exit code: 0; 1 if the kernels cannot be loaded."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shape", nargs="+", choices=SHAPE_SIZES, default=["S", "M"])
-    parser.add_argument("--dtype", nargs="+", choices=_DTYPES, default=["bfloat16"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64])
-    parser.add_argument("--context", nargs="+", type=int, default=[128, 512, 1024])
-    parser.add_argument("--ragged", action="store_true", help="random context lengths up to --context")
-    parser.add_argument("--prefill", action="store_true", help="measure whole prompts instead of decode steps")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON output file")
-    arguments = parser.parse_args(argv)
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
     try:
         library = load_kernels(CACHE)
     except BuildError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
-    busy, began = quiet_or_warned(PROGRAM), time.monotonic()
+        raise MeasurementFailed(str(error)) from error
     probe = memory_probe(library, arguments.threads)
     probe()
-    print(f"level {library.level}, {arguments.threads} threads\n")
-    print("| case | native µs per layer | GB/s | memory GB/s | share | sdpa µs | speedup over sdpa |")
-    print("|---|---|---|---|---|---|---|")
     rows = []
     for case in cases(arguments):
-        row = measure(case, library, repeats=arguments.repeats, probe=probe)
-        rows.append(row)
-        figures = {name: value["median"] for name, value in row.items() if isinstance(value, dict)}
-        print(
-            f"| {case.name} | {figures['native_us']:.0f} | {figures['gb_per_second']:.1f} "
-            f"| {figures['memory_gb_per_second']:.1f} | {figures['share_of_memory']:.2f} "
-            f"| {figures['sdpa_us']:.0f} | {figures['times_sdpa']:.2f} |",
-            flush=True,
-        )
-    if arguments.out is not None:
-        given = sys.argv[1:] if argv is None else argv
-        facts = {
-            "kind": "kernels",
-            "level": library.level,
-            "threads": arguments.threads,
-            "other_work_cores": busy,
-        }
-        took = {"took_seconds": round(time.monotonic() - began, 1)}
-        tell(provenance(PROGRAM, given) | facts | took | {"rows": rows}, arguments.out)
-    return 0
+        show(case.name)
+        rows.append(measure(case, library, repeats=arguments.repeats, probe=probe))
+    print(table(COLUMNS, rows))
+    return {"kind": "kernels", "level": library.level, "threads": arguments.threads, "rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code: 0; 1 if the kernels cannot be loaded."""
+    parser = benchmark_parser("loadtest.inprocess.bench_kernels", "Measure the native decode attention kernel.")
+    add = parser.add_argument
+    add("--shape", nargs="+", choices=SHAPE_SIZES, default=["S", "M"])
+    add("--dtype", nargs="+", choices=_DTYPES, default=["bfloat16"])
+    add("--batch", nargs="+", type=int, default=[1, 4, 16, 64])
+    add("--context", nargs="+", type=int, default=[128, 512, 1024])
+    add("--ragged", action="store_true", help="random context lengths up to --context")
+    add("--prefill", action="store_true", help="measure whole prompts instead of decode steps")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--repeats", type=int, default=5)
+    arguments = read_arguments(parser, argv)
+    return run_benchmark(parser, arguments, lambda: _run(arguments), prints_json=False)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,30 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from service.ipc.messages import FinishReason, Submit, TokenDelta
-
-
-class StepResult(Protocol):
-    """Result of a step, as far as a benchmark reads it."""
-
-    @property
-    def events(self) -> Any: ...
+from model.sampling.params import SamplingParams
+from service.ipc.messages import FinishReason, Submit
 
 
-class Engine(Protocol):
-    """Interface of `service.engine.engine.Engine` that a benchmark uses."""
+def submit_of(uid: str, token_ids: Sequence[int], params: SamplingParams) -> Submit:
+    """Return the command that the API process would send for a prompt."""
+    return Submit(
+        uid=uid,
+        attempt=0,
+        prompt_token_ids=tuple(token_ids),
+        prior_token_ids=(),
+        params=params,
+        arrival_seconds=time.monotonic(),
+        deadline_seconds=None,
+    )
 
-    @property
-    def has_work(self) -> bool: ...
-    def submit(self, submit: Submit) -> Any: ...
-    def step(self) -> StepResult: ...
+
+def greedy(uid: str, token_ids: Sequence[int], max_tokens: int) -> Submit:
+    """Return the command for a greedy completion of exactly `max_tokens` tokens."""
+    return submit_of(uid, token_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
 
 
 @dataclass(slots=True)
@@ -30,23 +33,22 @@ class _Stream:
     submitted_seconds: float
     token_seconds: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRun:
-    """Figures of an engine run, in `time.perf_counter()` seconds.
+    """Figures of an engine run, in `time.perf_counter()` seconds, sequence by sequence.
 
-    token_seconds: for each sequence, the end of the step of each of its tokens.
-    submitted_seconds: for each sequence, the time of its submission.
-    token_ids: for each sequence, its tokens.
+    token_seconds: end of the step of each token. num_cached_tokens: prompt tokens found in the prefix cache.
     """
 
     began_seconds: float
     ended_seconds: float
-    num_prompt_tokens: int
     submitted_seconds: tuple[float, ...]
     token_seconds: tuple[tuple[float, ...], ...]
     token_ids: tuple[tuple[int, ...], ...] = ()
+    num_cached_tokens: tuple[int, ...] = ()
 
     @property
     def num_completion_tokens(self) -> int:
@@ -57,17 +59,6 @@ class EngineRun:
     def tokens_per_second(self) -> float:
         """Completion tokens over the whole run, prefill included, as a client would see them."""
         return self.num_completion_tokens / (self.ended_seconds - self.began_seconds)
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens until the last sequence had its first token. For one wave of sequences, not for a loop."""
-        return self.num_prompt_tokens / (self._prefill_end - self.began_seconds)
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Completion tokens after the last sequence had its first one. For one wave of sequences, not for a loop."""
-        later = sum(seconds > self._prefill_end for times in self.token_seconds for seconds in times)
-        return later / (self.ended_seconds - self._prefill_end)
 
     @property
     def full_step_seconds(self) -> float:
@@ -85,10 +76,6 @@ class EngineRun:
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
     @property
-    def _prefill_end(self) -> float:
-        return max(times[0] for times in self.token_seconds)
-
-    @property
     def ttft_seconds(self) -> tuple[float, ...]:
         """Submission to first token of each sequence."""
         return tuple(
@@ -96,24 +83,25 @@ class EngineRun:
         )
 
 
-def run_closed(engine: Engine, submits: Iterable[Submit], *, num_streams: int) -> EngineRun:
+def run_closed(engine: Any, submits: Iterable[Submit], *, num_streams: int) -> EngineRun:
     """Keep `num_streams` sequences in the engine until all are done.
+
+    Args:
+        engine: a `service.engine.engine.Engine`, or an object with its `has_work`, `submit` and `step`.
 
     Raises:
         RuntimeError: a sequence ended in error, or the engine stopped before its sequences did.
     """
     waiting = iter(submits)
     streams: dict[str, _Stream] = {}
-    num_prompt_tokens = num_open = 0
+    num_open = 0
     began = time.perf_counter()
 
     def submit_next() -> int:
-        nonlocal num_prompt_tokens
         submit = next(waiting, None)
         if submit is None:
             return 0
         streams[submit.uid] = _Stream(time.perf_counter())
-        num_prompt_tokens += len(submit.prompt_token_ids)
         engine.submit(submit)
         return 1
 
@@ -125,18 +113,19 @@ def run_closed(engine: Engine, submits: Iterable[Submit], *, num_streams: int) -
         events = engine.step().events
         now = time.perf_counter()
         for event in events:
-            assert isinstance(event, TokenDelta), "an engine's events are token deltas"
-            streams[event.uid].token_seconds += [now] * len(event.token_ids)
-            streams[event.uid].token_ids += event.token_ids
-            if event.finish is not None:
-                if event.finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                    raise RuntimeError(f"sequence {event.uid} ended with {event.finish.reason}: {event.finish.error}")
+            stream, finish = streams[event.uid], event.finish
+            stream.token_seconds += [now] * len(event.token_ids)
+            stream.token_ids += event.token_ids
+            if finish is not None:
+                if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                    raise RuntimeError(f"sequence {event.uid} ended with {finish.reason}: {finish.error}")
+                stream.num_cached_tokens = finish.num_cached_tokens
                 num_open += submit_next() - 1
     return EngineRun(
         began_seconds=began,
         ended_seconds=time.perf_counter(),
-        num_prompt_tokens=num_prompt_tokens,
         submitted_seconds=tuple(stream.submitted_seconds for stream in streams.values()),
         token_seconds=tuple(tuple(stream.token_seconds) for stream in streams.values()),
         token_ids=tuple(tuple(stream.token_ids) for stream in streams.values()),
+        num_cached_tokens=tuple(stream.num_cached_tokens for stream in streams.values()),
     )

@@ -1,8 +1,6 @@
-"""CPU use of other processes during a measurement. Torch-free.
+"""CPU use of other processes during a measurement: work of all cores minus that of this process and its descendants.
 
-It is the work of all cores minus the work of this process and its descendants. Engine threads wait for each other,
-so an engine loses far more time to another process than that process takes. Figures with much other work are
-unreliable.
+Engine threads wait for each other, so an engine loses far more time to another process than that process takes.
 """
 
 import os

@@ -3,9 +3,9 @@
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -43,10 +43,9 @@ def tell(result: dict[str, Any], out: Path | None) -> None:
 
 
 def other_work(seconds: float = 1.0) -> float:
-    """Return the cores that are busy before a measurement starts; NaN if the system does not report it.
+    """Return the number of cores that are busy before a measurement starts.
 
-    Threads of the model wait for each other, so one thread that shares its core slows all. Figures from a busy
-    machine are unreliable.
+    Threads of the model wait for each other, so one thread that shares its core slows all.
     """
     before = busy_seconds()
     time.sleep(seconds)
@@ -66,10 +65,7 @@ def quiet_or_warned(program: str) -> float:
 
 def busy_seconds() -> float:
     """Return the CPU time of all cores spent on work since boot (proc(5), /proc/stat)."""
-    try:
-        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    except OSError:
-        return math.nan
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
@@ -102,22 +98,13 @@ def _git(*arguments: str) -> str:
 
 
 def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else platform.processor() or "unknown"
 
 
 def _versions() -> dict[str, str]:
-    known = {}
-    for package in _PACKAGES:
-        try:
-            known[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return known
+    found = {package: list(importlib.metadata.distributions(name=package)) for package in _PACKAGES}
+    return {package: distributions[0].version for package, distributions in found.items() if distributions}
 
 
 def digest(result: object) -> str:

@@ -1,25 +1,133 @@
-"""Probe of this machine's limits: bytes read per second and FLOPs per second. Imports torch.
+"""Roofline of this machine: measured limits, and the bytes and FLOPs of a step by formula. Imports torch.
 
-Reading sums an array far larger than any cache. Multiplying is a product of square matrices. float32 and bfloat16
-use the faster of two libraries (oneDNN with a packed weight, and torch's default), int8 uses `torch._int_mm`. The
-probe uses as many threads as the model. The best of several tries counts.
+    bytes of a decode step      W w + B C k          (every weight once, every sequence's keys and values once)
+    FLOPs of a decode step      2 W B + 4 B C A
+    bytes of a prompt of n      W w s                (s steps of at most --max-batched-tokens tokens)
+    FLOPs of a prompt of n      2 (W - H) n + 2 H + 2 n (n + 1) A
+
+    W  numbers in all matrices that multiply, H of them in the output head
+    w  bytes of such a number
+    B  sequences, of C tokens each
+    k  bytes of KV-cache per token
+    A  sum over layers of h d (h query heads of d numbers)
+
+Activations, norms and written keys are left out: they are under a percent. A layer with a sliding window reads no
+more than its window. Source of the bound: Williams et al. 2009, "Roofline".
 """
 
+import math
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from loadtest.measurement.step_work import Machine
+from model.config import ModelConfig
 from model.nn.linear import can_pack
 
-_READ_BYTES = 256 * 2**20
+_READ_BYTES = 256 * 2**20  # far larger than any cache
 _SIDES = (512, 2048)
 _TRIES = 5
+_PROCESSOR_SIDE, _PROCESSOR_TRIES = 1024, 9
+
+WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+FORMULAS = {
+    "decode_bytes": "W w + B C k",
+    "decode_flops": "2 W B + 4 B C A",
+    "prompt_bytes": "W w s",
+    "prompt_flops": "2 (W - H) n + 2 H + 2 n (n + 1) A",
+    "bound_seconds": "max(bytes / bandwidth, FLOPs / peak)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Measured limits: bytes/s read, and FLOP/s multiplied in the weights' type."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes and FLOPs that a step cannot avoid."""
+
+    bytes: int
+    flops: int
+
+    def bound_seconds(self, machine: Machine) -> float:
+        """Return the least time of the work, with reading and multiplying in parallel."""
+        return max(self.bytes / machine.bytes_per_second, self.flops / machine.flops_per_second)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return {"bytes": self.bytes, "flops": self.flops}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkFormula:
+    """The formulas above for one model in one precision.
+
+    weight_type: a key of `WEIGHT_BYTES`.
+    kv_value_bytes: bytes of a number in the KV-cache.
+    """
+
+    config: ModelConfig
+    weight_type: str
+    kv_value_bytes: int
+
+    def decode(self, *, batch_size: int, context_length: float) -> Work:
+        """Return the work of a step that decodes `batch_size` sequences of `context_length` tokens on average."""
+        seen = sum(self._seen(layer, context_length) for layer in range(self.config.num_layers))
+        per_layer = self.config.kv_bytes_per_token(self.kv_value_bytes) / self.config.num_layers
+        return Work(
+            self._weight_bytes + round(batch_size * seen * per_layer),
+            2 * self.num_multiplied * batch_size + round(4 * batch_size * seen * self._attended),
+        )
+
+    def prompt(self, *, num_tokens: int, tokens_per_step: int) -> Work:
+        """Return the work until the first token of a prompt without a cached prefix, alone in the engine."""
+        steps = -(-num_tokens // tokens_per_step)
+        pairs = sum(_num_pairs(num_tokens, self.config.window(layer)) for layer in range(self.config.num_layers))
+        linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
+        return Work(self._weight_bytes * steps, linear + 4 * pairs * self._attended)
+
+    @property
+    def num_multiplied(self) -> int:
+        """Numbers in all matrices that multiply a token's vector. The input embedding is only looked up."""
+        shapes = self.config.parameter_shapes()
+        layers = (shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
+        return sum(map(math.prod, layers)) + self._head
+
+    @property
+    def _head(self) -> int:
+        return self.config.vocab_size * self.config.hidden_size
+
+    @property
+    def _weight_bytes(self) -> int:
+        return self.num_multiplied * WEIGHT_BYTES[self.weight_type]
+
+    @property
+    def _attended(self) -> int:
+        """Numbers in one layer's query heads."""
+        return self.config.num_heads * self.config.head_dim
+
+    def _seen(self, layer: int, context_length: float) -> float:
+        window = self.config.window(layer)
+        return context_length if window is None else min(context_length, window)
+
+
+def _num_pairs(num_tokens: int, window: int | None) -> int:
+    """Return the pairs of a token and a token that it attends to, itself included."""
+    if window is None or window >= num_tokens:
+        return num_tokens * (num_tokens + 1) // 2
+    return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 class Roofline:
-    """Probe of the machine's limits, with arrays allocated once.
+    """Probe of the machine's limits: a sum over a large array, and matrix products. The best of several tries counts.
 
     Args:
         weight_type: float32, bfloat16, float64, int8 or fp8; the peak is measured for this type.
@@ -27,7 +135,6 @@ class Roofline:
     """
 
     def __init__(self, weight_type: str, device: str) -> None:
-        self._device = device
         self._array = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
         self._products = [(2 * side**3, way) for side in _SIDES for way in products(weight_type, side, device)]
 
@@ -38,20 +145,10 @@ class Roofline:
         multiply = max(flops / self._best_seconds(product) for flops, product in self._products)
         return Machine(self._array.nbytes / read, multiply)
 
-    def _best_seconds(self, work: Callable[[], object]) -> float:
-        work()
-        return min(self._seconds(work) for _ in range(_TRIES))
-
-    def _seconds(self, work: Callable[[], object]) -> float:
-        self._wait()
-        began = time.perf_counter()
-        work()
-        self._wait()
-        return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
+    @staticmethod
+    def _best_seconds(work: Callable[[], object]) -> float:
+        _seconds(work)  # warm-up
+        return min(_seconds(work) for _ in range(_TRIES))
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
@@ -70,3 +167,29 @@ def products(weight_type: str, side: int, device: str) -> list[Callable[[], torc
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
         ways.append(lambda: torch.ops.mkldnn._linear_pointwise(x_MK, packed, None, "none", [], ""))
     return ways
+
+
+class ProcessorProbe:
+    """Probe of the processors' current speed: a bfloat16 matrix product that fits into the caches.
+
+    Two processors of a virtual machine may at times be two threads of one core of its host, which the guest cannot
+    see. A comparison therefore probes before, between and after its sides.
+    """
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._product = products("bfloat16", _PROCESSOR_SIDE, "cpu")[-1]  # by oneDNN, if available
+
+    @torch.inference_mode()
+    def gflops(self) -> float:
+        """Return the current GFLOP/s: the median of a few products."""
+        self._product()
+        return 2e-9 * _PROCESSOR_SIDE**3 / statistics.median(_seconds(self._product) for _ in range(_PROCESSOR_TRIES))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

@@ -1,7 +1,7 @@
 """Median and spread of a figure that was measured several times."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -38,3 +38,13 @@ class Spread:
             "max": max(self.values),
             "values": list(self.values),
         }
+
+
+def spread(values: Iterable[float]) -> dict[str, Any]:
+    """Return the spread of the values as a dictionary."""
+    return Spread(tuple(values)).to_dict()
+
+
+def ratio_spread(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """Return the spread of the ratios within pairs as a dictionary."""
+    return Spread.of_ratios(numerators, denominators).to_dict()

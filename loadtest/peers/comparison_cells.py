@@ -58,25 +58,27 @@ class Cell:
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
     """Return the requested cells, shape by shape. `DEFAULTS` has cells of kind http only."""
-    cells = []
-    for shape, precision in itertools.product(shapes, precisions):
-        rows: list[tuple[Kind, int, int, int]] = []
-        if precision == DEFAULTS:
-            for streams in STREAMS if "http" in kinds else ():
-                sizes = {"streams": streams, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
-                cells.append(Cell(shape=shape, precision=precision, kind="http", **sizes))
-            continue
-        for streams in STREAMS:
-            output = OUTPUT_TOKENS_ALONE if streams == 1 else OUTPUT_TOKENS
-            rows.append(("decode", streams, PROMPT_TOKENS, output))
-        rows += [("http", streams, PROMPT_TOKENS, OUTPUT_TOKENS) for streams in HTTP_STREAMS]
-        rows.append(("prompt", 1, LONG_CONTEXT, 1))
-        rows += [("decode", streams, LONG_CONTEXT - LONG_OUTPUT // 2, LONG_OUTPUT) for streams in LONG_STREAMS]
-        for kind, streams, prompt, output in rows:
-            if kind in kinds:
-                sizes = {"streams": streams, "prompt_tokens": prompt, "output_tokens": output}
-                cells.append(Cell(shape=shape, precision=precision, kind=kind, **sizes))
-    return cells
+    rows: list[tuple[Kind, int, int, int]] = [
+        ("decode", streams, PROMPT_TOKENS, OUTPUT_TOKENS_ALONE if streams == 1 else OUTPUT_TOKENS)
+        for streams in STREAMS
+    ]
+    rows += [("http", streams, PROMPT_TOKENS, OUTPUT_TOKENS) for streams in HTTP_STREAMS]
+    rows.append(("prompt", 1, LONG_CONTEXT, 1))
+    rows += [("decode", streams, LONG_CONTEXT - LONG_OUTPUT // 2, LONG_OUTPUT) for streams in LONG_STREAMS]
+    defaults: list[tuple[Kind, int, int, int]] = [("http", n, PROMPT_TOKENS, OUTPUT_TOKENS) for n in STREAMS]
+    return [
+        Cell(
+            shape=shape,
+            precision=precision,
+            kind=kind,
+            streams=streams,
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )
+        for shape, precision in itertools.product(shapes, precisions)
+        for kind, streams, prompt, output in (defaults if precision == DEFAULTS else rows)
+        if kind in kinds
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.peers.comparison_cells import DEFAULTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,16 +26,12 @@ _BUILD_FLAGS = (
 LLAMA_PROGRAMS = ("llama-server", "llama-batched-bench", "llama-quantize")
 
 
-class PeerUnavailable(RuntimeError):
+class PeerUnavailable(MeasurementFailed):
     """A peer cannot be installed, built, given the model, or started. The message is a one-line reason."""
 
 
 class Place:
-    """Directory with everything that is created for peers.
-
-    Args:
-        directory: usually `.venv-peers`.
-    """
+    """Directory with everything that is created for peers, usually `.venv-peers`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -48,9 +45,7 @@ class Place:
         return str(self.directory / "llama_cpp" / "programs" / name)
 
     def model(self, shape: str, kind: str) -> Path:
-        """Return a model's file or directory. `kind` is ours, hugging_face, llama_cpp_bfloat16.gguf, openvino_int8 and
-        so on.
-        """
+        """Return a model's file or directory, for example of kind ours, hugging_face or llama_cpp_int8.gguf."""
         return self.directory / "models" / shape / kind
 
 
@@ -117,7 +112,7 @@ def give_model(place: Place, peer: str, shape: str, precision: str) -> None:
     Raises:
         PeerUnavailable: a step failed.
     """
-    hugging_face = place.model(shape, exported_weights(precision))
+    hugging_face = place.model(shape, "hugging_face")
     if peer == "llama_cpp":
         whole = place.model(shape, "llama_cpp_float32.gguf")
         if not whole.is_file():
@@ -132,10 +127,6 @@ def give_model(place: Place, peer: str, shape: str, precision: str) -> None:
             command = [str(Path(place.python(peer)).with_name("optimum-cli")), "export", "openvino"]
             command += ["--model", str(hugging_face), "--task", "text-generation-with-past"]
             run([*command, "--weight-format", weights, str(out)])
-    elif peer == "litgpt":
-        out = place.model(shape, "litgpt")
-        if not (out / "lit_model.pth").is_file():
-            run([place.python(peer), "-m", "loadtest.peers.drivers.litgpt_model", str(hugging_face), str(out)])
 
 
 def openvino_weights(precision: str) -> str:
@@ -148,22 +139,19 @@ def our_weights(precision: str) -> str:
     return "ours_bfloat16" if precision == DEFAULTS else "ours"
 
 
-def exported_weights(precision: str) -> str:
-    """Return the name of the export of Kvasir's checkpoint."""
-    return "hugging_face_bfloat16" if precision == DEFAULTS else "hugging_face"
-
-
 def give_our_model(place: Place, shape: str, precision: str) -> None:
-    """Write random weights as a Kvasir checkpoint, and its export, from which peers' files are made."""
-    ours, exported = place.model(shape, our_weights(precision)), place.model(shape, exported_weights(precision))
-    if not (ours / "manifest.json").is_file():
-        make = "import torch; from pathlib import Path; "
-        make += "from loadtest.measurement.model_shapes import write_random_checkpoint as write; "
-        dtype = "bfloat16" if precision == DEFAULTS else "float32"
-        run([sys.executable, "-c", f"{make}write(Path({str(ours)!r}), {shape!r}, dtype=torch.{dtype})"])
+    """Write random weights as a Kvasir checkpoint, and an export of the float32 ones for the peers' converters."""
+    for weights in dict.fromkeys(("ours", our_weights(precision))):
+        path = place.model(shape, weights)
+        if not (path / "manifest.json").is_file():
+            dtype = "float32" if weights == "ours" else "bfloat16"
+            program = "import torch; from pathlib import Path; "
+            program += "from loadtest.measurement.model_shapes import write_random_checkpoint as write; "
+            run([sys.executable, "-c", f"{program}write(Path({str(path)!r}), {shape!r}, dtype=torch.{dtype})"])
+    exported = place.model(shape, "hugging_face")
     if not (exported / "config.json").is_file():
         kvasir = str(Path(sys.executable).with_name("kvasir"))
-        run([kvasir, "convert", "--export", str(ours), "--out", str(exported)])
+        run([kvasir, "convert", "--export", str(place.model(shape, "ours")), "--out", str(exported)])
 
 
 def run(command: Sequence[str]) -> None:

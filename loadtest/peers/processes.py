@@ -1,7 +1,5 @@
 """Child processes that hold the engines and servers of the comparison, with one interface for all. Torch-free."""
 
-import asyncio
-import http.client
 import itertools
 import json
 import os
@@ -9,17 +7,18 @@ import random
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from loadtest.client.outcome import Ending
-from loadtest.client.sse_client import AsyncClient, Target
+from loadtest.client.sse_client import Target
 from loadtest.client.workload import CompletionRequest
+from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.peers.comparison_cells import DEFAULTS, Cell
 from loadtest.peers.installation import ROOT, PeerUnavailable
-from loadtest.scenarios import bench_http
+from loadtest.scenarios.closed_and_open_loop import complete_all
 
 START_SECONDS = 120.0
 REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
@@ -29,19 +28,24 @@ MIN_REQUESTS = 3
 MAX_SLOW_REQUESTS = 64  # for a server without flags
 
 
-class Prompts:
-    """Random token ids, reproducible by seed. No two prompts are alike, so that no prefix cache helps."""
+def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
+    """Return a measurement's prompts: random token ids without the vocabulary's last one, which may end a text.
 
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._vocab_size = vocab_size
-
-    def take(self, count: int, num_tokens: int) -> list[list[int]]:
-        """Return `count` prompts of `num_tokens` tokens. They never contain the last id, which is the end of text."""
-        return [[self._random.randrange(self._vocab_size - 1) for _ in range(num_tokens)] for _ in range(count)]
+    No two prompts are alike, so that no prefix cache helps.
+    """
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size - 1) for _ in range(cell.prompt_tokens)] for _ in range(num_prompts(cell))]
 
 
-class _Process:
+def num_prompts(cell: Cell) -> int:
+    """Return the number of prompts that a measurement of this cell uses."""
+    if cell.kind != "http":
+        return cell.streams
+    wanted = max(MIN_REQUESTS, REQUESTS_PER_STREAM * cell.streams)
+    return min(wanted, MAX_SLOW_REQUESTS) if cell.precision == DEFAULTS else wanted
+
+
+class _Child:
     """Child process with standard error in a file, so that errors can quote its last line."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> None:
@@ -54,11 +58,11 @@ class _Process:
             self._log.close()
             raise PeerUnavailable(f"{command[0]}: {error.strerror}") from error
 
-    def unavailable(self, what: str) -> PeerUnavailable:
+    def unavailable(self, fault: str) -> PeerUnavailable:
         """Return an error with the last line that the process wrote."""
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
-        return PeerUnavailable(f"{what}: {lines[-1] if lines else 'no output'}")
+        return PeerUnavailable(f"{fault}: {lines[-1] if lines else 'no output'}")
 
     def close(self) -> None:
         """Stop the process."""
@@ -74,7 +78,7 @@ class _Process:
         self._log.close()
 
 
-class Driver:
+class Driver(_Child):
     """An engine in a child process that speaks `loadtest.peers.drivers.protocol`.
 
     Raises:
@@ -82,7 +86,7 @@ class Driver:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._process = _Process(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        super().__init__(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             self._read()
         except PeerUnavailable:
@@ -95,52 +99,33 @@ class Driver:
         Raises:
             PeerUnavailable: the engine failed or died.
         """
-        pipe = self._process.child.stdin
-        assert pipe is not None
         try:
-            print(json.dumps({"prompts": prompts, "output_tokens": cell.output_tokens}), file=pipe, flush=True)
+            line = json.dumps({"prompts": prompts, "output_tokens": cell.output_tokens})
+            print(line, file=self.child.stdin, flush=True)
         except BrokenPipeError as error:
-            raise self._process.unavailable("the engine died") from error
+            raise self.unavailable("the engine died") from error
         wave = self._read()
         if "error" in wave:
             raise PeerUnavailable(wave["error"])
         first, total = wave["first_seconds"], wave["total_seconds"]
         num_prompt_tokens = sum(map(len, prompts))
-        rate = num_prompt_tokens / first if cell.kind == "prompt" else wave["later_tokens"] / (total - first)
-        return {"tokens_per_second": rate, "first_seconds": first, "total_seconds": total} | {
-            "token_ids": wave["token_ids"]
-        }
+        rate = num_prompt_tokens / first if cell.kind == "prompt" else wave.pop("later_tokens") / (total - first)
+        wave.pop("later_tokens", None)
+        return {"tokens_per_second": rate, **wave}
 
     def _read(self) -> dict[str, Any]:
-        pipe = self._process.child.stdout
-        assert pipe is not None
-        for line in pipe:
+        for line in self.child.stdout or ():
             if line.startswith("{"):  # skip what libraries print while they load
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise self._process.unavailable("the engine ended")
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self._process.close()
+                response: dict[str, Any] = json.loads(line)
+                return response
+        raise self.unavailable("the engine ended")
 
 
-class TokensRequest(CompletionRequest):
-    """Greedy completion of a prompt of token ids."""
-
-    def __init__(self, index: int, token_ids: Sequence[int], max_tokens: int) -> None:
-        super().__init__(index=index, prompt=json.dumps(list(token_ids)), max_tokens=max_tokens, temperature=0.0)
-
-    def body(self, model: str | None) -> dict[str, Any]:
-        """Return the JSON body, with the prompt as token ids."""
-        return super().body(model) | {"prompt": json.loads(self.prompt)}
-
-
-class Server:
+class Server(_Child):
     """A server with OpenAI's completions API, in a child process.
 
     Args:
-        command: the command line, without the port.
+        command: the command line, with the port.
         ready_path: path that returns 200 once the server is ready.
 
     Raises:
@@ -148,11 +133,11 @@ class Server:
     """
 
     def __init__(self, command: Sequence[str], port: int, ready_path: str) -> None:
-        self._process = _Process(command, {}, stdout=subprocess.DEVNULL)
+        super().__init__(command, {}, stdout=subprocess.DEVNULL)
         self._target = Target("127.0.0.1", port)
         self._indexes = itertools.count()
         try:
-            self._wait_ready(ready_path)
+            self._wait_ready(self._target.url + ready_path)
         except PeerUnavailable:
             self.close()
             raise
@@ -163,51 +148,32 @@ class Server:
         Raises:
             PeerUnavailable: a request failed.
         """
-        requests = [TokensRequest(next(self._indexes), prompt, cell.output_tokens) for prompt in prompts]
-        run = asyncio.run(self._load(requests, cell.streams))
-        for outcome in run.outcomes:
-            if outcome.ending is not Ending.OK:
-                raise PeerUnavailable(f"a request ended with {outcome.ending.value}: {outcome.detail}")
+        numbered = zip(self._indexes, prompts, strict=False)
+        requests = [
+            CompletionRequest(index=index, prompt=prompt, max_tokens=cell.output_tokens, temperature=0.0)
+            for index, prompt in numbered
+        ]
+        try:
+            run = complete_all(self._target, requests, num_streams=cell.streams, timeout_seconds=REQUEST_SECONDS)
+        except MeasurementFailed as error:
+            raise PeerUnavailable(str(error)) from error
         ttft = [outcome.ttft_seconds for outcome in run.outcomes if outcome.ttft_seconds is not None]
         p50, p99 = 1e3 * np.percentile(ttft, (50, 99))
         return {
-            "tokens_per_second": sum(outcome.completion_tokens for outcome in run.outcomes) / run.duration_seconds,
+            "tokens_per_second": run.tokens_per_second,
             "ttft_p50_ms": float(p50),
             "ttft_p99_ms": float(p99),
             "client_cpu_share": run.client_cpu_share,
         }
 
-    async def _load(self, requests: Sequence[CompletionRequest], num_streams: int) -> bench_http.Run:
-        client = AsyncClient(self._target, timeout_seconds=REQUEST_SECONDS)
-        run = await bench_http.run_closed(client, requests, model=None, num_streams=num_streams)
-        await client.close()
-        return run
-
-    def _wait_ready(self, path: str) -> None:
+    def _wait_ready(self, url: str) -> None:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if self._process.child.poll() is not None:
-                raise self._process.unavailable("the server ended")
-            connection = http.client.HTTPConnection(self._target.host, self._target.port, timeout=5)
+            if self.child.poll() is not None:
+                raise self.unavailable("the server ended")
             try:
-                connection.request("GET", path)
-                if connection.getresponse().status == 200:
+                with urllib.request.urlopen(url, timeout=5):
                     return
-            except (OSError, http.client.HTTPException):
-                pass
-            finally:
-                connection.close()
-            time.sleep(0.05)
-        raise self._process.unavailable(f"the server was not ready within {START_SECONDS:g} s")
-
-    def close(self) -> None:
-        """Stop the server."""
-        self._process.close()
-
-
-def num_prompts(cell: Cell) -> int:
-    """Return the number of prompts that a measurement of this cell uses."""
-    if cell.kind != "http":
-        return cell.streams
-    wanted = max(MIN_REQUESTS, REQUESTS_PER_STREAM * cell.streams)
-    return min(wanted, MAX_SLOW_REQUESTS) if cell.precision == DEFAULTS else wanted
+            except OSError:  # includes HTTP errors, such as 503 while the model loads
+                time.sleep(0.05)
+        raise self.unavailable(f"the server was not ready within {START_SECONDS:g} s")

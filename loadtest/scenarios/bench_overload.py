@@ -1,7 +1,6 @@
 """Benchmark of a service that receives four times the requests it can serve.
 
-    python -m loadtest.scenarios.bench_overload --checkpoint checkpoints/kvasir-9m --seconds 300 --out
-    docs/results/overload.json
+    python -m loadtest.scenarios.bench_overload --checkpoint checkpoints/kvasir-9m --out docs/results/overload.json
 
 The loads run one after the other on one service:
 
@@ -22,6 +21,7 @@ from the model.
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import secrets
@@ -30,43 +30,97 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
-from rich.console import Console
-from rich.progress import Progress
 
+from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.service_discovery import discover
 from loadtest.client.sse_client import API_KEY_VARIABLE, AsyncClient, Target
-from loadtest.client.workload import CompletionRequest, Workload, WorkloadKind, WorkloadSpec
-from loadtest.inprocess.bench_arguments import split_at_dashes
-from loadtest.measurement.provenance import busy_seconds, provenance, quiet_or_warned, tell
-from loadtest.scenarios.overload_load import (
-    Load,
-    closed_loop,
-    growth_per_minute,
-    histogram_between,
-    numbered,
-    open_loop,
-    rate_of,
-    ttft_of,
-)
+from loadtest.client.workload import Workload, WorkloadKind, WorkloadSpec
+from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
+from loadtest.measurement.other_processes import ForeignWork
+from loadtest.scenarios.closed_and_open_loop import Run, arrivals, run_closed, run_open
 from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, cpu_seconds
 from service.config.settings import ServeSettings, SettingsError, read_settings
 
-_FIRST_REQUEST = CompletionRequest(index=0, prompt="Once", max_tokens=1)
 _ERRORS = "llm_retry_after_error_seconds"
 # A Retry-After counts as right if a slot is free within this time of it.
 _RIGHT_SECONDS = 0.5
 # Memory growth counts from here, in seconds: before, caches and pools fill.
 _MEMORY_SETTLES = 20.0
 _THROUGHPUT_AIM, _TTFT_AIM, _GROWTH_AIM = 0.95, 2.0, 2.0
-_SDK_RETRIES = 10
+_SDK_DEFAULT_RETRIES, _SDK_MORE_RETRIES = 2, 10
 _WORKLOAD_FIELDS = ("kind", "prompt_tokens", "output_tokens", "sigma", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load, and the bounds of its steady part in seconds of `time.perf_counter()`.
+
+    Throughput counts the tokens of finished completions that arrived in the steady part. A completion that extends
+    beyond the steady part counts by the share of its chunks inside.
+    """
+
+    run: Run
+    settled_seconds: float
+    ended_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Length of the steady part."""
+        return self.ended_seconds - self.settled_seconds
+
+    @property
+    def steady(self) -> list[Outcome]:
+        """Outcomes of requests with an intended send in the steady part."""
+        return [o for o in self.run.outcomes if self._is_inside(o.intended_seconds)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of successful completions that arrived in the steady part, per second."""
+        done = (o for o in self.run.outcomes if o.ending is Ending.OK and o.chunk_seconds)
+        shares = (
+            (o.completion_tokens, sum(map(self._is_inside, o.chunk_seconds)) / len(o.chunk_seconds)) for o in done
+        )
+        return sum(tokens * share for tokens, share in shares) / self.seconds
+
+    @property
+    def requests_per_second(self) -> float:
+        """Completions that ended successfully in the steady part, per second."""
+        return sum(o.ending is Ending.OK and self._is_inside(o.end_seconds) for o in self.run.outcomes) / self.seconds
+
+    def _is_inside(self, seconds: float) -> bool:
+        return self.settled_seconds <= seconds < self.ended_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        failures = Counter(f"{o.ending.value}: {o.detail}"[:120] for o in self.run.outcomes if o.ending.is_failure)
+        ttfts = {f"p{p}": ttft_of([self], p) for p in (50, 90, 99)}
+        return {
+            "seconds": round(self.seconds, 1),
+            "sent": len(self.steady),
+            "sent_per_second": round(len(self.steady) / self.seconds, 2),
+            "endings": dict(Counter(o.ending.value for o in self.steady)),
+            "failures": dict(failures),
+            "requests_per_second": round(self.requests_per_second, 2),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "ttft_ms": {name: None if ttft is None else round(1e3 * ttft, 1) for name, ttft in ttfts.items()},
+            "client_cpu_share": round(self.run.client_cpu_share, 3),
+        }
+
+
+def ttft_of(loads: Sequence[Load], percentile: float) -> float | None:
+    """Return a percentile of the TTFT over several loads, or None without a successful request."""
+    outcomes = (outcome for load in loads for outcome in load.steady if outcome.ending is Ending.OK)
+    ttfts = [outcome.ttft_seconds for outcome in outcomes if outcome.ttft_seconds is not None]
+    return float(np.percentile(ttfts, percentile)) if ttfts else None
 
 
 @dataclass(slots=True)
@@ -104,35 +158,33 @@ class Watch:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Keys:
-    """API keys of the flood and of the SDK user with its own key."""
-
-    flood: str = field(default_factory=lambda: secrets.token_urlsafe(24))
-    polite: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
+    """Return the least-squares slope of values over seconds, per minute; 0 for fewer than two samples."""
+    seconds, values = np.array(samples, dtype=np.float64).T
+    return 60.0 * float(np.polyfit(seconds, values, 1)[0]) if len(samples) > 1 else 0.0
 
 
 @contextmanager
-def running(arguments: argparse.Namespace, serve: Sequence[str], keys: Keys) -> Iterator[ServiceProcess]:
-    """Run the service on its own processors, and this process on the other ones."""
+def running(arguments: argparse.Namespace, flood: str, polite: str) -> Iterator[ServiceProcess]:
+    """Run the service with these API keys on its own processors, and this process on the other ones."""
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = cores[:1], cores[1:] or cores
     with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
-        file.write(f"flood: {keys.flood}\npolite: {keys.polite}\n")
+        file.write(f"flood: {flood}\npolite: {polite}\n")
         file.flush()
-        service = ServiceProcess(arguments.checkpoint, ["--api-keys-file", file.name, *serve])
-        service.target = dataclasses.replace(service.target, api_key=keys.flood)
+        service = ServiceProcess(arguments.checkpoint, ["--api-keys-file", file.name, *arguments.serve])
+        service.target = dataclasses.replace(service.target, api_key=flood)
         service.command = ["taskset", "--cpu-list", ",".join(map(str, theirs)), *service.command]
         os.sched_setaffinity(0, ours)
         try:
             with service:
-                service.wait_first_token(_FIRST_REQUEST)
+                service.wait_first_token()
                 yield service
         finally:
             os.sched_setaffinity(0, cores)
 
 
-def workload_of(arguments: argparse.Namespace, target: Target) -> Workload:
+def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
     """Return a workload that fits the service."""
     discovered = discover(target)
     # Requests of one length that begin together also end together, and the load would come in waves.
@@ -146,67 +198,53 @@ def workload_of(arguments: argparse.Namespace, target: Target) -> Workload:
     return Workload(spec, discovered.passages)
 
 
-@contextmanager
-def other_work_during(load: str, service: ServiceProcess, figures: dict[str, float]) -> Iterator[None]:
-    """Record the CPU cores used by processes that are neither the service nor this client."""
-
-    def others() -> float:
-        own = os.times()
-        children = own.children_user + own.children_system
-        return busy_seconds() - own.user - own.system - children - cpu_seconds(service.all_processes())
-
-    began, before = time.perf_counter(), others()
-    yield
-    figures[load] = round((others() - before) / (time.perf_counter() - began), 3)
-
-
 async def measure(
-    arguments: argparse.Namespace, service: ServiceProcess, keys: Keys, num_places: int, progress: Progress
+    arguments: argparse.Namespace, service: ServiceProcess, polite: str, num_slots: int
 ) -> dict[str, Any]:
     """Run the loads one after the other and return their figures."""
-    task = progress.add_task("ramp", total=len(arguments.streams) + 3)
-    workload = workload_of(arguments, service.target)
-    requests = numbered(workload.request)
-    others: dict[str, float] = {}
-    client = AsyncClient(service.target)
-    settle = arguments.settle_seconds
+    workload = _workload(arguments, service.target)
+    requests = map(workload.request, itertools.count())
+    client, settle, others = AsyncClient(service.target), arguments.settle_seconds, {}
 
-    async def closed(num_streams: int, seconds: float) -> Load:
-        return await closed_loop(client, requests, num_streams=num_streams, seconds=seconds, settle_seconds=settle)
+    async def load(label: str, seconds: float, send: Callable[[float], Awaitable[Run]]) -> Load:
+        """Run a load whose steady part takes `seconds`, and record the CPU use of other processes."""
+        show(label)
+        foreign, began = ForeignWork(), time.perf_counter()
+        run = await send(settle + seconds)
+        others[label] = round(foreign.cores(), 3)
+        return Load(run, began + settle, began + settle + seconds)
 
-    levels = []
-    for num_streams in arguments.streams:
-        with other_work_during(f"{num_streams} streams", service, others):
-            levels.append((num_streams, await closed(num_streams, arguments.level_seconds)))
-        progress.advance(task)
-    progress.update(task, description="saturation")
-    with other_work_during("saturation", service, others):
-        saturation = await closed(num_places, arguments.saturation_seconds)
-    progress.advance(task)
-    progress.update(task, description="overload")
-    calm = [saturation, *(load for _, load in levels)]
-    rate = arguments.times * max(load.requests_per_second for load in calm)
-    parts = {"api": service.api_processes(), "worker": service.worker_processes()}
-    watch, before = Watch(parts), scrape(service.target)
-    with other_work_during("overload", service, others):
-        overload, _, *users = await asyncio.gather(
-            open_loop(
-                client, requests, rate=rate, seconds=arguments.seconds, settle_seconds=settle, seed=arguments.seed
-            ),
-            watch.run(settle + arguments.seconds),
-            sdk_user(service.target, keys.polite, arguments.seconds, retries=None),
-            sdk_user(service.target, keys.flood, arguments.seconds, retries=_SDK_RETRIES),
-        )
+    async def closed(label: str, num_streams: int, seconds: float) -> Load:
+        def send(total: float) -> Awaitable[Run]:
+            end = time.perf_counter() + total
+            timely = itertools.takewhile(lambda _: time.perf_counter() < end, requests)
+            return run_closed(client, timely, model=None, num_streams=num_streams)
+
+        return await load(label, seconds, send)
+
+    levels = [(n, await closed(f"{n} streams", n, arguments.level_seconds)) for n in arguments.streams]
+    saturation = await closed("saturation", num_slots, arguments.saturation_seconds)
+    rate = arguments.times * max(calm.requests_per_second for calm in (saturation, *(level for _, level in levels)))
+    watch = Watch({"api": service.api_processes(), "worker": service.worker_processes()})
+    before = scrape(service.target)
+
+    def flood(total: float) -> Awaitable[Run]:
+        offsets = itertools.takewhile(lambda offset: offset < total, arrivals(rate, arguments.seed))
+        return run_open(client, requests, model=None, offsets=offsets)
+
+    overload, _, *users = await asyncio.gather(
+        load("overload", arguments.seconds, flood),
+        watch.run(settle + arguments.seconds),
+        sdk_user(service.target, polite, arguments.seconds, _SDK_DEFAULT_RETRIES),
+        sdk_user(service.target, client.target.api_key or "", arguments.seconds, _SDK_MORE_RETRIES),
+    )
     after = scrape(service.target)
-    progress.advance(task)
-    progress.update(task, description="saturation again")
-    with other_work_during("saturation again", service, others):
-        again = await closed(num_places, arguments.saturation_seconds)
+    again = await closed("saturation again", num_slots, arguments.saturation_seconds)
     await client.close()
     figures = {
-        "levels": [{"streams": streams, **load.to_dict()} for streams, load in levels],
-        "saturation": {"streams": num_places, **saturation.to_dict()},
-        "saturation_again": {"streams": num_places, **again.to_dict()},
+        "levels": [{"streams": streams, **level.to_dict()} for streams, level in levels],
+        "saturation": {"streams": num_slots, **saturation.to_dict()},
+        "saturation_again": {"streams": num_slots, **again.to_dict()},
         "overload": {"times": arguments.times, "rate": round(rate, 2), **overload.to_dict()},
         "service": watch.to_dict(),
         "sdk": {"own_key": users[0], "key_of_the_flood": users[1]},
@@ -214,38 +252,30 @@ async def measure(
         "workload": {name: getattr(workload.spec, name) for name in _WORKLOAD_FIELDS},
         "other_work_cores_during": others,
     }
-    saturations = [saturation, again]
-    peak = max(rate_of(saturations), *(load.tokens_per_second for _, load in levels))
-    return figures | {"aims": aims(figures, peak, saturations, overload)}
+    both = (saturation.tokens_per_second + again.tokens_per_second) / 2  # both have the same length
+    peak = max(both, *(level.tokens_per_second for _, level in levels))
+    return figures | {"aims": aims(figures, peak, [saturation, again], overload)}
 
 
 def aims(figures: dict[str, Any], peak: float, saturations: Sequence[Load], overload: Load) -> dict[str, Any]:
     """Return each aim with its measured value, and whether it is met."""
-    calm, full = ttft_of(saturations, 99), overload.ttft_seconds(99)
-    ratio = full / calm if calm and full else None
+    calm, full = ttft_of(saturations, 99), ttft_of([overload], 99)
+    ratio = round(full / calm, 3) if calm and full else None
     growth = {part: facts["growth_mib_per_minute"] for part, facts in figures["service"].items()}
-    num_5xx = sum(
-        count for failure, count in figures["overload"]["failures"].items() if failure.startswith("http_error: 5")
-    )
+    failures = figures["overload"]["failures"]
+    num_5xx = sum(count for failure, count in failures.items() if failure.startswith("http_error: 5"))
     errors = {user: sum(facts["errors"].values()) for user, facts in figures["sdk"].items()}
     users = sum(facts["tokens_per_second"] for facts in figures["sdk"].values())
-    share = (overload.tokens_per_second + users) / peak
-    return {
-        "throughput_share": {"value": round(share, 4), "aim": _THROUGHPUT_AIM, "met": share >= _THROUGHPUT_AIM},
-        "ttft_p99_ratio": {
-            "value": None if ratio is None else round(ratio, 3),
-            "aim": _TTFT_AIM,
-            "met": ratio is not None and ratio <= _TTFT_AIM,
-        },
-        "growth_mib_per_minute": {"value": growth, "aim": _GROWTH_AIM, "met": max(growth.values()) <= _GROWTH_AIM},
-        "answers_of_5xx": {"value": num_5xx, "aim": 0, "met": num_5xx == 0},
-        "failures": {
-            "value": sum(figures["overload"]["failures"].values()),
-            "aim": 0,
-            "met": not figures["overload"]["failures"],
-        },
-        "errors_seen_by_sdk_users": {"value": errors, "aim": 0, "met": not any(errors.values())},
+    share = round((overload.tokens_per_second + users) / peak, 4)
+    rows = {
+        "throughput_share": (share, _THROUGHPUT_AIM, share >= _THROUGHPUT_AIM),
+        "ttft_p99_ratio": (ratio, _TTFT_AIM, ratio is not None and ratio <= _TTFT_AIM),
+        "growth_mib_per_minute": (growth, _GROWTH_AIM, max(growth.values()) <= _GROWTH_AIM),
+        "answers_of_5xx": (num_5xx, 0, num_5xx == 0),
+        "failures": (sum(failures.values()), 0, not failures),
+        "errors_seen_by_sdk_users": (errors, 0, not any(errors.values())),
     }
+    return {name: dict(zip(("value", "aim", "met"), row, strict=True)) for name, row in rows.items()}
 
 
 def accuracy(before: str, after: str) -> dict[str, Any]:
@@ -260,18 +290,30 @@ def accuracy(before: str, after: str) -> dict[str, Any]:
     }
 
 
+def histogram_between(before: str, after: str, name: str) -> list[tuple[float, int]]:
+    """Return what a Prometheus histogram gained between two scrapes: (upper bound, count), not cumulative."""
+    first, last = _buckets(before, name), _buckets(after, name)
+    counts = [(bound, count - first.get(bound, 0)) for bound, count in sorted(last.items())]
+    lower = [0, *(count for _, count in counts)]
+    return [(bound, count - below) for (bound, count), below in zip(counts, lower[:-1], strict=True)]
+
+
+def _buckets(text: str, name: str) -> dict[float, int]:
+    lines = (line for line in text.splitlines() if line.startswith(f"{name}_bucket{{"))
+    return {float(line.partition('le="')[2].partition('"')[0]): round(float(line.rpartition(" ")[2])) for line in lines}
+
+
 def scrape(target: Target) -> str:
     """Return the service's metrics as text."""
     with urllib.request.urlopen(f"{target.url}/metrics", timeout=30) as response:
         return str(response.read().decode())
 
 
-async def sdk_user(target: Target, key: str, seconds: float, *, retries: int | None) -> dict[str, Any]:
+async def sdk_user(target: Target, key: str, seconds: float, retries: int) -> dict[str, Any]:
     """Run a user of the SDK in a separate process. Raises ServiceFailed if the process fails."""
-    command = [sys.executable, "-m", "loadtest.scenarios.sdk_caller", "--url", target.url, "--seconds", str(seconds)]
-    command += [] if retries is None else ["--max-retries", str(retries)]
+    program = [sys.executable, "-m", "loadtest.scenarios.sdk_caller", target.url, str(seconds), str(retries)]
     process = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, API_KEY_VARIABLE: key}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        *program, env={**os.environ, API_KEY_VARIABLE: key}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     out, err = await process.communicate()
     if process.returncode:
@@ -280,88 +322,41 @@ async def sdk_user(target: Target, key: str, seconds: float, *, retries: int | N
     return figures
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.scenarios.bench_overload",
-        description="Send a service more requests than it can serve, and measure the requests it admits.",
-        epilog="Arguments after -- go to `kvasir serve`, for example: -- --target-queue-seconds 1",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write JSON. Return the exit code: 0; 1 if the service failed; 2 for invalid arguments."""
+    parser = benchmark_parser(
+        "loadtest.scenarios.bench_overload",
+        "Send a service more requests than it can serve, and measure the requests it admits.",
     )
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint directory")
-    add("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
-    add("--seconds", type=float, default=300.0, metavar="S", help="length of the overload (default: %(default)g)")
-    add(
-        "--times",
-        type=float,
-        default=4.0,
-        metavar="X",
-        help="overload rate relative to the highest rate seen (default: %(default)g)",
-    )
-    add(
-        "--streams",
-        type=int,
-        nargs="+",
-        default=[16, 32],
-        metavar="N",
-        help="streams of each step of the ramp (default: 16 32)",
-    )
-    add(
-        "--level-seconds",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="length of a step of the ramp (default: %(default)g)",
-    )
-    add(
-        "--saturation-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="length of each of the two saturation loads (default: %(default)g)",
-    )
-    add(
-        "--settle-seconds",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="start of each load that does not count (default: %(default)g)",
-    )
-    add(
-        "--prompt-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="approximate tokens of a prompt (default: %(default)s)",
-    )
-    add("--output-tokens", type=int, default=64, metavar="N", help="tokens of a completion (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of workload and arrivals (default: %(default)s)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Return the exit code: 0; 1 if the service failed."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, serve = split_at_dashes(given)
-    parser = _parser()
-    arguments = parser.parse_args(own)
+    text = "streams of each step of the ramp (default: 16 32)"
+    add("--streams", type=int, nargs="+", default=[16, 32], metavar="N", help=text)
+    for name, default, text in (
+        ("seconds", 300.0, "length of the overload"),
+        ("times", 4.0, "overload rate relative to the highest rate seen"),
+        ("level-seconds", 20.0, "length of a step of the ramp"),
+        ("saturation-seconds", 60.0, "length of each of the two saturation loads"),
+        ("settle-seconds", 5.0, "start of each load that does not count"),
+        ("prompt-tokens", 64, "approximate tokens of a prompt"),
+        ("output-tokens", 64, "tokens of a completion"),
+        ("seed", 0, "seed of workload and arrivals"),
+    ):
+        add(f"--{name}", type=type(default), default=default, metavar="N", help=f"{text} (default: {default:g})")
+    arguments = read_arguments(parser, argv)
     try:
-        flags = ["--checkpoint", str(arguments.checkpoint), *serve]
+        flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
         settings = read_settings(ServeSettings, flags, command="serve", summary="")
     except SettingsError as error:
         parser.error(str(error))
-    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
-    keys = Keys()
-    try:
-        with (
-            Progress(console=Console(stderr=True), transient=True) as progress,
-            running(arguments, serve, keys) as service,
-        ):
-            result = asyncio.run(measure(arguments, service, keys, settings.max_num_running, progress))
-    except ServiceFailed as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    tell(facts | {"kind": "overload", "serve": serve} | result, arguments.out)
-    return 0
+
+    def loads() -> dict[str, Any]:
+        flood, polite = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        with running(arguments, flood, polite) as service:
+            figures = asyncio.run(measure(arguments, service, polite, settings.max_num_running))
+        return {"kind": "overload", "serve": arguments.serve} | figures
+
+    return run_benchmark(parser, arguments, loads)
 
 
 if __name__ == "__main__":

@@ -4,110 +4,92 @@ python -m loadtest.scenarios.bench_recovery --checkpoint checkpoints/kvasir-9m -
 """
 
 import argparse
-import json
-import sys
-import threading
+import asyncio
+import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
+from loadtest.client.outcome import CompletionReader, Ending, Outcome
+from loadtest.client.sse_client import AsyncClient
 from loadtest.client.workload import CompletionRequest
-from loadtest.measurement.provenance import provenance, quiet_or_warned, tell
-from loadtest.measurement.spread import Spread
+from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
+from loadtest.measurement.spread import spread
 from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess
 
-_FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=8, temperature=0.0)
 # Wait for processes that start after the service is ready, such as a standby.
 _SETTLE_SECONDS = 4.0
-
-
-@dataclass(eq=False)
-class Stream(threading.Thread):
-    """Client thread that reads one stream and notes the times of its tokens."""
-
-    url: str
-    number: int
-    num_tokens: int
-    times: list[float] = field(default_factory=list)
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        super().__init__(daemon=True)
-
-    def run(self) -> None:
-        """Read the stream to its end."""
-        body = {"prompt": f"There was a dog {self.number}", "max_tokens": self.num_tokens, "ignore_eos": True}
-        body |= {"temperature": 1.0, "seed": self.number, "stream": True}
-        with httpx.stream("POST", self.url, json=body, timeout=300) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    self.times.append(time.monotonic())
-                    self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-
-    def pause_after(self, killed: float) -> float:
-        """Return the seconds from the kill to the token that ends the longest gap after it."""
-        later = [moment for moment in self.times if moment > killed]
-        gaps = zip([killed, *later], later, strict=False)
-        return max(gaps, key=lambda gap: gap[1] - gap[0])[1] - killed
-
-
-def _streams(service: ServiceProcess, count: int, num_tokens: int) -> list[Stream]:
-    url = f"http://{service.target.host}:{service.target.port}/v1/completions"
-    streams = [Stream(url, number, num_tokens) for number in range(count)]
-    for stream in streams:
-        stream.start()
-    return streams
 
 
 def _named(service: ServiceProcess, name: str) -> list[psutil.Process]:
     return [process for process in service.all_processes() if process.name() == name]
 
 
-def kill_once(service: ServiceProcess, count: int, num_tokens: int) -> tuple[list[float], list[str]]:
-    """Kill the worker when every stream has a third of its tokens. Return each stream's pause and text."""
-    streams = _streams(service, count, num_tokens)
-    while any(len(stream.times) < num_tokens // 3 for stream in streams):
-        time.sleep(0.01)
-    (worker,) = _named(service, "kvasir-worker")
-    killed = time.monotonic()
-    worker.kill()
-    for stream in streams:
-        stream.join()
-    return [stream.pause_after(killed) for stream in streams], [stream.text for stream in streams]
+async def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool) -> tuple[list[Outcome], float]:
+    """Run `count` streams. With `kills`, kill the worker when every stream has a third of its tokens.
+
+    Returns the outcomes, and the time of the kill.
+    """
+    client = AsyncClient(service.target, timeout_seconds=300)
+    requests = [
+        CompletionRequest(index=number, prompt=f"There was a dog {number}", max_tokens=num_tokens, seed=number)
+        for number in range(count)
+    ]
+    readers = [CompletionReader(request) for request in requests]
+    pairs = zip(requests, readers, strict=True)
+    streams = asyncio.gather(*(client.complete(request, model=None, reader=reader) for request, reader in pairs))
+    while kills and any(len(reader.chunk_seconds) < num_tokens // 3 for reader in readers) and not streams.done():
+        await asyncio.sleep(0.01)
+    killed = time.perf_counter()
+    if kills:
+        (worker,) = _named(service, "kvasir-worker")
+        worker.kill()
+    outcomes = await streams
+    await client.close()
+    for outcome in outcomes:
+        if outcome.ending is not Ending.OK:
+            raise ServiceFailed(f"stream {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
+    return outcomes, killed
 
 
-def measure(checkpoint: Path, counts: Sequence[int], num_tokens: int, repeats: int, flag: str) -> dict[str, Any]:
+def pause_after(killed: float, chunk_seconds: Sequence[float]) -> float:
+    """Return the seconds from the kill to the token that ends the longest gap after it."""
+    later = [killed, *(moment for moment in chunk_seconds if moment > killed)]
+    gaps = {after - before: after - killed for before, after in itertools.pairwise(later)}
+    return gaps[max(gaps)]
+
+
+def measure(arguments: argparse.Namespace, flag: str) -> dict[str, Any]:
     """Measure the service with one setting: pauses for each number of streams, and the standby's memory.
 
-    The service exits after more than five worker deaths in a minute: keep `counts` times `repeats` below that.
+    The service exits after more than five worker deaths in a minute: keep levels times repeats below that.
     """
     levels = []
-    with ServiceProcess(checkpoint, (flag,)) as service:
-        service.wait_first_token(_FIRST_REQUEST)
+    with ServiceProcess(arguments.checkpoint, (flag, *arguments.serve)) as service:
+        service.wait_first_token()
         time.sleep(_SETTLE_SECONDS)
         standbys = [process.memory_full_info().uss for process in _named(service, "kvasir-standby")]
-        for count in counts:
-            undisturbed = _streams(service, count, num_tokens)
-            for stream in undisturbed:
-                stream.join()
+        for count in arguments.streams:
+            show(f"{count} streams, {flag}")
+            undisturbed, _ = asyncio.run(_stream(service, count, arguments.output_tokens, kills=False))
             firsts, lasts, num_changed = [], [], 0
-            for _ in range(repeats):
-                pauses, texts = kill_once(service, count, num_tokens)
-                num_changed += sum(text != stream.text for text, stream in zip(texts, undisturbed, strict=True))
+            for _ in range(arguments.repeats):
+                outcomes, killed = asyncio.run(_stream(service, count, arguments.output_tokens, kills=True))
+                pairs = zip(outcomes, undisturbed, strict=True)
+                num_changed += sum(outcome.text != other.text for outcome, other in pairs)
+                pauses = [pause_after(killed, outcome.chunk_seconds) for outcome in outcomes]
                 firsts.append(min(pauses))
                 lasts.append(max(pauses))
                 time.sleep(_SETTLE_SECONDS)
             levels.append(
                 {
                     "num_streams": count,
-                    "first_stream_goes_on_seconds": Spread(tuple(firsts)).to_dict(),
-                    "last_stream_goes_on_seconds": Spread(tuple(lasts)).to_dict(),
-                    "num_texts": count * repeats,
+                    "first_stream_goes_on_seconds": spread(firsts),
+                    "last_stream_goes_on_seconds": spread(lasts),
+                    "num_texts": count * arguments.repeats,
                     "num_texts_changed": num_changed,
                 }
             )
@@ -116,28 +98,19 @@ def measure(checkpoint: Path, counts: Sequence[int], num_tokens: int, repeats: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write JSON. Return the exit code: 0; 1 if the service failed."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.scenarios.bench_recovery", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON there (default: standard output)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64], metavar="N", help="default: 1 64")
-    parser.add_argument("--output-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="default: %(default)s")
-    arguments = parser.parse_args(given)
-    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
-    settings = []
-    try:
-        for flag in ("--standby", "--no-standby"):
-            settings.append(
-                measure(arguments.checkpoint, arguments.streams, arguments.output_tokens, arguments.repeats, flag)
-            )
-    except ServiceFailed as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    tell({**facts, "kind": "recovery", "settings": settings}, arguments.out)
-    return 0
+    parser = benchmark_parser("loadtest.scenarios.bench_recovery", "Measure the streams' pause after a worker's death.")
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint directory")
+    add("--streams", type=int, nargs="+", default=[1, 64], metavar="N", help="default: 1 64")
+    add("--output-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
+    add("--repeats", type=int, default=2, metavar="N", help="default: %(default)s")
+    arguments = read_arguments(parser, argv)
+
+    def settings() -> dict[str, Any]:
+        flags = ("--standby", "--no-standby")
+        return {"kind": "recovery", "settings": [measure(arguments, flag) for flag in flags]}
+
+    return run_benchmark(parser, arguments, settings)
 
 
 if __name__ == "__main__":

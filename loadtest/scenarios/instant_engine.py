@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from service.config import log_setup
@@ -52,14 +53,14 @@ class InstantEngine:
         """Remove a sequence."""
         self._live.pop(uid, None)
 
-    def step(self, *, before: Callable[[list[str]], None] | None = None) -> "InstantResult":
+    def step(self, *, before: Callable[[list[str]], None] | None = None) -> SimpleNamespace:
         """Return a token for every sequence. `before` is called with their uids."""
         if before is not None:
             before(list(self._live))
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
         self._next_step_seconds = time.monotonic() + self._step_seconds
         events = [self._next(submit, done) for submit, done in list(self._live.values())]
-        return InstantResult(events, len(self._live))
+        return SimpleNamespace(events=events, stats=_stats(len(self._live), len(events)))
 
     def _next(self, submit: Submit, done: int) -> TokenDelta:
         ends = done + 1 >= submit.params.max_tokens
@@ -79,30 +80,16 @@ class InstantEngine:
         )
 
 
-class InstantResult:
-    """Result of a step: events for the streams and statistics for the metrics."""
-
-    def __init__(self, events: list[TokenDelta], num_running: int) -> None:
-        self.events = events
-        self.stats = StepStats(
-            num_running=num_running,
-            max_num_running=InstantEngine.max_num_running,
-            num_waiting=0,
-            num_blocks=_NUM_BLOCKS,
-            num_free_blocks=_NUM_BLOCKS,
-            kv_usage=0.0,
-            batch_size=len(events),
-            num_prompt_tokens=0,
-            num_completion_tokens=len(events),
-            num_cached_prompt_tokens=0,
-            num_prefix_queries=0,
-            num_prefix_hits=0,
-            num_preemptions=0,
-            num_drafts=0,
-            num_draft_tokens=0,
-            num_accepted_tokens=0,
-            step_seconds=0.0,
-        )
+def _stats(num_running: int, num_tokens: int) -> StepStats:
+    used = {
+        "num_running": num_running,
+        "max_num_running": InstantEngine.max_num_running,
+        "num_blocks": _NUM_BLOCKS,
+        "num_free_blocks": _NUM_BLOCKS,
+        "batch_size": num_tokens,
+        "num_completion_tokens": num_tokens,
+    }
+    return StepStats(**dict.fromkeys(StepStats.__struct_fields__, 0) | used)
 
 
 class InstantAPI(Worker):
@@ -141,15 +128,7 @@ def serve_instantly(argv: Sequence[str]) -> int:
 
 
 def _finish(submit: Submit, num_tokens: int) -> Finish:
-    return Finish(
-        reason=FinishReason.LENGTH,
-        stop_reason=None,
-        error=None,
-        num_prompt_tokens=len(submit.prompt_token_ids),
-        num_completion_tokens=num_tokens,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        queue_seconds=0.0,
-        prefill_seconds=0.0,
-        decode_seconds=0.0,
-    )
+    reason, num_prompt_tokens = FinishReason.LENGTH, len(submit.prompt_token_ids)
+    counts = {"num_prompt_tokens": num_prompt_tokens, "num_completion_tokens": num_tokens}
+    empty: dict[str, Any] = dict.fromkeys(Finish.__struct_fields__, 0) | {"stop_reason": None, "error": None}
+    return Finish(**empty | counts | {"reason": reason})

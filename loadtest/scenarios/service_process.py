@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import psutil
@@ -16,14 +15,16 @@ import psutil
 from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import Target, api_key_given, complete_blocking
 from loadtest.client.workload import CompletionRequest
+from loadtest.measurement.benchmark_program import MeasurementFailed
 
 START_SECONDS = 120.0
 # Longer than the service's drain and close, so that it is killed only if it hangs.
 STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.02
+_FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
 
 
-class ServiceFailed(RuntimeError):
+class ServiceFailed(MeasurementFailed):
     """The service did not start, or died. The message ends with the last lines of its log."""
 
 
@@ -34,24 +35,30 @@ class ServiceProcess:
     """
 
     def __init__(self, checkpoint: Path, arguments: Sequence[str] = ()) -> None:
-        self.target = Target("127.0.0.1", _free_port(), api_key_given())  # the service reads the same variable
+        self.target = Target("127.0.0.1", free_port(), api_key_given())  # the service reads the same variable
         kvasir = Path(sys.executable).with_name("kvasir")
         self.command = [str(kvasir), "serve", "--checkpoint", str(checkpoint), "--port", str(self.target.port)]
         self.command += arguments
-        self.started_seconds = 0.0
+        self._started_seconds = 0.0
         self._process: psutil.Popen | None = None
         self._log: IO[str] = io.StringIO()
 
     def __enter__(self) -> Self:
         log = tempfile.TemporaryFile("w+")
-        self.started_seconds = time.perf_counter()
+        self._started_seconds = time.perf_counter()
         self._process, self._log = psutil.Popen(self.command, stdout=log, stderr=subprocess.STDOUT), log
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    def __exit__(self, *_: object) -> None:
+        """Stop the service with SIGTERM, as an operator would. Processes that remain are killed."""
+        processes = self.all_processes()
+        if self.process.is_running():
+            self.process.terminate()
+        psutil.wait_procs([self.process], timeout=STOP_SECONDS)
+        left = [process for process in processes if process.is_running()]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
         self._log.close()
 
     @property
@@ -61,42 +68,24 @@ class ServiceProcess:
             raise ServiceFailed("the service was not started")
         return self._process
 
-    def stop(self) -> int:
-        """Stop the service with SIGTERM, as an operator would, and return its exit code. Processes that remain are
-        killed.
-        """
-        processes = self.all_processes()
-        if self.process.is_running():
-            self.process.terminate()
-        try:
-            code = int(self.process.wait(STOP_SECONDS))
-        except psutil.TimeoutExpired:
-            code = -1
-        left = [process for process in processes if process.is_running()]
-        for process in left:
-            process.kill()
-        psutil.wait_procs(left, timeout=5)
-        return code
-
-    def wait_first_token(self, request: CompletionRequest) -> float:
+    def wait_first_token(self) -> float:
         """Return the seconds from process start to the first token of the first stream that is served.
 
         The request is repeated until it succeeds. Raises `ServiceFailed` if no request succeeds in time.
         """
         while True:
-            outcome = complete_blocking(self.target, request, model=None, timeout_seconds=START_SECONDS)
-            if outcome.ending in (Ending.OK, Ending.CANCELLED):
-                return outcome.chunk_seconds[0] - self.started_seconds
-            if outcome.ending not in (Ending.CONNECTION, Ending.HTTP_ERROR):
-                raise ServiceFailed(f"first request: {outcome.ending.value}: {outcome.detail}\n{self.log_tail()}")
-            self._wait_a_little(f"served nothing ({outcome.detail})")
-
-    def _wait_a_little(self, complaint: str) -> None:
-        if self.process.poll() is not None:
-            raise ServiceFailed(f"the service exited with code {self.process.returncode}\n{self.log_tail()}")
-        if time.perf_counter() - self.started_seconds > START_SECONDS:
-            raise ServiceFailed(f"the service {complaint} within {START_SECONDS:g} s\n{self.log_tail()}")
-        time.sleep(_POLL_SECONDS)
+            outcome = complete_blocking(self.target, _FIRST_REQUEST, model=None, timeout_seconds=START_SECONDS)
+            if outcome.ending is Ending.OK and outcome.chunk_seconds:
+                return outcome.chunk_seconds[0] - self._started_seconds
+            fault = f"first request: {outcome.ending.value}: {outcome.detail}"
+            if self.process.poll() is not None:
+                fault = f"the service exited with code {self.process.returncode}"
+            elif outcome.ending in (Ending.CONNECTION, Ending.HTTP_ERROR):
+                if time.perf_counter() - self._started_seconds < START_SECONDS:
+                    time.sleep(_POLL_SECONDS)
+                    continue
+                fault = f"the service served nothing within {START_SECONDS:g} s ({outcome.detail})"
+            raise ServiceFailed(f"{fault}\n{self.log_tail()}")
 
     def log_tail(self) -> str:
         """Return the last lines of the service's log."""
@@ -141,7 +130,8 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return float(sum(used.user + used.system for used in times))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -49,7 +49,7 @@ class Command(NamedTuple):
 
     module: module in `service.cli` whose `main` takes the settings and returns the exit code.
     line: description in the list of commands.
-    settings: settings class, whose docstring heads the help page. None: `main` takes the unparsed arguments.
+    settings: settings class, whose docstring heads the help page. None: an entry point takes the unparsed arguments.
     """
 
     module: str
@@ -57,12 +57,14 @@ class Command(NamedTuple):
     settings: type[BaseSettings] | None
 
 
+# Entry points of commands that other packages of the project implement (pyproject.toml).
+ENTRY_POINT_GROUP = "kvasir.commands"
 COMMANDS = {
     "serve": Command("serve", "serve a checkpoint over HTTP, in OpenAI's protocol", ServeSettings),
     "generate": Command("generate", "complete a text in this process, without a server", GenerateSettings),
     "train": Command("train", "train a model and write its checkpoint", TrainSettings),
     "eval": Command("eval", "evaluate a model on held-out texts, minimal pairs, samples", EvalSettings),
-    "bench": Command("bench", "measure the engine in this process", None),
+    "bench": Command(ENTRY_POINT_GROUP, "measure the engine in this process", None),
     "tokenize": Command("tokenize", "show how a text becomes token ids", TokenizeSettings),
     "export-tokenizer": Command(
         "export_tokenizer", "write the tokenizer as a Hugging Face directory", ExportTokenizerSettings
@@ -108,17 +110,18 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         os.environ.setdefault(variable, value)
     worker: WorkerProcess | None = None
     try:
-        given: object = argv
-        if command.settings is not None:
+        if command.settings is None:
+            code = _run_entry_point(name, argv)
+        else:
             summary = " ".join((command.settings.__doc__ or "").split())
             given = read_settings(command.settings, argv, command=name, summary=summary)
-        if isinstance(given, ServeSettings):
-            # The worker imports at the same time as main: imports take most of a small model's start.
-            with suppress(OSError):  # the supervisor tries again, and then reports the error
-                worker = WorkerProcess(given.checkpoint)
-        module = importlib.import_module(f"service.cli.{command.module}")
-        raise_on_interrupt()
-        code: int = module.main(given) if worker is None else module.main(given, worker)
+            if isinstance(given, ServeSettings):
+                # The worker imports at the same time as main: imports take most of a small model's start.
+                with suppress(OSError):  # the supervisor tries again, and then reports the error
+                    worker = WorkerProcess(given.checkpoint)
+            module = importlib.import_module(f"service.cli.{command.module}")
+            raise_on_interrupt()
+            code = int(module.main(given) if worker is None else module.main(given, worker))
         sys.stdout.flush()
     except SettingsError as error:
         print(f"kvasir {name}: {error}", file=sys.stderr)
@@ -146,6 +149,18 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
 def _checkpoint_errors() -> tuple[type[Exception], ...]:
     """Return the errors of an unusable checkpoint, imported only after an error, to keep the start fast."""
     return tuple(getattr(importlib.import_module(module), name) for module, name in _CHECKPOINT_ERRORS.items())
+
+
+def _run_entry_point(name: str, argv: list[str]) -> int:
+    """Run the command that another package registers. Raises `SettingsError` if that package is not installed."""
+    try:
+        (entry_point,) = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+        main_function = entry_point.load()
+    except (ValueError, ModuleNotFoundError) as error:
+        advice = "its package is not installed; run `make install` in a checkout of Kvasir"
+        raise SettingsError(f"{advice} ({error})") from error
+    raise_on_interrupt()
+    return int(main_function(argv))
 
 
 def _help() -> str:

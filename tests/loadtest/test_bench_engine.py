@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from loadtest.inprocess import bench_engine
+from loadtest.inprocess import bench_command
 from loadtest.inprocess.bench_engine import Prompts
 from loadtest.measurement import model_shapes, roofline, shape_names
-from loadtest.measurement.step_work import Machine
+from loadtest.measurement.roofline import Machine
 from model.checkpoint.manifest import read_manifest
 
 TINY = {
@@ -34,7 +34,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     """The JSON of one sweep."""
     out = tmp_path / "new" / "engine.json"
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    assert bench_engine.main([*arguments[:split], "--out", str(out), *arguments[split:]]) == 0
+    assert bench_command.main([*arguments[:split], "--out", str(out), *arguments[split:]]) == 0
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
@@ -60,7 +60,7 @@ def test_a_sweep_writes_json(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
             assert 0 < figure["min"] <= figure["median"] <= figure["max"]
     assert len(result["roofline"]["gflops"]["values"]) == 2
     shown = capsys.readouterr().out
-    assert "of the roofline" in shown
+    assert "share of the roofline" in shown
     assert "TTFT ms" in shown
 
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_measured_is_refused(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        bench_engine.main(["--checkpoint", str(checkpoint), *arguments])
+        bench_command.main(["--checkpoint", str(checkpoint), *arguments])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -123,14 +123,14 @@ def test_what_cannot_be_measured_is_refused(
 @pytest.mark.parametrize("arguments", [["--shape", "S", "--checkpoint", "x"], [], ["--shape", "XL"]])
 def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        bench_engine.main(arguments)
+        bench_command.main(arguments)
     assert exit_.value.code == 2
     assert "--shape" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        bench_engine.main(["--checkpoint", "none", "--model-name", "x"])
+        bench_command.main(["--checkpoint", "none", "--model-name", "x"])
     assert exit_.value.code == 2
     said = "kvasir bench: unrecognized arguments: --model-name x; see kvasir bench --help\n"
     assert capsys.readouterr().err == said
@@ -138,7 +138,7 @@ def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_no_checkpoint_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench_engine.main(["--checkpoint", str(tmp_path)])
+        bench_command.main(["--checkpoint", str(tmp_path)])
     assert "neither config.json nor manifest.json" in capsys.readouterr().err
 
 

@@ -12,7 +12,8 @@ import pytest
 from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import AsyncClient, Target
 from loadtest.client.workload import CompletionRequest
-from loadtest.scenarios import bench_http
+from loadtest.scenarios import bench_http, closed_and_open_loop
+from loadtest.scenarios.closed_and_open_loop import Run, arrivals
 from tests.loadtest.stub_server import MODEL, Script, StubServer
 
 
@@ -20,10 +21,10 @@ def some_requests(count: int) -> Iterator[CompletionRequest]:
     return (CompletionRequest(index=index, prompt="Once", max_tokens=4) for index in range(count))
 
 
-def closed(server: StubServer, *, count: int, num_streams: int) -> bench_http.Run:
-    async def main() -> bench_http.Run:
+def closed(server: StubServer, *, count: int, num_streams: int) -> Run:
+    async def main() -> Run:
         client = AsyncClient(Target.parse(server.url))
-        run = await bench_http.run_closed(client, some_requests(count), model=MODEL, num_streams=num_streams)
+        run = await closed_and_open_loop.run_closed(client, some_requests(count), model=MODEL, num_streams=num_streams)
         await client.close()
         return run
 
@@ -49,9 +50,9 @@ def test_a_refused_client_waits_as_it_is_asked() -> None:
 
 
 def test_an_open_loop_sends_when_it_is_time_whatever_the_server_does() -> None:
-    async def main(server: StubServer) -> bench_http.Run:
+    async def main(server: StubServer) -> Run:
         client = AsyncClient(Target.parse(server.url))
-        run = await bench_http.run_open(client, some_requests(10), model=MODEL, rate=200.0, seed=3)
+        run = await closed_and_open_loop.run_open(client, some_requests(10), model=MODEL, offsets=arrivals(200.0, 3))
         await client.close()
         return run
 
@@ -59,7 +60,7 @@ def test_an_open_loop_sends_when_it_is_time_whatever_the_server_does() -> None:
         run = asyncio.run(main(server))
     times = sorted(outcome.intended_seconds for outcome in run.outcomes)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    expected = list(itertools.islice(bench_http.arrivals(200.0, 3), 10))
+    expected = list(itertools.islice(arrivals(200.0, 3), 10))
     assert gaps == pytest.approx([later - earlier for earlier, later in itertools.pairwise(expected)], abs=1e-6)
     assert all(outcome.ending is Ending.OK and outcome.sent_seconds >= outcome.intended_seconds - 1e-3
                for outcome in run.outcomes)  # fmt: skip
@@ -69,7 +70,7 @@ def test_an_open_loop_sends_when_it_is_time_whatever_the_server_does() -> None:
 
 def test_arrivals_are_a_poisson_process_of_the_rate_and_the_seed() -> None:
     def take(rate: float, seed: int) -> list[float]:
-        return list(itertools.islice(bench_http.arrivals(rate, seed), 4000))
+        return list(itertools.islice(arrivals(rate, seed), 4000))
 
     gaps = [later - earlier for earlier, later in itertools.pairwise(take(10.0, 1))]
     # Exponential gaps: mean and standard deviation are both 1 / rate; 5 standard errors of 4,000 are 8 %.

@@ -1,37 +1,20 @@
 """What the overload run counts, and the run itself on a real service of a tiny model."""
 
-import asyncio
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from loadtest.client.outcome import Ending
-from loadtest.client.workload import CompletionRequest
 from loadtest.scenarios import bench_overload
-from loadtest.scenarios.bench_overload import accuracy, aims
-from loadtest.scenarios.overload_load import (
-    Load,
-    closed_loop,
-    growth_per_minute,
-    histogram_between,
-    numbered,
-    open_loop,
-    rate_of,
-    ttft_of,
-)
+from loadtest.scenarios.bench_overload import Load, accuracy, aims, growth_per_minute, histogram_between, ttft_of
+from loadtest.scenarios.closed_and_open_loop import Run
 from tests.loadtest.outcomes import outcome
 
 
 def load(*outcomes: Any, settled: float = 10.0, ended: float = 20.0) -> Load:
-    return Load(
-        began_seconds=0.0, settled_seconds=settled, ended_seconds=ended, outcomes=outcomes, client_cpu_share=0.1
-    )
+    return Load(Run(outcomes=outcomes, duration_seconds=1.0, client_cpu_share=0.1), settled, ended)
 
 
 def answer(sent: float, chunks: tuple[float, ...], ending: Ending = Ending.OK) -> Any:
@@ -48,8 +31,8 @@ def test_tokens_count_where_they_arrive() -> None:
 
 def test_first_tokens_are_those_of_the_admitted_in_the_steady_part() -> None:
     given = load(answer(1.0, (9.0,)), answer(11.0, (11.5,)), answer(12.0, (), Ending.SHED))
-    assert given.ttft_seconds(99) == pytest.approx(0.5)
-    assert load().ttft_seconds(99) is None
+    assert ttft_of([given], 99) == pytest.approx(0.5)
+    assert ttft_of([load()], 99) is None
     told = given.to_dict()
     assert told["endings"] == {"ok": 1, "shed": 1}
     assert told["failures"] == {}
@@ -59,7 +42,6 @@ def test_loads_count_together_by_their_length_and_by_their_requests() -> None:
     short = load(answer(11.0, (11.5,)), settled=10.0, ended=15.0)
     long = load(answer(11.0, (11.1,)), answer(12.0, (12.1,)), answer(13.0, (13.1,)), settled=10.0, ended=25.0)
     assert (short.tokens_per_second, long.tokens_per_second) == (2.0, 2.0)
-    assert rate_of([load(), long]) == pytest.approx(30 / 25)
     assert ttft_of([short, long], 50) == pytest.approx(0.1)
     assert ttft_of([short, long], 100) == pytest.approx(0.5)
     assert ttft_of([load()], 99) is None
@@ -96,50 +78,6 @@ def test_aims_are_met_or_not() -> None:
     assert not found["growth_mib_per_minute"]["met"]
     assert (found["answers_of_5xx"]["value"], found["failures"]["value"]) == (2, 2)
     assert found["errors_seen_by_sdk_users"]["met"]
-
-
-def test_work_of_others_is_what_neither_we_nor_the_service_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten seconds are busy, of which two are the service's and one ours, and four pass."""
-    readings = iter([100.0, 110.0])
-    own = iter([os.times_result((1.0, 2.0, 0.5, 0.5, 9.0)), os.times_result((1.5, 2.25, 0.75, 0.5, 13.0))])
-    clock = iter([50.0, 54.0])
-    service, of_service = MagicMock(), iter([7.0, 9.0])
-    monkeypatch.setattr(bench_overload, "busy_seconds", lambda: next(readings))
-    monkeypatch.setattr(bench_overload, "cpu_seconds", lambda processes: next(of_service))
-    # Its own view of these modules: other threads look at the clock, too.
-    monkeypatch.setattr(bench_overload, "os", SimpleNamespace(times=lambda: next(own)))
-    monkeypatch.setattr(bench_overload, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    told: dict[str, float] = {}
-    with bench_overload.other_work_during("a load", service, told):
-        assert told == {}
-    assert told == {"a load": pytest.approx(7.0 / 4.0)}
-
-
-class Client:
-    """Answers at once, and refuses every other request."""
-
-    def __init__(self) -> None:
-        self.num_requests = 0
-
-    async def complete(self, request: CompletionRequest, **more: Any) -> Any:
-        self.num_requests += 1
-        await asyncio.sleep(0.001)
-        return answer(0.0, (), Ending.SHED if self.num_requests % 2 else Ending.OK)
-
-
-def requests() -> Iterator[CompletionRequest]:
-    return numbered(lambda number: CompletionRequest(index=number, prompt="x", max_tokens=1))
-
-
-def test_an_open_loop_asks_whatever_becomes_of_it_and_a_closed_one_goes_on_until_its_end() -> None:
-    client: Any = Client()
-    done = asyncio.run(open_loop(client, requests(), rate=150.0, seconds=0.9, settle_seconds=0.1, seed=1))
-    assert len(done.outcomes) == client.num_requests
-    assert 50 < client.num_requests < 300  # 150 in the mean, of a Poisson process: certain to 1e-15
-    client = Client()
-    done = asyncio.run(closed_loop(client, requests(), num_streams=3, seconds=0.1, settle_seconds=0.0))
-    assert len(done.outcomes) == client.num_requests >= 3
-    assert done.seconds == pytest.approx(0.1)
 
 
 @pytest.mark.slow

@@ -1,42 +1,38 @@
 """How things scale: the arithmetic of fits, checkpoints of a size, and each measurement on a tiny model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest.docgen.page_scaling import section
-from loadtest.docgen.scaling_plot import draw_scaling
+from loadtest.docgen.performance_page import NAMES, RESULTS, render
+from loadtest.docgen.pictures import draw_scaling
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement import roofline
 from loadtest.measurement.provenance import shows
-from loadtest.measurement.spread import Spread
-from loadtest.scenarios import scaling_engine
-from loadtest.scenarios.scaling_engine import Prefixes, Steps, kv_memory
-from loadtest.scenarios.scaling_fits import fits, line, power_law
-from loadtest.scenarios.scaling_start import Starts, config_of, forget, growth, read_seconds, weight_files
+from loadtest.measurement.spread import spread
+from loadtest.scenarios import bench_scaling, scaling_engine
+from loadtest.scenarios.bench_scaling import config_of, growth
+from loadtest.scenarios.scaling_engine import Prefixes, Steps, fits, kv_memory
 from model.checkpoint.manifest import read_manifest
 from service.config.settings import ServeSettings, read_settings
 
 
-def test_a_power_law_is_found() -> None:
-    law = power_law([1, 2, 8, 4], [3 * x**1.5 for x in (1, 2, 8, 4)])
+def test_the_fits_of_a_power_law_and_of_a_line() -> None:
+    law = fits([1, 2, 8, 4], [3 * x**1.5 for x in (1, 2, 8, 4)])["power"]
     assert law == pytest.approx({"exponent": 1.5, "factor": 3.0, "last": 1.5})
-
-
-def test_a_fixed_part_bends_a_power_law_and_no_line() -> None:
     xs = [1, 10, 100, 1000]
-    ys = [5 + 0.1 * x for x in xs]
-    assert line(xs, ys) == pytest.approx({"fixed": 5.0, "each": 0.1})
-    law = power_law(xs, ys)
-    assert law["exponent"] < law["last"] < 1
+    found = fits(xs, [5 + 0.1 * x for x in xs])
+    assert found["line"] == pytest.approx({"fixed": 5.0, "each": 0.1})
+    assert found["power"]["exponent"] < found["power"]["last"] < 1
 
 
 @pytest.mark.parametrize(
     ("xs", "ys", "complaint"),
     [([1], [1], "at least two points"), ([2, 2], [1, 3], "at least two points"), ([1, 2], [0, 1], "positive values")],
 )
-def test_what_has_no_fit_is_refused(xs: list[float], ys: list[float], complaint: str) -> None:
+def test_points_without_a_fit_are_rejected(xs: list[float], ys: list[float], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         fits(xs, ys)
 
@@ -47,21 +43,12 @@ def test_a_checkpoint_is_nearly_as_large_as_was_asked_for(megabytes: int) -> Non
     assert size == pytest.approx(megabytes * 10**6, rel=0.25)
 
 
-def test_sizes_that_are_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="same number of layers"):
-        Starts(None, [60_000_000, 70_000_000], repeats=1, serve=())
-
-
-def test_files_are_read_whole_and_may_be_forgotten(checkpoint: Path) -> None:
-    paths = weight_files(checkpoint)
-    assert paths
-    forget(paths)
-    assert read_seconds(paths) > 0
-    assert all(path.stat().st_size for path in paths)
-
-
-def spread(*values: float) -> dict[str, Any]:
-    return Spread(values).to_dict()
+def test_sizes_with_the_same_number_of_layers_are_rejected(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench_scaling.main(["--checkpoint", str(checkpoint), "--sizes", "60", "70"])
+    assert "same number of layers" in capsys.readouterr().err
 
 
 def start_point(gigabytes: float) -> dict[str, Any]:
@@ -70,7 +57,7 @@ def start_point(gigabytes: float) -> dict[str, Any]:
     return {
         "bytes": int(1e9 * gigabytes),
         **{
-            kind: {"start_seconds": spread(start), "read_seconds": spread(read), "ratio": spread(start / read)}
+            kind: {"start_seconds": spread([start]), "read_seconds": spread([read]), "ratio": spread([start / read])}
             for kind, read in reads.items()
         },
     }
@@ -95,10 +82,9 @@ def measured(contestant: InProcess, monkeypatch: pytest.MonkeyPatch) -> dict[str
     monkeypatch.setattr(scaling_engine, "_STEPS", 4)
     steps = Steps(contestant, (1, 2, 4), (32, 48, 64))
     prefixes = Prefixes(contestant, 96, (0, 32, 80))
-    steps.warm_up()
     for _ in range(2):
-        labels = [*steps.round(), *prefixes.round()]
-        assert len(labels) == 9
+        steps.round()
+        prefixes.round()
     starts = [start_point(size) for size in (0.1, 1.0)]
     return {
         "command": "python -m loadtest.scenarios.bench_scaling",
@@ -121,7 +107,8 @@ def test_what_is_measured_and_how_it_is_told(
     each = read_manifest(contestant.settings.checkpoint).config.kv_bytes_per_token(4)
     assert [point["formula"] for point in result["kv_memory"]["points"]] == [65_536 * each, 131_072 * each]
 
-    page = section(result, "scaling.png")
+    others = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    page = render({**{name: others[name] for name in NAMES}, "scaling": others["scaling"] | result})
     assert "![step time, KV-cache memory, TTFT and start time, each over its size](scaling.png)" in page
     assert "The largest checkpoint starts within 1.3 times its read: **no**." in page
     assert "With warm files a start takes 2.00 s plus 3.00 s per GB; a read takes 0.25 s per GB." in page

@@ -1,25 +1,16 @@
 """The in-process closed loop, over an engine of known behaviour."""
 
-import time
 from dataclasses import dataclass, field
 
 import pytest
 
-from loadtest.inprocess.closed_loop import EngineRun, run_closed
+from loadtest.inprocess.closed_loop import EngineRun, run_closed, submit_of
 from model.sampling.params import SamplingParams
 from service.ipc.messages import Finish, FinishReason, Submit, TokenDelta
 
 
 def submit(number: int, max_tokens: int = 3) -> Submit:
-    return Submit(
-        uid=f"s{number}",
-        attempt=0,
-        prompt_token_ids=(1, 2, 3, 4),
-        prior_token_ids=(),
-        params=SamplingParams(max_tokens=max_tokens),
-        arrival_seconds=time.monotonic(),
-        deadline_seconds=None,
-    )
+    return submit_of(f"s{number}", (1, 2, 3, 4), SamplingParams(max_tokens=max_tokens))
 
 
 def finish(reason: FinishReason) -> Finish:
@@ -90,7 +81,6 @@ def test_it_keeps_as_many_open_as_streams_until_all_are_done() -> None:
     assert [len(times) for times in run.token_seconds] == [2 + number % 3 for number in range(20)]
     assert run.token_ids == tuple((7,) * (2 + number % 3) for number in range(20))
     assert run.num_completion_tokens == sum(2 + number % 3 for number in range(20))
-    assert run.num_prompt_tokens == 80
     assert run.began_seconds <= min(run.submitted_seconds)
     assert all(seconds >= 0 for seconds in run.ttft_seconds)
     assert run.ended_seconds >= max(times[-1] for times in run.token_seconds)
@@ -106,13 +96,10 @@ def test_figures() -> None:
     run = EngineRun(
         began_seconds=10.0,
         ended_seconds=12.0,
-        num_prompt_tokens=100,
         submitted_seconds=(10.0, 10.1),
         token_seconds=((10.4, 10.5, 11.0, 12.0), (10.5, 11.0, 12.0)),
     )
     assert run.tokens_per_second == pytest.approx(3.5)
-    assert run.prefill_tokens_per_second == pytest.approx(200.0)
-    assert run.decode_tokens_per_second == pytest.approx(4 / 1.5)
     assert run.ttft_seconds == pytest.approx((0.4, 0.4))
 
 
@@ -127,7 +114,6 @@ def test_only_steps_of_all_sequences_count_as_a_step() -> None:
     run = EngineRun(
         began_seconds=0.0,
         ended_seconds=9.0,
-        num_prompt_tokens=2,
         submitted_seconds=(0.0, 0.0),
         token_seconds=((1.0, 3.0, 4.0, 6.0), (3.0, 4.0, 6.0, 9.0)),
     )
@@ -138,7 +124,6 @@ def test_sequences_that_never_ran_together_have_no_step() -> None:
     run = EngineRun(
         began_seconds=0.0,
         ended_seconds=4.0,
-        num_prompt_tokens=2,
         submitted_seconds=(0.0, 0.0),
         token_seconds=((1.0, 2.0), (2.0, 3.0)),
     )

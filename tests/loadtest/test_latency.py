@@ -2,20 +2,19 @@
 
 import asyncio
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.client.sse_client import Target
-from loadtest.docgen import page_latency
+from loadtest.docgen import pictures
+from loadtest.docgen.performance_page import NAMES, RESULTS, render
 from loadtest.measurement.provenance import shows
-from loadtest.scenarios import bench_latency, latency_plot
-from loadtest.scenarios.bench_latency import Arrivals
+from loadtest.scenarios import bench_latency
+from loadtest.scenarios.bench_latency import Arrivals, Load, gaps_within, measure, percentile, steps_between
 from loadtest.scenarios.service_process import ServiceFailed
-from loadtest.scenarios.steady_streams import Stream, random_prompt
-from loadtest.scenarios.stream_gaps import gaps_within, percentile, steps_between
+from tests.loadtest.stub_server import Script, StubServer
 
 STREAMS = [[0.0, 1.0, 2.0, 5.0, 6.0], [0.5, 1.5, 5.5]]
 
@@ -36,9 +35,6 @@ def test_gaps_count_where_any_part_of_them_does(start: float, end: float, gaps: 
 def test_a_percentile_is_one_of_the_values() -> None:
     values = [float(value) for value in range(200, 0, -1)]
     assert [percentile(values, share) for share in (0.001, 0.5, 0.99, 1.0)] == [1.0, 100.0, 198.0, 200.0]
-    for bad in (([], 0.5), ([1.0], 0.0), ([1.0], 1.1)):
-        with pytest.raises(ValueError, match="a percentile needs values"):
-            percentile(*bad)
 
 
 def seen(slower: float) -> Arrivals:
@@ -75,8 +71,14 @@ def test_arrivals_are_told_each_and_the_gaps_as_ratios_pair_by_pair() -> None:
     json.dumps(told)
 
 
+def latency_part(latency: dict[str, Any]) -> str:
+    """Return the page with these figures of latency, and the repository's other results."""
+    results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in NAMES}
+    return render({**results, "latency": results["latency"] | latency})
+
+
 def test_the_page_tells_the_figures_of_the_result() -> None:
-    page = page_latency.section(result(), "latency.png")
+    page = latency_part(result())
     assert "after 2 (1–2) engine steps" in page
     assert "| 64 | inf | 10.0 (10.0–20.0) | 15.0 (15.0–30.0) | 1.50 (1.50–1.50) | 30 (20–40) |" in page
     assert "| 512 | inf | 10.0 (10.0–20.0) | 40.0 (40.0–80.0) | 4.00 (4.00–4.00) | 30 (20–40) |" in page
@@ -87,7 +89,7 @@ def test_the_page_tells_the_figures_of_the_result() -> None:
 def test_the_picture_is_known_by_its_result(tmp_path: Path) -> None:
     path, other = tmp_path / "latency.png", result()
     other["long"]["streams"] = 17
-    latency_plot.draw(path, result())
+    pictures.draw_latency(path, result())
     assert shows(path, result())
     assert not shows(path, other)
 
@@ -99,47 +101,17 @@ def test_a_budget_that_leaves_nothing_for_a_prompt_is_refused(capsys: pytest.Cap
     assert "--budgets: each value must be above --long-streams" in capsys.readouterr().err
 
 
-def answering(*parts: bytes) -> tuple[list[float], list[bytes]]:
-    """What a stream sees of a server that says these parts, and what it asked."""
-    asked: list[bytes] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
-        for part in parts:
-            writer.write(part)
-            await writer.drain()
-        writer.close()
-
-    async def run() -> list[float]:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            stream = Stream(Target("127.0.0.1", port), [1, 2], 3, seed=4)
-            first = await stream.begin()
-            while len(stream.seconds) < 2:
-                await asyncio.sleep(0)
-            await stream.leave()
-        assert first == stream.seconds[0] > stream.sent_seconds
-        return stream.seconds
-
-    return asyncio.run(asyncio.wait_for(run(), 60)), asked
+def test_arrivals_among_streams_are_measured() -> None:
+    with StubServer(Script(gap_seconds=0.01)) as server:
+        seen = asyncio.run(measure(Target.parse(server.url), Load(2, 5, 2, 0), vocab_size=50))
+    assert len(seen.ttft_seconds) == len(seen.steps) == len(seen.before) == len(seen.during) == 2
+    assert all(gaps and min(gaps) > 0 for gaps in seen.before)
+    prompts = [received.body["prompt"] for received in server.requests]
+    assert [len(prompt) for prompt in prompts] == [16, 16, 5, 5]
+    assert max(map(max, prompts)) < 49  # the last id may end a text
+    assert all(received.body["return_token_ids"] for received in server.requests)
 
 
-def test_a_stream_tells_when_each_event_came() -> None:
-    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    event = b"data: {}\n\n"
-    chunk = b"%x\r\n%b\r\n" % (len(event), event)
-    done = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-    seconds, asked = answering(head + chunk, chunk[:7], chunk[7:] + done)
-    assert len(seconds) == 2
-    assert asked[0].startswith(b"POST /v1/completions HTTP/1.1\r\n")
-
-
-def test_a_refused_stream_says_why() -> None:
-    with pytest.raises(ServiceFailed, match="429"):
-        answering(b"HTTP/1.1 429 Too Many Requests\r\n\r\nfull")
-
-
-def test_prompts_are_of_ids_that_end_no_text() -> None:
-    prompt = random_prompt(random.Random(1), 1000, 5)
-    assert (len(prompt), set(prompt)) == (1000, {0, 1, 2, 3})
+def test_a_rejected_stream_ends_the_measurement_with_its_reason() -> None:
+    with StubServer(Script(status=429)) as server, pytest.raises(ServiceFailed, match="as scripted"):
+        asyncio.run(measure(Target.parse(server.url), Load(1, 5, 1, 0), vocab_size=50))

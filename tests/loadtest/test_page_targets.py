@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.docgen.page_targets import aims, section
-from loadtest.docgen.performance_page import NAMES, RESULTS
+from loadtest.docgen.performance_page import NAMES, RESULTS, aims
 
 
 def spread(median: float) -> dict[str, Any]:
@@ -76,7 +75,6 @@ def test_what_is_missed_is_told(part: str, value: float, figure: str, measured: 
     (missed,) = (aim for aim in aims(results(**{part: value})) if not aim.is_reached)
     assert figure in missed.figure
     assert missed.measured == measured
-    assert f"| {missed.figure} | {missed.wanted} | {measured} | **no** |" in section(results(**{part: value}))
 
 
 def test_where_no_server_was_compared_there_is_no_such_aim() -> None:

@@ -1,10 +1,14 @@
-"""The probe finds a positive speed for every type, and takes the type that it is told."""
+"""Roofline: probes of every weight type, and bytes and FLOPs of a step against sums done by hand."""
+
+import dataclasses
 
 import pytest
 import torch
 
-from loadtest.measurement import processor_probe, roofline
-from loadtest.measurement.roofline import Roofline
+from loadtest.measurement import roofline
+from loadtest.measurement.roofline import Machine, ProcessorProbe, Roofline, Work, WorkFormula
+from model.config import ModelConfig
+from tests.tiny_model import tiny_config
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +38,65 @@ def test_the_peak_is_of_the_type_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_processors_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_probe, "_SIDE", 64)
+    monkeypatch.setattr(roofline, "_PROCESSOR_SIDE", 64)
     threads = torch.get_num_threads()
     try:
-        assert processor_probe.ProcessorProbe(1).gflops() > 0
+        assert ProcessorProbe(1).gflops() > 0
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
+
+
+# Two layers of 32, 4 query and 2 key/value heads of 8, MLP 64, and a vocabulary of 100 that is tied.
+CONFIG = tiny_config(100)
+A_LAYER = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 32 * 2 * 64 + 64 * 32  # qkv, out, gate and up, down
+HEAD = 100 * 32
+WEIGHTS = 2 * A_LAYER + HEAD
+
+
+def formula(config: ModelConfig = CONFIG, weight_type: str = "float32") -> WorkFormula:
+    return WorkFormula(config=config, weight_type=weight_type, kv_value_bytes=4)
+
+
+def test_a_decode_step() -> None:
+    work = formula().decode(batch_size=3, context_length=10)
+    kv_of_a_token = 2 * 2 * (8 + 8) * 4  # layers, heads, a key and a value, bytes
+    assert work.bytes == WEIGHTS * 4 + 3 * 10 * kv_of_a_token
+    # Two layers, four query heads, 8 multiplications and additions for q·k and as many for the values.
+    assert work.flops == 3 * (2 * WEIGHTS + 2 * 4 * 10 * (2 * 8 + 2 * 8))
+
+
+def test_a_prompt() -> None:
+    work = formula().prompt(num_tokens=5, tokens_per_step=2)
+    assert work.bytes == 3 * WEIGHTS * 4
+    pairs = 1 + 2 + 3 + 4 + 5
+    assert work.flops == 5 * 2 * 2 * A_LAYER + 2 * HEAD + 2 * 4 * pairs * (2 * 8 + 2 * 8)
+
+
+@pytest.mark.parametrize(("weight_type", "size"), [("int8", 1), ("fp8", 1), ("bfloat16", 2), ("float64", 8)])
+def test_weights_weigh_what_their_type_does(weight_type: str, size: int) -> None:
+    assert formula(weight_type=weight_type).prompt(num_tokens=1, tokens_per_step=1).bytes == WEIGHTS * size
+
+
+def test_an_untied_head_is_no_other_work() -> None:
+    untied = formula(dataclasses.replace(CONFIG, tie_embeddings=False))
+    assert untied.num_multiplied == formula().num_multiplied == WEIGHTS
+
+
+def test_a_window_bounds_what_a_layer_reads() -> None:
+    windowed = formula(dataclasses.replace(CONFIG, sliding_window=4, global_layers=(1,)))
+    whole = formula()
+    kv_of_a_layer = 2 * (8 + 8) * 4
+    fewer = whole.decode(batch_size=2, context_length=10).bytes - windowed.decode(batch_size=2, context_length=10).bytes
+    assert fewer == 2 * (10 - 4) * kv_of_a_layer
+    # Of 5 tokens, the last does not see the first: a pair of 15, in one layer.
+    prompt = (
+        whole.prompt(num_tokens=5, tokens_per_step=8).flops - windowed.prompt(num_tokens=5, tokens_per_step=8).flops
+    )
+    assert prompt == 4 * (2 * 8 + 2 * 8)
+
+
+def test_the_bound_is_the_slower_of_reading_and_multiplying() -> None:
+    machine = Machine(bytes_per_second=10.0, flops_per_second=100.0)
+    assert Work(bytes=20, flops=100).bound_seconds(machine) == 2.0
+    assert Work(bytes=20, flops=500).bound_seconds(machine) == 5.0

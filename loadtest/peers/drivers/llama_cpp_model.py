@@ -15,14 +15,15 @@ from typing import Any
 
 import gguf
 import numpy as np
-from numpy.typing import NDArray
-
-from model.io.safetensors_header import TensorHeader, read_headers
+from safetensors.numpy import load_file
 
 # GGUF names of Hugging Face model types.
 _ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
 
 _NAMES = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -38,7 +39,7 @@ _NAMES = {
 
 
 def main() -> None:
-    """Read the export, write the file. Exit with a one-line error for an unsupported model type."""
+    """Read the float32 export, write the file. Exit with a one-line error for an unsupported model type."""
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads((source / "config.json").read_text())
     model_type = config["model_type"]
@@ -47,16 +48,13 @@ def main() -> None:
     writer = gguf.GGUFWriter(out, _ARCHITECTURES[model_type])
     _write_sizes(writer, config)
     _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
-    reordered = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    if model_type != "llama":
-        reordered = {}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    reordered = heads if model_type == "llama" else {}
     for path in sorted(source.glob("*.safetensors")):
-        for name, header in read_headers(path).items():
-            gguf_name, array = _gguf_name(name), _read_float32(header)
+        for name, array in load_file(path).items():
+            gguf_name = _gguf_name(name)
             part = gguf_name.removesuffix(".weight").rpartition(".")[2]
-            if part in reordered:
-                array = _as_pairs(array, reordered[part])
-            writer.add_tensor(gguf_name, array)
+            writer.add_tensor(gguf_name, _as_pairs(array, reordered[part]) if part in reordered else array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,21 +94,11 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None
     writer.add_add_bos_token(False)
 
 
-def _read_float32(header: TensorHeader) -> NDArray[np.float32]:
-    """Return a stored tensor as float32. NumPy has no bfloat16, which is the upper half of a float32."""
-    stored = np.dtype({"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[header.dtype])
-    array: NDArray[Any] = np.memmap(header.path, dtype=stored, mode="r", offset=header.begin, shape=header.shape)
-    if header.dtype == "BF16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    widened: NDArray[np.float32] = array.astype(np.float32, copy=False)
-    return widened
-
-
 def _gguf_name(name: str) -> str:
     """Return llama.cpp's name of a transformers tensor."""
     parts = name.removeprefix("model.").removesuffix(".weight")
-    if parts in ("embed_tokens", "norm", "lm_head"):
-        return {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[parts] + ".weight"
+    if parts in _NAMES:
+        return f"{_NAMES[parts]}.weight"
     _, layer, inner = parts.split(".", 2)
     return f"blk.{layer}.{_NAMES[inner]}.weight"
 

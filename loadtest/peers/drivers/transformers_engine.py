@@ -4,25 +4,24 @@ A wave is one static batch, computed together from its first token to its last.
 """
 
 import sys
+import time
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from loadtest.peers.drivers.protocol import Prompts, Wave, WaveClock, serve
+from loadtest.peers.drivers.protocol import Prompts, Wave, serve
 
 
-class _Note(StoppingCriteria):
-    """Stopping criterion that never stops. It is called after every step and notes the tokens."""
+class _StepClock(StoppingCriteria):
+    """Stopping criterion that never stops. It is called after every step and notes the time."""
 
-    def __init__(self, clock: WaveClock, num_sequences: int) -> None:
-        self._clock = clock
-        self._num_sequences = num_sequences
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Note a token of every sequence."""
-        for number in range(self._num_sequences):
-            self._clock.note(number)
+        """Note the time of a step, which gave every sequence a token."""
+        self.seconds.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -35,7 +34,7 @@ def main() -> None:
     @torch.inference_mode()
     def measure(prompts: Prompts, output_tokens: int) -> Wave:
         ids_BT = torch.tensor(prompts)
-        clock = WaveClock(len(prompts))
+        clock, began = _StepClock(), time.perf_counter()
         made_BT = model.generate(
             ids_BT,
             attention_mask=torch.ones_like(ids_BT),
@@ -43,9 +42,11 @@ def main() -> None:
             min_new_tokens=output_tokens,
             do_sample=False,
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([_Note(clock, len(prompts))]),
+            stopping_criteria=StoppingCriteriaList([clock]),
         )
-        return clock.wave(made_BT[0, ids_BT.shape[1] :].tolist())
+        ended = time.perf_counter()
+        later = len(prompts) * (len(clock.seconds) - 1)
+        return Wave(clock.seconds[0] - began, ended - began, later, made_BT[0, ids_BT.shape[1] :].tolist())
 
     serve(measure)
 

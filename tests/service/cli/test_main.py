@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,17 @@ def test_modules_without_model_computation_do_not_import_torch(module: str) -> N
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_bench_is_found_by_its_entry_point_and_its_absence_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry_points = tomllib.loads((SHIPPED.parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    found = importlib.metadata.EntryPoint("bench", entry_points["kvasir.commands"]["bench"], "kvasir.commands")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (found,))
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--no-such-flag"])
+    assert "kvasir bench" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    assert main(["bench"]) == 2
+    assert "its package is not installed; run `make install`" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Engines in the comparison: their precisions, and the commands that start them. Torch-free."""
 
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +10,12 @@ from loadtest.measurement.shape_names import SHAPE_SIZES
 from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
 from loadtest.peers.installation import Place, openvino_weights, our_weights
 from loadtest.peers.processes import Driver, Server
+from loadtest.scenarios.service_process import free_port
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
 
 _MIB = 2**20
 _SLOT_TOKENS = 256  # tokens of each of llama-server's 64 slots: prompt and completion fit
-_MOST_STREAMS = 64
+_MAX_STREAMS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +57,8 @@ def our_engine(setting: Setting) -> Driver:
 
 
 def our_server(setting: Setting) -> Server:
-    """Start Kvasir's server. Queueing is unlimited, as in the peers' servers; with `DEFAULTS`, Kvasir's own limits
-    apply.
-    """
-    port = _free_port()
+    """Start Kvasir's server. Queueing is unlimited, as in the peers' servers; `DEFAULTS` keeps Kvasir's own limits."""
+    port = free_port()
     command = [str(Path(sys.executable).with_name("kvasir")), "serve", "--port", str(port)]
     if setting.precision == DEFAULTS:
         checkpoint = setting.place.model(setting.shape, our_weights(setting.precision))
@@ -73,7 +71,7 @@ def _our_settings(setting: Setting) -> list[str]:
     sizes = SHAPE_SIZES[setting.shape]
     dtype = "float32" if setting.precision == "float32" else "bfloat16"
     token_bytes = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"] * 2
-    tokens = 2 * _MOST_STREAMS * (PROMPT_TOKENS + _SLOT_TOKENS)
+    tokens = 2 * _MAX_STREAMS * (PROMPT_TOKENS + _SLOT_TOKENS)
     given = ["--checkpoint", str(setting.place.model(setting.shape, "ours")), "--dtype", dtype]
     given += ["--quantize", "int8"] if setting.precision == "int8" else []
     given += ["--kv-cache-dtype", "float16"] if dtype == "float32" else []
@@ -88,46 +86,21 @@ def _llama_engine(setting: Setting) -> Driver:
 
 
 def _llama_server(setting: Setting) -> Server:
-    port = _free_port()
+    port = free_port()
     model = setting.place.model(setting.shape, f"llama_cpp_{setting.precision}.gguf")
     command = [setting.place.program("llama-server"), "-m", str(model), "--host", "127.0.0.1", "--port", str(port)]
     if setting.precision == DEFAULTS:
         return Server(command, port, "/health")
-    command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-np", str(_MOST_STREAMS)]
+    command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-np", str(_MAX_STREAMS)]
     # No prompt cache in host memory: no prompt repeats, and the copies would cost time.
-    return Server([*command, "-c", str(_MOST_STREAMS * _SLOT_TOKENS), "--cache-ram", "0"], port, "/health")
+    return Server([*command, "-c", str(_MAX_STREAMS * _SLOT_TOKENS), "--cache-ram", "0"], port, "/health")
 
 
-def _openvino_engine(setting: Setting) -> Driver:
-    model = setting.place.model(setting.shape, openvino_weights(setting.precision))
-    return _python_driver("openvino", "openvino_engine", model, setting)
-
-
-def _python_driver(environment: str, module: str, model: Path, setting: Setting) -> Driver:
-    command = [setting.place.python(environment), "-m", f"loadtest.peers.{module}", str(model)]
+def _python_driver(environment: str, weights: str, setting: Setting) -> Driver:
+    model = str(setting.place.model(setting.shape, weights))
+    command = [setting.place.python(environment), "-m", f"loadtest.peers.drivers.{environment}_engine", model]
     # Offline: the model is a local directory.
     return Driver([*command, setting.precision, str(setting.threads)], {"HF_HUB_OFFLINE": "1"})
-
-
-def _transformers_engine(setting: Setting) -> Driver:
-    model = setting.place.model(setting.shape, "hugging_face")
-    return _python_driver("transformers", "transformers_engine", model, setting)
-
-
-def _transformers_batching(setting: Setting) -> Driver:
-    model = setting.place.model(setting.shape, "hugging_face")
-    return _python_driver("transformers", "transformers_batching", model, setting)
-
-
-def _litgpt_engine(setting: Setting) -> Driver:
-    return _python_driver("litgpt", "litgpt_engine", setting.place.model(setting.shape, "litgpt"), setting)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 PEERS: Final = (
@@ -144,7 +117,7 @@ PEERS: Final = (
         name="OpenVINO GenAI",
         environment="openvino",
         precisions=("bfloat16", "int8", "float32"),
-        engine=_openvino_engine,
+        engine=lambda setting: _python_driver("openvino", openvino_weights(setting.precision), setting),
         note="ContinuousBatchingPipeline, 512 tokens per step; int8 weights per channel, "
         "activations quantized by OpenVINO; KV-cache float16, with int8 weights int8",
     ),
@@ -152,24 +125,8 @@ PEERS: Final = (
         name="transformers generate",
         environment="transformers",
         precisions=("bfloat16", "float32"),
-        engine=_transformers_engine,
+        engine=lambda setting: _python_driver("transformers", "hugging_face", setting),
         rounds=1,
         note="static batch; its server has only a chat API, and the random model has no chat template",
-    ),
-    Peer(
-        name="transformers generate_batch",
-        environment="transformers",
-        precisions=("bfloat16", "float32"),
-        engine=_transformers_batching,
-        rounds=1,
-        note="continuous batching, paged attention",
-    ),
-    Peer(
-        name="litgpt",
-        environment="litgpt",
-        precisions=("bfloat16", "float32"),
-        engine=_litgpt_engine,
-        rounds=1,
-        note="generate_fn for one prompt, batched_generate_fn for prompts of one length; its server takes no token ids",
     ),
 )

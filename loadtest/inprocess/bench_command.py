@@ -1,0 +1,93 @@
+"""Command `kvasir bench`: read the arguments, then load torch and measure the engine in this process.
+
+kvasir bench --checkpoint checkpoints/NAME --out docs/results/engine.json
+kvasir bench --shape S -- --dtype bfloat16 --threads 2
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from loadtest.measurement.benchmark_program import read_arguments, run_benchmark
+from loadtest.measurement.shape_names import SHAPE_SIZES
+from service.config.settings import ModelSettings, SettingsError, read_settings
+
+# Option: description, default, default with --quick. A list is swept.
+_OPTIONS: Final[dict[str, tuple[str, list[int] | int, list[int] | int]]] = {
+    "batch": ("batch sizes, in sequences", [1, 4, 16, 64], [1, 16]),
+    "context": ("context lengths, in tokens", [128, 512, 1024], [128]),
+    "prompt_tokens": ("lengths of a prompt alone in the engine, in tokens", [64, 256, 1024], [256]),
+    "steps": ("steps per timed run of a batch", 32, 16),
+    "repeats": ("repeats of the sweep", 5, 3),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser that reports an error in one line, with exit code 2, as every command does."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = "; see kvasir bench --help" if message.startswith("unrecognized") else ""
+        self.exit(2, f"{self.prog}: {message}{hint}\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="kvasir bench",
+        usage="kvasir bench [flags] [-- settings]",
+        allow_abbrev=False,
+        description="Measure the engine in this process, over batch size, context and prompt length.",
+        epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--checkpoint", metavar="DIR", help="checkpoint directory")
+    model.add_argument(
+        "--shape",
+        choices=sorted(SHAPE_SIZES),
+        help="random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596 million parameters",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
+    parser.add_argument(
+        "--quick", action="store_true", help="default to batch 1 and 16, context 128, one prompt, 16 steps, 3 repeats"
+    )
+    for name, (text, usual, _) in _OPTIONS.items():
+        values = " ".join(map(str, usual)) if isinstance(usual, list) else usual
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            type=_positive,
+            nargs="+" if isinstance(usual, list) else None,
+            metavar="N",
+            help=f"{text} (default: {values})",
+        )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print tables, write JSON. Return the exit code: 0; 2 for arguments that cannot be measured.
+
+    `arguments.usual` holds the lists that were not given: their values that do not fit the model are left out.
+    """
+    parser = _parser()
+    arguments = read_arguments(parser, argv)
+    arguments.usual = {name for name in _OPTIONS if getattr(arguments, name) is None}
+    for name in arguments.usual:
+        _, usual, quick = _OPTIONS[name]
+        setattr(arguments, name, quick if arguments.quick else usual)
+    if arguments.steps < 2:
+        parser.error("--steps must be at least 2")
+    # For a shape, the checkpoint is a placeholder until the model is written.
+    flags = ["--checkpoint", arguments.checkpoint or f"shape-{arguments.shape}", *arguments.serve]
+    try:
+        settings = read_settings(ModelSettings, flags, command="bench", summary="")
+    except SettingsError as error:
+        parser.error(str(error))
+    from loadtest.inprocess import bench_engine  # imports torch, which takes seconds
+
+    return run_benchmark(parser, arguments, lambda: bench_engine.run(arguments, settings), prints_json=False)

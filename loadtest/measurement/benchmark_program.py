@@ -1,0 +1,64 @@
+"""Frame of every benchmark program: arguments, provenance, duration, JSON and exit code."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest.measurement.provenance import provenance, quiet_or_warned, tell
+
+
+class MeasurementFailed(RuntimeError):
+    """A measured program failed. The message says how."""
+
+
+def benchmark_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of `python -m MODULE`, with `--out`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file (default: standard output)")
+    return parser
+
+
+def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments. `serve` holds those after `--`, and `given` holds all of them."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    split = given.index("--") if "--" in given else len(given)
+    arguments = parser.parse_args(given[:split])
+    arguments.given, arguments.serve = given, given[split + 1 :]
+    return arguments
+
+
+def run_benchmark(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    measure: Callable[[], dict[str, Any]],
+    *,
+    prints_json: bool = True,
+) -> int:
+    """Measure, and write the figures with their provenance as JSON: to `--out`, or to standard output.
+
+    Returns the exit code: 0; 1 after `MeasurementFailed`. A `ValueError` exits with 2, as invalid arguments do.
+    """
+    facts = provenance(parser.prog, arguments.given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+    began = time.perf_counter()
+    try:
+        result = measure()
+    except MeasurementFailed as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        parser.error(str(error))
+    if prints_json or arguments.out is not None:
+        tell(facts | {"took_seconds": round(time.perf_counter() - began, 1)} | result, arguments.out)
+    return 0
+
+
+def show(label: str) -> None:
+    """Print the name of the measurement that begins, on standard error."""
+    print(f"measuring: {label}", file=sys.stderr, flush=True)
