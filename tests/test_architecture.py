@@ -1,6 +1,7 @@
 """Architecture rules of docs/design.md: allowed imports, and sizes of files and functions."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Set
@@ -203,6 +204,37 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             # The docstring of the module may document an error instead.
             assert ast.get_docstring(node) or node.name in (ast.get_docstring(tree(path)) or ""), node.name
+
+
+def test_class_names_are_unique() -> None:
+    """A class name means one thing in the whole repository. Private names are unique in their package."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name_of(path))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+# Logs of experiments name the files of their time.
+LOGS = ("decisions.md", "performance-log.md", "training-log.md")
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in PAGE.parent.glob("*.md"))]
+)
+def test_pages_name_files_that_exist(page: str) -> None:
+    text = (ROOT / page).read_text() if page.removeprefix("docs/") not in LOGS else ""
+    named = re.findall(r"`((?:service|model|loadtest|tests|monitoring)/[\w/.-]+)", text)
+    programs = re.findall(r"python -m ((?:service|model|loadtest|tests|monitoring)[\w.]+)", text)
+    files = [name.rstrip(".") for name in named if "NAME" not in name]
+    modules_named = [program.rstrip(".").replace(".", "/") for program in programs]
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert [
+        name
+        for name in modules_named
+        if not (ROOT / f"{name}.py").exists() and not (ROOT / name / "__main__.py").exists()
+    ] == []
 
 
 def test_the_design_page_maps_every_file() -> None:

@@ -21,7 +21,7 @@ from model.kernels.cpu_features import LEVELS
 from service.cli import healthcheck
 from service.config.flags import PREFIX
 from service.config.settings import ServeSettings
-from service.server import _CLOSE_SECONDS
+from service.supervisor.supervisor import API_CLOSE_SECONDS
 from tests.ops.deployment import ROOT, compose_variables, dockerfile, read_yaml, seconds, with_defaults
 
 COMPOSE = read_yaml("docker-compose.yml")
@@ -87,7 +87,7 @@ def test_compose_kills_only_after_the_drain(name: str) -> None:
     service = SERVICES[name]
     drain = float(service["environment"]["KVASIR_DRAIN_SECONDS"])
     assert drain == ServeSettings.model_fields["drain_seconds"].default
-    assert seconds(service["stop_grace_period"]) >= drain + _CLOSE_SECONDS + 5
+    assert seconds(service["stop_grace_period"]) >= drain + API_CLOSE_SECONDS + 5
     assert service["shm_size"]
 
 
