@@ -11,30 +11,25 @@ because kernels use none of its headers or libraries. The compiler is not part o
 may have no compiler.
 
 A library file ends with the SHA-256 of the bytes before, so truncated or damaged files are never loaded. The file is
-written under a temporary name and renamed. Processes that need the same directory take a lock: one builds, the others
-wait for a limited time.
+written under a temporary name and renamed. Of several processes that need a library of one directory, one process
+compiles and the other processes wait for a lock.
 """
 
 import argparse
 import fcntl
 import hashlib
-import logging
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from model.kernels.cpu_features import LEVELS, Level, levels_here
-from model.system.parent_death import bind_command_to_parent
-
-logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 # Directory of the libraries shipped in an image or a package.
@@ -60,30 +55,7 @@ _FLAGS = (
 )
 _UNFINISHED = ".building-"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-# Compiles all sources in parallel, then links them: a service waits for the result at its first start. The shell is in
-# one process group with the compilers. On SIGTERM it ends the group and removes the temporary files. Linux sends the
-# SIGTERM when the process that started the build ends (`bind_command_to_parent`). Niceness 10 lets other processes run
-# first, and leaves the compilers about a tenth of a busy CPU; niceness 19 would leave a hundredth.
-_KEEPER = """
-made=$1 sources=$2
-shift 2
-scratch=${made%/*}
-trap 'trap "" TERM; kill 0; rm -rf "$scratch"; exit 1' TERM
-export TMPDIR=$scratch
-compilers=
-for source in $sources; do
-    nice -n 10 "$@" -c "$source" -o "$scratch/${source##*/}.o" &
-    compilers="$compilers $!"
-done
-for each in $compilers; do
-    wait "$each" || exit
-done
-nice -n 10 "$@" "$scratch"/*.o -o "$made" &
-wait "$!"
-"""
-# Limit for compiling, and for waiting until another process has compiled.
-_COMPILE_SECONDS = 600.0
-_LOOK_SECONDS = 0.2
+_COMPILE_SECONDS = 600.0  # limit for one call of the compiler
 
 
 class BuildError(RuntimeError):
@@ -117,9 +89,7 @@ def build(level: Level, directory: Path) -> Path:
     """
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed")
-    if shutil.which("sh") is None:
-        raise BuildError("no shell (sh) is installed; it is needed to start the compiler")
+        raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed; install one of them")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(directory), tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:
@@ -140,51 +110,40 @@ def build(level: Level, directory: Path) -> Path:
 def _locked(directory: Path) -> Iterator[None]:
     """Hold the directory's lock, which the system releases if the process ends.
 
-    The body runs without the lock if the file system has no locks, or if another process holds the lock longer than
-    _COMPILE_SECONDS. Compiling twice does no harm.
+    On a file system without locks, the body runs without the lock: compiling twice does no harm.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        _wait_for_lock(descriptor, directory)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
-def _wait_for_lock(descriptor: int, directory: Path) -> None:
-    waited = 0.0
-    while waited < _COMPILE_SECONDS:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not waited:
-                logger.info("another process compiles kernels in %s: waiting for it", directory)
-            time.sleep(_LOOK_SECONDS)
-            waited += _LOOK_SECONDS
-        except OSError:
-            return
-        else:
-            return
-
-
 def _compile(compiler: str, level: Level, made: Path) -> None:
-    """Compile the sources into `made`. The directory of `made` is removed if this process ends meanwhile."""
-    sources = " ".join(path.name for path in _sources("*.cpp"))
-    command = ["sh", "-c", _KEEPER, "sh", str(made.resolve()), sources, compiler, *_FLAGS, *level.flags]
-    command = bind_command_to_parent(command, signal.SIGTERM)
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(command, cwd=SOURCES, stdin=nothing, stdout=nothing, stderr=pipe, process_group=0) as keeper:
+    """Compile all sources in parallel and link them into `made`; the compilers' temporary files lie beside `made`."""
+    scratch = made.parent.resolve()
+
+    def run(*arguments: str | Path) -> None:
+        # Niceness 10 lets other processes run first, and leaves the compilers about a tenth of a busy CPU.
+        command = ["nice", "-n", "10", compiler, *_FLAGS, *level.flags, *arguments]
+        environment = {**os.environ, "TMPDIR": str(scratch)}
         try:
-            _, stderr = keeper.communicate(timeout=_COMPILE_SECONDS)
-        except BaseException as error:
-            keeper.terminate()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise BuildError(f"{compiler} took over {_COMPILE_SECONDS:g} s") from None
-            raise
-    if keeper.returncode != 0 or not made.is_file():
-        lines = stderr.decode(errors="replace").strip().splitlines()
-        first = next((line for line in lines if "error" in line), lines[0] if lines else "no error output")
-        raise BuildError(f"{compiler} exited with status {keeper.returncode}: {first}")
+            subprocess.run(
+                command, cwd=SOURCES, env=environment, check=True, capture_output=True, timeout=_COMPILE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"{compiler} took over {_COMPILE_SECONDS:g} s") from None
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.decode(errors="replace").strip().splitlines()
+            first = next((line for line in lines if "error" in line), lines[0] if lines else "no error output")
+            raise BuildError(f"{compiler} exited with status {error.returncode}: {first}") from None
+
+    objects = {source: scratch / f"{source.name}.o" for source in _sources("*.cpp")}
+    with ThreadPoolExecutor(max_workers=len(objects)) as pool:
+        list(pool.map(lambda source: run("-c", source, "-o", objects[source]), objects))
+    run(*objects.values(), "-o", scratch / made.name)
 
 
 def _remove_abandoned(directory: Path, *, made_seconds: float) -> None:

@@ -1,16 +1,13 @@
 """Kernels are compiled once and installed atomically; without them, the log has one line."""
 
 import errno
-import fcntl
 import os
-import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -69,7 +66,7 @@ def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (None, "~/.cache/kvasir"),
     ],
 )
-def test_the_cache_is_where_xdg_puts_it(variable: str | None, directory: str) -> None:
+def test_the_default_cache_directory_follows_the_xdg_specification(variable: str | None, directory: str) -> None:
     """The --cache-dir default in a fresh process. The XDG specification requires that relative paths are ignored."""
     environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
     if variable is not None:
@@ -81,7 +78,7 @@ def test_the_cache_is_where_xdg_puts_it(variable: str | None, directory: str) ->
     assert done.stdout == f"{directory}\n"
 
 
-def test_what_is_built_is_found_again(compilations: Path, tmp_path: Path) -> None:
+def test_a_built_library_is_found_again(compilations: Path, tmp_path: Path) -> None:
     cache = tmp_path / "a" / "cache"
     assert find_built(LEVEL, (cache,)) is None
     built = build(LEVEL, cache)
@@ -91,7 +88,7 @@ def test_what_is_built_is_found_again(compilations: Path, tmp_path: Path) -> Non
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_name_depends_on_sources_flags_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = use_sources(tmp_path, monkeypatch)
     names = {library_name(LEVEL), library_name(LEVELS[0])}
     source.write_text("// two")
@@ -118,13 +115,13 @@ def test_a_damaged_library_is_built_again(
     assert built.read_bytes() == contents
 
 
-def test_what_others_can_write_is_not_run(compilations: Path, tmp_path: Path) -> None:
+def test_a_library_that_other_users_can_write_is_not_loaded(compilations: Path, tmp_path: Path) -> None:
     built = build(LEVEL, tmp_path)
     built.chmod(0o777)
     assert find_built(LEVEL, (tmp_path,)) is None
 
 
-def test_of_builders_beside_each_other_one_compiles(compilations: Path, tmp_path: Path) -> None:
+def test_of_concurrent_builders_only_one_compiles(compilations: Path, tmp_path: Path) -> None:
     start = threading.Barrier(4)
 
     def run() -> None:
@@ -141,7 +138,7 @@ def test_of_builders_beside_each_other_one_compiles(compilations: Path, tmp_path
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_nobody_waits_for_a_builder_that_was_killed(compilations: Path, tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_builder_is_released(compilations: Path, tmp_path: Path) -> None:
     program = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(); input()"
     with subprocess.Popen(
         [sys.executable, "-uc", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -155,25 +152,7 @@ def test_nobody_waits_for_a_builder_that_was_killed(compilations: Path, tmp_path
     assert compilations.read_text().count("one") == 1
 
 
-def test_nobody_waits_for_ever_for_who_keeps_the_lock(
-    compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    monkeypatch.setattr(build_module, "_LOOK_SECONDS", 250.0)
-    slept: list[float] = []
-    # A separate view of the `time` module, since `subprocess` also sleeps while it waits for the compiler.
-    monkeypatch.setattr(build_module, "time", SimpleNamespace(sleep=slept.append))
-    with caplog.at_level("INFO", logger=build_module.__name__):
-        assert build(LEVEL, tmp_path).is_file()
-    os.close(descriptor)
-    assert slept == [250.0] * 3
-    assert [record.message for record in caplog.records].count(
-        f"another process compiles kernels in {tmp_path}: waiting for it"
-    ) == 1
-
-
-def test_a_directory_without_locks_is_built_in(
+def test_a_library_is_built_in_a_directory_without_locks(
     compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
@@ -183,7 +162,7 @@ def test_a_directory_without_locks_is_built_in(
     assert build(LEVEL, tmp_path).is_file()
 
 
-def test_what_killed_builders_left_is_removed(compilations: Path, tmp_path: Path) -> None:
+def test_old_temporary_directories_of_killed_builders_are_removed(compilations: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     for name, age in ((".building-old", 10_000), (".building-new", 0), ("other", 10_000)):
         (cache / name).mkdir(parents=True)
@@ -193,23 +172,23 @@ def test_what_killed_builders_left_is_removed(compilations: Path, tmp_path: Path
     assert {path.name for path in cache.iterdir()} == {".building-new", "other", library_name(LEVEL)}
 
 
-def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_reports_that_no_compiler_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "_COMPILERS", ("no-such-compiler",))
-    assert trouble_of(tmp_path) == "no C++ compiler (no-such-compiler) is installed"
+    assert trouble_of(tmp_path) == "no C++ compiler (no-such-compiler) is installed; install one of them"
 
 
-def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_quotes_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_compiler("#!/bin/sh\necho hello >&2\necho 'one.cpp:1: error: no' >&2\nexit 3\n", tmp_path, monkeypatch)
     assert trouble_of(tmp_path) == f"{tmp_path}/compiler exited with status 3: one.cpp:1: error: no"
 
 
-def test_a_compiler_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_reports_a_compiler_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_compiler("#!/bin/sh\nexec sleep 60\n", tmp_path, monkeypatch)
     monkeypatch.setattr(build_module, "_COMPILE_SECONDS", 0.05)
     assert trouble_of(tmp_path) == f"{tmp_path}/compiler took over 0.05 s"
 
 
-def test_a_cache_that_cannot_be_written(compilations: Path, tmp_path: Path) -> None:
+def test_an_error_reports_a_cache_directory_that_cannot_be_written(compilations: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     trouble = trouble_of(tmp_path / "file" / "cache")
     assert trouble == f"{tmp_path}/file/cache cannot be written: Not a directory"
@@ -222,11 +201,11 @@ def trouble_of(cache: Path) -> str:
     return str(failure.value)
 
 
-def test_a_library_that_is_none_of_ours(compilations: Path, tmp_path: Path) -> None:
+def test_an_error_reports_a_file_that_is_not_a_kernel_library(compilations: Path, tmp_path: Path) -> None:
     assert f"{tmp_path / library_name(levels_here()[0])} cannot be loaded" in trouble_of(tmp_path)
 
 
-def test_a_level_needs_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_are_chosen_by_the_features_in_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     monkeypatch.setattr("model.kernels.cpu_features.CPUINFO", cpuinfo)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
@@ -240,7 +219,7 @@ def test_a_level_needs_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("vendor", "best"), [("AuthenticAMD", "avx512bf16"), ("GenuineIntel", "avx512bf16fma"), ("", "avx512bf16fma")]
 )
-def test_a_level_for_one_vendor_is_chosen_there_alone(
+def test_a_level_for_one_vendor_is_chosen_on_its_cpus_only(
     vendor: str, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
@@ -253,27 +232,13 @@ def test_a_level_for_one_vendor_is_chosen_there_alone(
     assert runnable_levels()[0].name == "avx512bf16"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_compiler_ends_with_who_asked_for_it(tmp_path: Path, number: signal.Signals) -> None:
-    """The compiler and its child processes end, and their unfinished output is removed; also after SIGKILL."""
-    told, cache = tmp_path / "told", tmp_path / "cache"
-    os.mkfifo(told)
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\nsleep 1000 &\necho temporary > "$TMPDIR/temporary"\necho $$ $! >{told}\nwait\n')
-    compiler.chmod(0o755)
-    script = f"""
-from pathlib import Path
-from model.kernels import build
-from model.kernels.cpu_features import levels_here
-build._COMPILERS = ({str(compiler)!r},)
-build.build(levels_here()[-1], Path({str(cache)!r}))
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) as asking:
-        programs = [psutil.Process(int(pid)) for pid in told.read_text().split()]
-        (keeper,) = psutil.Process(asking.pid).children()
-        assert {os.getpgid(program.pid) for program in programs} == {keeper.pid}
-        assert all(program.nice() == min(psutil.Process().nice() + 10, 19) for program in programs)
-        assert len(list(cache.glob("*/temporary"))) == 1
-        asking.send_signal(number)
-    assert psutil.wait_procs([keeper, *programs], timeout=60)[1] == []
-    assert list(cache.iterdir()) == []
+def test_compilers_run_with_low_priority_and_keep_temporary_files_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = '#!/bin/sh\nfor made; do :; done\nprintf "%s %s" "$(nice)" "$TMPDIR" > "$made"\n'
+    use_compiler(script, tmp_path, monkeypatch)
+    cache = tmp_path / "cache"
+    niceness, temporary = build(LEVEL, cache).read_bytes()[:-32].decode().split(" ", 1)
+    assert int(niceness) == min(psutil.Process().nice() + 10, 19)
+    assert Path(temporary).parent == cache
+    assert not Path(temporary).exists()
