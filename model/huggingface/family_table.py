@@ -6,20 +6,13 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.huggingface.families.family import Family
-from model.huggingface.families.gemma import GEMMA
 from model.huggingface.families.gpt2 import GPT2
 from model.huggingface.families.gpt_neox import GPT_NEOX
-from model.huggingface.families.llama import LLAMA
-from model.huggingface.families.mistral import MISTRAL
-from model.huggingface.families.olmo2 import OLMO2
-from model.huggingface.families.qwen2 import QWEN2
-from model.huggingface.families.qwen3 import QWEN3
+from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.reader import ConfigReader
 from model.io.checkpoint_files import CheckpointError
 
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GEMMA, OLMO2)
-}
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (GPT2, *LLAMA_LIKE, GPT_NEOX)}
 
 
 def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:

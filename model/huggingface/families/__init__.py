@@ -1,1 +1,1 @@
-"""Model families, one file each."""
+"""Model families: their config readers, tensor names and tensor layouts."""

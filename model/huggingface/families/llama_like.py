@@ -1,19 +1,18 @@
-"""Llama-like families: tensor names, sizes and sliding windows that Llama and similar families share.
+"""Llama, and the families that are defined by their differences from Llama: Mistral, Qwen2, Qwen3, Gemma, OLMo 2.
 
-Source: `modeling_llama.py` of the transformers library, and the files of the other families there.
+Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, PositionKind
+from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.huggingface.families.family import Family, Names, concatenated, plain
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.rope import read_rope
 
-GATED_ACTIVATIONS = {
+_ACTIVATIONS = {
     "silu": MlpKind.SWIGLU,
     "swish": MlpKind.SWIGLU,
     "gelu_pytorch_tanh": MlpKind.GEGLU,
@@ -37,33 +36,30 @@ _NAMES: dict[str, Names] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Defaults:
-    """Default values of the transformers library for absent keys. Those of `LlamaConfig` are the defaults here.
-
-    num_key_value_heads None: equal to num_attention_heads. head_dim None: hidden_size / num_attention_heads.
-    """
-
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
+# `LlamaConfig`: default values for absent keys. num_key_value_heads None: equal to num_attention_heads. head_dim None:
+# hidden_size / num_attention_heads.
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 
 
-def llama_like_family(
+def _family(
     model_type: str,
     class_prefix: str,
-    defaults: Defaults,
     read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
     *,
     renamed: Mapping[str, Names] | None = None,
-    activations: Mapping[str, MlpKind] | None = None,
+    activations: Mapping[str, MlpKind] = _ACTIVATIONS,
+    **defaults: Any,
 ) -> Family:
     """Return a family with Llama's layers.
 
@@ -71,11 +67,12 @@ def llama_like_family(
         class_prefix: beginning of the names of its `transformers` classes.
         read_own_fields: reads the fields of ModelConfig that differ from Llama's; gets the fields read before.
         renamed: modules whose checkpoint names differ from Llama's.
-        activations: values of `hidden_act`, the default first, if they differ from Llama's.
+        activations: values of `hidden_act`, the default first.
+        defaults: default values for absent keys that differ from Llama's.
     """
 
     def read_config(reader: ConfigReader) -> ModelConfig:
-        fields = _read_sizes(reader, defaults, GATED_ACTIVATIONS if activations is None else activations)
+        fields = _read_sizes(reader, {**_DEFAULTS, **defaults}, activations)
         return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
 
     return Family(
@@ -88,33 +85,37 @@ def llama_like_family(
     )
 
 
-def _read_sizes(reader: ConfigReader, defaults: Defaults, activations: Mapping[str, MlpKind]) -> dict[str, Any]:
+def _read_sizes(
+    reader: ConfigReader, defaults: Mapping[str, Any], activations: Mapping[str, MlpKind]
+) -> dict[str, Any]:
     """Return the fields of ModelConfig that all Llama-like families read alike."""
-    heads = reader.size("num_attention_heads", defaults.num_attention_heads)
-    kv_heads = reader.optional_size("num_key_value_heads", defaults.num_key_value_heads)
-    width = reader.size("hidden_size", defaults.hidden_size)
-    head_dim = reader.optional_size("head_dim", defaults.head_dim)
-    positions = reader.size("max_position_embeddings", defaults.max_position_embeddings)
+
+    def size(name: str) -> int:
+        return reader.size(name, defaults[name])
+
+    heads, width, positions = size("num_attention_heads"), size("hidden_size"), size("max_position_embeddings")
+    kv_heads = reader.optional_size("num_key_value_heads", defaults["num_key_value_heads"])
+    head_dim = reader.optional_size("head_dim", defaults["head_dim"])
     rope = read_rope(reader, max_positions=positions)
     return {
-        "vocab_size": reader.size("vocab_size", defaults.vocab_size),
+        "vocab_size": size("vocab_size"),
         "max_context_length": positions,
-        "num_layers": reader.layers("num_hidden_layers", defaults.num_hidden_layers),
+        "num_layers": reader.layers("num_hidden_layers", defaults["num_hidden_layers"]),
         "hidden_size": width,
         "num_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": size_of_heads(reader, width, heads) if head_dim is None else head_dim,
-        "mlp_size": reader.size("intermediate_size", defaults.intermediate_size),
+        "mlp_size": size("intermediate_size"),
         "position": PositionKind.ROTARY,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "norm": NormKind.RMS_NORM,
-        "norm_eps": reader.number("rms_norm_eps", defaults.rms_norm_eps),
+        "norm_eps": reader.number("rms_norm_eps", defaults["rms_norm_eps"]),
         "mlp": reader.choice("hidden_act", next(iter(activations)), activations),
         "attention_bias": False,
         "mlp_bias": False,
         "qk_norm": False,
-        "tie_embeddings": reader.flag("tie_word_embeddings", defaults.tie_word_embeddings),
+        "tie_embeddings": reader.flag("tie_word_embeddings", defaults["tie_word_embeddings"]),
     }
 
 
@@ -125,7 +126,7 @@ def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
     return width // heads
 
 
-def read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
+def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
     """Return the sliding-window fields of ModelConfig for Qwen2 and Qwen3.
 
     `layer_types` names the layers with a window. If it is absent, layers from `max_window_layers` on have a window.
@@ -141,10 +142,10 @@ def read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str,
         first = 28
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         reader.refuse("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
-    return read_layer_types(reader, num_layers, window=window, first=first)
+    return _read_layer_types(reader, num_layers, window=window, first=first)
 
 
-def read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | None, first: int) -> dict[str, Any]:
+def _read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | None, first: int) -> dict[str, Any]:
     """Return the sliding-window fields of ModelConfig: the window, and the layers without a window.
 
     Args:
@@ -170,3 +171,96 @@ def read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | Non
         )
     global_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
     return {"sliding_window": window, "global_layers": global_layers}
+
+
+def _read_llama(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: reader.flag(key, False) for key in ("attention_bias", "mlp_bias")}
+
+
+def _read_mistral(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the window of all layers; with `layer_types`, as `MinistralForCausalLM` does, of some layers."""
+    window = reader.optional_size("sliding_window", 4096)
+    return _read_layer_types(reader, fields["num_layers"], window=window, first=0)
+
+
+def _read_qwen2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if not reader.flag("attention_bias", True):
+        reader.refuse("attention_bias", False, "Qwen2 has biases of q, k and v; correct the config")
+    windows = _read_upper_layer_windows(reader, fields["num_layers"])
+    return {"attention_bias": True, "attention_out_bias": False, **windows}
+
+
+def _read_qwen3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    bias, windows = reader.flag("attention_bias", False), _read_upper_layer_windows(reader, fields["num_layers"])
+    return {"attention_bias": bias, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD, **windows}
+
+
+def _read_gemma(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    other = reader.take("hidden_activation")
+    if other is not None and (other != "gelu_pytorch_tanh" or fields["mlp"] is not MlpKind.GEGLU):
+        reader.refuse("hidden_activation", other, "hidden_act has another value; keep the correct one")
+    scale = float(fields["hidden_size"]) ** 0.5
+    return {
+        "attention_bias": reader.flag("attention_bias", False),
+        "norm_unit_offset": True,
+        "embedding_scale": scale,
+    }
+
+
+def _read_olmo2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    norms = {"qk_norm": True, "qk_norm_scope": QkNormScope.PROJECTION, "norm_placement": NormPlacement.POST}
+    return {"attention_bias": reader.flag("attention_bias", False), **norms}
+
+
+_QWEN_SIZES = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+LLAMA_LIKE = (
+    # Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783): rotary embedding, RMS norm, SwiGLU, grouped-query attention.
+    _family("llama", "Llama", _read_llama),
+    # Mistral 7B (arXiv 2310.06825): a sliding window in every layer, unless `sliding_window` is null.
+    _family(
+        "mistral",
+        "Mistral",
+        _read_mistral,
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=4096 * 32,
+    ),
+    # Qwen2 (arXiv 2407.10671) and Qwen2.5: biases of q, k and v, and optional windows in the upper layers.
+    _family("qwen2", "Qwen2", _read_qwen2, **_QWEN_SIZES),
+    # Qwen3 (arXiv 2505.09388): q and k normalized per head before rotation, and an explicit head size.
+    _family("qwen3", "Qwen3", _read_qwen3, **_QWEN_SIZES, head_dim=128),
+    # Gemma 1 (arXiv 2403.08295): a scaled embedding, GeGLU, norms of 1 + weight, and an explicit head size.
+    _family(
+        "gemma",
+        "Gemma",
+        _read_gemma,
+        # Released configs have "gelu" but mean the tanh approximation; the transformers library corrects this too.
+        activations={"gelu_pytorch_tanh": MlpKind.GEGLU, "gelu": MlpKind.GEGLU, **_ACTIVATIONS},
+        vocab_size=256000,
+        hidden_size=3072,
+        intermediate_size=24576,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
+    # OLMo 2 (arXiv 2501.00656): norms after attention and MLP, and q and k normalized over all heads together.
+    _family(
+        "olmo2",
+        "Olmo2",
+        _read_olmo2,
+        renamed={
+            "layers.#.attention_norm": plain("layers.#.post_attention_layernorm"),
+            "layers.#.mlp_norm": plain("layers.#.post_feedforward_layernorm"),
+        },
+        vocab_size=50304,
+        rms_norm_eps=1e-5,
+    ),
+)
