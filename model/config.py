@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import UnionType
 from typing import Any, Self
 
 from model.config_enums import (
@@ -20,6 +21,7 @@ from model.config_enums import (
     PositionKind,
     QkNormScope,
     RopeScaling,
+    check_keys,
     check_member,
     check_number,
     check_size,
@@ -84,8 +86,6 @@ class ModelConfig:
     embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, kind in _ENUMS.items():
-            object.__setattr__(self, name, check_member(name, getattr(self, name), kind))
         if isinstance(self.rope_scaling, Mapping):
             object.__setattr__(self, "rope_scaling", RopeScaling.from_dict(self.rope_scaling))
         elif self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
@@ -94,22 +94,28 @@ class ModelConfig:
         if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
             raise ValueError(f"global_layers must be a list of layer numbers, not {layers!r}")
         object.__setattr__(self, "global_layers", tuple(self.global_layers))
+        for field in dataclasses.fields(self):
+            self._check_type(field.name, field.type)
+        check_size("num_layers", self.num_layers, MAX_LAYERS)
         if self.attention_out_bias is None:
             object.__setattr__(self, "attention_out_bias", self.attention_bias)
-        for name in _SIZES:
-            check_size(name, getattr(self, name))
-        check_size("num_layers", self.num_layers, MAX_LAYERS)
-        for name in ("rotary_dim", "num_relative_buckets", "max_relative_distance", "sliding_window"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        for name in ("rope_theta", "norm_eps", "embedding_scale"):
-            check_number(name, getattr(self, name))
-        if self.score_scale is not None:
-            check_number("score_scale", self.score_scale)
         self._check_choices()
+
+    def _check_type(self, name: str, hint: Any) -> None:
+        """Check a field's value by the field's type. Replace the name of an enum member by the member."""
+        value = getattr(self, name)
+        if isinstance(hint, UnionType):
+            if value is None:
+                return
+            hint = hint.__args__[0]
+        if hint is int:
+            check_size(name, value)
+        elif hint is float:
+            check_number(name, value)
+        elif hint is bool and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, not {value!r}")
+        elif issubclass(hint, StrEnum):
+            object.__setattr__(self, name, check_member(name, value, hint))
 
     def _check_choices(self) -> None:
         """Check choices that require or exclude each other."""
@@ -254,33 +260,12 @@ class ModelConfig:
         Raises:
             ValueError: a key is unknown or missing, or has an invalid value.
         """
-        fields = dataclasses.fields(cls)
-        if unknown := sorted(set(values) - {field.name for field in fields}):
-            raise ValueError(f"unknown model config keys: {', '.join(unknown)}")
-        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-        if missing := sorted(needed - set(values)):
-            raise ValueError(f"missing model config keys: {', '.join(missing)}")
+        check_keys(cls, values, "model config")
         return cls(**values)
 
 
 # Ten times the deepest models' layers. A limit is needed because every layer's tensors are listed before any is read.
 MAX_LAYERS = 10_000
-_SIZES = (
-    *("vocab_size", "max_context_length", "num_layers", "hidden_size"),
-    *("num_heads", "num_kv_heads", "head_dim", "mlp_size"),
-)
-_SWITCHES = (
-    *("attention_bias", "attention_out_bias", "mlp_bias", "qk_norm", "tie_embeddings"),
-    *("norm_bias", "norm_unit_offset", "parallel_residual"),
-)
-_ENUMS: dict[str, type[StrEnum]] = {
-    "attention": AttentionKind,
-    "position": PositionKind,
-    "norm": NormKind,
-    "norm_placement": NormPlacement,
-    "qk_norm_scope": QkNormScope,
-    "mlp": MlpKind,
-}
 
 
 def _linear_shapes(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, tuple[int, ...]]:

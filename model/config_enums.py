@@ -110,11 +110,18 @@ class RopeScaling:
         Raises:
             ValueError: a key is unknown, missing, or has an unusable value.
         """
-        if unknown := sorted(set(values) - {field.name for field in dataclasses.fields(cls)}):
-            raise ValueError(f"unknown rope_scaling keys: {', '.join(unknown)}")
-        if missing := sorted({"kind", "factor"} - set(values)):
-            raise ValueError(f"missing rope_scaling keys: {', '.join(missing)}")
+        check_keys(cls, values, "rope_scaling")
         return cls(**values)
+
+
+def check_keys(kind: type, values: Mapping[str, Any], name: str) -> None:
+    """Check that every key is a field of the dataclass, and that no required field is missing. Raises ValueError."""
+    fields = dataclasses.fields(kind)
+    if unknown := sorted(set(values) - {field.name for field in fields}):
+        raise ValueError(f"unknown {name} keys: {', '.join(unknown)}; remove them")
+    required = {field.name for field in fields if field.default is dataclasses.MISSING}
+    if missing := sorted(required - set(values)):
+        raise ValueError(f"missing {name} keys: {', '.join(missing)}; add them")
 
 
 def check_member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
