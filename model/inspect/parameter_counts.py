@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Self
 
 from model.config import ModelConfig
@@ -97,26 +98,11 @@ class PartCount:
         return self.by_formula == self.num_counted
 
 
-@dataclass(frozen=True, slots=True)
-class Letters:
-    """Sizes of one config under their letters."""
+class Letters(SimpleNamespace):
+    """Sizes of one config under their letters, each a `Formula`; a size that the config lacks is 0."""
 
-    V: Formula
-    n: Formula
-    L: Formula
-    d: Formula
-    h: Formula
-    g: Formula
-    d_k: Formula
-    d_v: Formula
-    m: Formula
-    b: Formula
-    r: Formula
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Letters":
-        """Read the sizes from a config; a size that the config lacks is 0."""
-        return cls(**{letter: Formula(letter, getattr(config, name) or 0) for letter, name in _FIELD_OF_LETTER.items()})
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(**{key: Formula(key, getattr(config, name) or 0) for key, name in _FIELD_OF_LETTER.items()})
 
 
 def count_parameters(config: ModelConfig) -> list[PartCount]:
@@ -154,7 +140,7 @@ def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
     the outputs of h heads. g key/value heads may serve h query heads (Shazeer 2019, arXiv 1911.02150; Ainslie et al.
     2023, arXiv 2305.13245). Average attention compares nothing and so has no W_Q and no W_K.
     """
-    at = Letters.of(config)
+    at = Letters(config)
     if config.attention is AttentionKind.AVERAGE:
         name = "this layer: averages" if config.num_queries_per_kv_head == 1 else "this layer: averages, shared"
         return [("one head", at.d * at.d_v), (name, at.d * at.g * at.d_v + at.h * at.d_v * at.d)]
@@ -186,7 +172,7 @@ def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
 
     Every layer and key/value head stores a value and, except with average attention, a key.
     """
-    at = Letters.of(config)
+    at = Letters(config)
     keys_and_values = at.d_v if config.attention is AttentionKind.AVERAGE else at.d_k + at.d_v
     return at.L * at.g * keys_and_values * Formula.number(bytes_per_value)
 
@@ -210,7 +196,7 @@ class _Part:
 
 
 def _parts(config: ModelConfig) -> Iterator[_Part]:
-    at = Letters.of(config)
+    at = Letters(config)
     yield _Part("embedding", "tokens", at.V * at.d, ("token_embedding.weight",), once=True)
     positions = {
         PositionKind.LEARNED: at.n * at.d,

@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 _ROOT = Path("/")
 # Version 1 has no special value for "no limit": the file then holds the largest multiple of the page size below 2^63.
@@ -22,16 +21,11 @@ _NO_LIMIT = 2**62
 _ESCAPE = re.compile(r"\\([0-7]{3})")  # escaped characters in mountinfo, such as spaces
 
 
-class _Names(NamedTuple):
-    """The files of one version's memory controller, and the entries of memory.stat for page cache."""
-
-    limit: str
-    usage: str
-    page_cache: tuple[str, str]
-
-
-_MEMORY_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-_MEMORY_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+# For each version's memory controller: files of limit and usage, and the entries of memory.stat for the page cache.
+_MEMORY_FILES = {
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    None: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+}
 
 
 def usable_cpus(root: Path = _ROOT) -> int:
@@ -43,9 +37,10 @@ def usable_cpus(root: Path = _ROOT) -> int:
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """Return the CPU quota in CPUs, the smallest of all groups this process is in; None if no group has a quota."""
-    quotas = [_quota_v1(directory) for directory in _groups("cpu", root)]
-    quotas += [_quota_v2(directory) for directory in _groups(None, root)]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    found = [_words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us") for group in _groups("cpu", root)]
+    found += [_words(group / "cpu.max") for group in _groups(None, root)]
+    quotas = (int(words[0]) / int(words[1]) for words in found if len(words) == 2 and all(map(_is_positive, words)))
+    return min(quotas, default=None)
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int | None:
@@ -58,9 +53,8 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
 
     The page cache counts as available, because the kernel reclaims it before it kills a process. Swap does not count.
     """
-    return max(
-        0, min([_kibibytes(root / "proc/meminfo")["MemAvailable"], *(limit - used for limit, used in _memory(root))])
-    )
+    free = _sizes(root / "proc/meminfo")["MemAvailable"] * 1024
+    return max(0, min([free, *(limit - used for limit, used in _memory(root))]))
 
 
 def own_anonymous_bytes(root: Path = _ROOT) -> int:
@@ -68,34 +62,18 @@ def own_anonymous_bytes(root: Path = _ROOT) -> int:
 
     No file backs this memory, so a separately started process cannot share it.
     """
-    return _kibibytes(root / "proc/self/status")["RssAnon"]
+    return _sizes(root / "proc/self/status")["RssAnon"] * 1024
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
     """Yield, for each group with a memory limit, the limit and the used bytes without page cache."""
-    for controller, names in (("memory", _MEMORY_V1), (None, _MEMORY_V2)):
-        for directory in _groups(controller, root):
-            limit = _number(directory / names.limit)
+    for controller, (limit_file, usage_file, page_cache) in _MEMORY_FILES.items():
+        for group in _groups(controller, root):
+            limit = _number(group / limit_file)
             if limit is not None and limit < _NO_LIMIT:
-                used = _number(directory / names.usage) or 0
-                statistics = _statistics(directory)
-                yield limit, max(0, used - sum(statistics.get(name, 0) for name in names.page_cache))
-
-
-def _statistics(directory: Path) -> dict[str, int]:
-    """Return the entries of memory.stat."""
-    pairs = (line.split() for line in _lines(directory / "memory.stat"))
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
-
-
-def _quota_v1(directory: Path) -> float | None:
-    quota, period = _number(directory / "cpu.cfs_quota_us"), _number(directory / "cpu.cfs_period_us")
-    return quota / period if quota and period else None
-
-
-def _quota_v2(directory: Path) -> float | None:
-    words = " ".join(_lines(directory / "cpu.max")).split()
-    return int(words[0]) / int(words[1]) if len(words) == 2 and all(map(_is_positive, words)) else None
+                statistics = _sizes(group / "memory.stat")
+                cached = sum(statistics.get(name, 0) for name in page_cache)
+                yield limit, max(0, (_number(group / usage_file) or 0) - cached)
 
 
 def _groups(controller: str | None, root: Path) -> Iterator[Path]:
@@ -148,16 +126,20 @@ def _unescape(text: str) -> str:
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
 
 
-def _kibibytes(path: Path) -> dict[str, int]:
-    """Return the sizes of a file with lines such as "MemTotal: 4096 kB", in bytes."""
-    words = (line.split() for line in _lines(path))
-    return {line[0].removesuffix(":"): int(line[1]) * 1024 for line in words if len(line) == 3 and line[2] == "kB"}
+def _sizes(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with lines such as "MemTotal: 4096 kB" or "active_file 4096", without units."""
+    lines = (line.split() for line in _lines(path))
+    return {words[0].removesuffix(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _number(path: Path) -> int | None:
     """Return the number in a file; None if the file is missing or does not hold a positive number."""
-    word = " ".join(_lines(path)).strip()
-    return int(word) if _is_positive(word) else None
+    words = _words(path)
+    return int(words[0]) if len(words) == 1 and _is_positive(words[0]) else None
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
 
 
 def _is_positive(word: str) -> bool:

@@ -69,12 +69,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         torch.OutOfMemoryError: the system has too little memory.
     """
     size = math.prod(shape) * dtype.itemsize
-    return torch.zeros(shape, dtype=dtype) if size < PAGE else _pages(size)[:size].view(dtype).view(shape)
-
-
-def _pages(size: int) -> Tensor:
-    """Return at least `size` zero bytes as a uint8 tensor. Raises torch.OutOfMemoryError."""
-    return torch.frombuffer(_map(size), dtype=torch.uint8)
+    if size < PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(_map(size), dtype=torch.uint8)[:size].view(dtype).view(shape)
 
 
 def _map(size: int) -> mmap.mmap:

@@ -46,7 +46,7 @@ def main(settings: InspectParamsSettings) -> int:
 
 
 def _letters(config: ModelConfig) -> Iterator[str]:
-    at = Letters.of(config)
+    at = Letters(config)
     yield "letters"
     for name, meaning in _MEANINGS.items():
         if (value := getattr(at, name).value) > 0:
