@@ -7,7 +7,7 @@ import torch
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
-from model.evaluation.held_out import evaluate
+from model.evaluation.likelihood import evaluate
 from model.nn.linear import Int8Linear, replace_linears
 from model.tokenizer.native import load_native
 from tests.model.tokenizer.texts import stories

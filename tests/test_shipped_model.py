@@ -11,7 +11,7 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.chat.chatml import END
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
-from model.evaluation.held_out import evaluate
+from model.evaluation.likelihood import evaluate
 from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from model.evaluation.diversity import Diversity
-from model.evaluation.held_out import HeldOut, evaluate
+from model.evaluation.likelihood import HeldOut, evaluate
 from model.evaluation.minimal_pairs import Pair, PairScore, accuracy, by_group, score_pairs
-from model.evaluation.samples import TEMPERATURES, Sample, Sampler
+from model.evaluation.samples import TEMPERATURES, Diversity, Sample, Sampler
 from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
 

@@ -9,11 +9,10 @@ from matplotlib.figure import Figure
 
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormKind, NormPlacement, PositionKind
-from model.evaluation.diversity import Diversity
 from model.evaluation.evaluation import Evaluation
-from model.evaluation.held_out import HeldOut
+from model.evaluation.likelihood import HeldOut
 from model.evaluation.prompts import PromptKind
-from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Sample
+from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Diversity, Sample
 from model.training.config import TrainConfig
 from model.training.data.sources import RUN_WORDS
 

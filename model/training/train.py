@@ -20,7 +20,7 @@ from torch.nn import functional
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import check_writable
-from model.evaluation.held_out import evaluate
+from model.evaluation.likelihood import evaluate
 from model.evaluation.samples import Complete, complete_one_by_one
 from model.nn.transformer import Block, Transformer
 from model.training.attention import DocumentAttention

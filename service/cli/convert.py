@@ -2,7 +2,7 @@
 
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
-from model.checkpoint.conversion.safetensors_directory import convert_pickles
+from model.checkpoint.conversion.pickles import convert_pickles
 from model.checkpoint.manifest import Manifest
 from service.cli.main import program
 from service.config.settings import ConvertSettings

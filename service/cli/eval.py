@@ -17,7 +17,7 @@ from model.checkpoint.manifest import Manifest, file_digest, read_manifest
 from model.config import ModelConfig
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.harness import PAIRS_NAME, export_tasks
-from model.evaluation.held_out import rolling_log_likelihoods
+from model.evaluation.likelihood import rolling_log_likelihoods
 from model.evaluation.minimal_pairs import accuracy, by_group, read_pairs
 from model.evaluation.samples import Sampler
 from model.gpu.quantization import Quantization

@@ -22,7 +22,7 @@ def read(model_type: str, **values: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_an_absent_key_means_what_the_library_means(model_type: str) -> None:
+def test_an_absent_key_has_the_default_of_transformers(model_type: str) -> None:
     config = getattr(transformers, f"{_CLASSES.get(model_type, model_type.capitalize())}Config")()
     assert read(model_type) == read_family_config(PATH, json.loads(config.to_json_string(use_diff=False)))[1]
 
@@ -79,7 +79,7 @@ def test_old_and_new_spelling_mean_the_same(name: str) -> None:
     assert read(model_type, **old) == read(model_type, **new) != read(model_type)
 
 
-def test_rope_scaling_arrives() -> None:
+def test_rope_scaling_is_read_from_a_dictionary() -> None:
     config = read("llama", rope_scaling={"rope_type": "llama3", "original_max_position_embeddings": 256, **LLAMA3})
     assert config.rope_scaling == RopeScaling(
         kind=RopeScalingKind.LLAMA3,
@@ -90,7 +90,7 @@ def test_rope_scaling_arrives() -> None:
     )
 
 
-def test_what_is_harmless_is_harmless() -> None:
+def test_harmless_config_keys_are_accepted() -> None:
     noise = {"_name_or_path": "x", "temperature": 0.3, "use_cache": False, "torch_dtype": "float16", "new_key": None}
     assert read("llama", **noise, layer_types=["full_attention"] * 32, auto_map=None) == read("llama")
 
@@ -190,7 +190,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_is_not_computed_is_refused_by_name(name: str) -> None:
+def test_an_error_names_the_config_key_of_a_missing_feature(name: str) -> None:
     values, message = REFUSALS[name]
     with pytest.raises(CheckpointError, match=message) as caught:
         read_family_config(PATH, {"model_type": "llama", **values})

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
-from model.checkpoint.conversion.safetensors_directory import convert_pickles
+from model.checkpoint.conversion.pickles import convert_pickles
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.io.checkpoint_files import CheckpointError
@@ -44,7 +44,9 @@ def test_the_library_computes_the_shipped_model_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back_is_the_same_checkpoint(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exported_checkpoint_reads_back_as_the_same_model(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("model.checkpoint.shards.MAX_SHARD_BYTES", 30_000)
     CASES[case].build().bfloat16().save_pretrained(tmp_path / "first")
     write_byte_level(tmp_path / "first", 300)
@@ -57,7 +59,7 @@ def test_there_and_back_is_the_same_checkpoint(tmp_path: Path, case: str, monkey
     assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
 
 
-def test_a_model_no_family_computes_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exporting_a_model_of_no_family_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ARGUMENTS | {"bias": False}
     path = write_checkpoint(tmp_path / "ckpt.pt", arguments, random_state(arguments))
     convert_nanogpt(path, meta(tmp_path / "meta.pkl"), tmp_path / "ours")
@@ -117,7 +119,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TROUBLES)
-def test_trouble_with_pickles_is_one_line(tmp_path: Path, name: str) -> None:
+def test_an_unusable_pickle_gives_one_error_line(tmp_path: Path, name: str) -> None:
     damage, message = TROUBLES[name]
     write_pickles(tmp_path / "old", "llama mha")
     damage(tmp_path)

@@ -46,7 +46,7 @@ def test_the_peak_is_the_model_and_a_fifth_of_the_files(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama gqa tied", "gpt_neox", "olmo2"])
-def test_slices_are_put_where_they_belong(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_read_in_slices_equal_whole_tensors(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut so small that every tensor is many slices and every file is opened many times."""
     CASES[case].build().save_pretrained(tmp_path, max_shard_size=20_000)
     whole = load(tmp_path).state_dict()

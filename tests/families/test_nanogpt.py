@@ -56,7 +56,7 @@ def test_logits_are_those_of_nanogpt(tmp_path: Path, case: str) -> None:
             assert float((ours - theirs).abs().max() / theirs.abs().max()) <= TOLERANCE
 
 
-def test_the_oracle_is_gpt2_with_exact_gelu() -> None:
+def test_the_reference_for_nanogpt_is_gpt2_with_exact_gelu() -> None:
     """The small implementation above, against the library's: with gelu_new the logits would be others."""
     state = random_state(ARGUMENTS)
     config = transformers.GPT2Config(
@@ -89,7 +89,7 @@ def test_names_of_compiled_models_and_masks_of_old_ones(tmp_path: Path) -> None:
     assert first.files == second.files
 
 
-def test_a_head_of_its_own_stays_one(tmp_path: Path) -> None:
+def test_an_untied_head_stays_untied_after_conversion(tmp_path: Path) -> None:
     state = random_state(ARGUMENTS)
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, state)
@@ -100,7 +100,7 @@ def test_a_head_of_its_own_stays_one(tmp_path: Path) -> None:
     assert float((ours - theirs).abs().max() / theirs.abs().max()) <= TOLERANCE
 
 
-def test_characters_become_a_tokenizer(tmp_path: Path) -> None:
+def test_the_characters_of_meta_pkl_become_a_tokenizer_json(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, random_state(ARGUMENTS))
     convert_nanogpt(path, meta(tmp_path / "meta.pkl"), tmp_path / "out")
     tokenizer = load_tokenizer(tmp_path / "out")
@@ -112,7 +112,7 @@ def test_characters_become_a_tokenizer(tmp_path: Path) -> None:
         tokenizer.encode("é")
 
 
-def test_a_tokenizer_of_a_directory_is_taken_along_with_its_end(tmp_path: Path) -> None:
+def test_a_converted_tokenizer_keeps_its_eos_token(tmp_path: Path) -> None:
     write_byte_level(tmp_path / "gpt2", 290)
     (tmp_path / "gpt2" / "tokenizer_config.json").unlink()
     (tmp_path / "gpt2" / "config.json").write_text('{"eos_token_id": 0}')
@@ -199,7 +199,7 @@ def _state(directory: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", TROUBLES)
-def test_trouble_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unusable_file_gives_one_error_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     damage, message = TROUBLES[name]
     _write(tmp_path, {})
     meta(tmp_path / "meta.pkl")
@@ -212,7 +212,7 @@ def test_trouble_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFi
         raise AssertionError(error)
 
 
-def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_convert_command_reports_the_written_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write(tmp_path, {})
     flags = ["--nanogpt", str(tmp_path / "ckpt.pt"), "--tokenizer", str(meta(tmp_path / "meta.pkl"))]
     assert main(["convert", *flags, "--out", str(tmp_path / "bard")]) == 0
@@ -222,6 +222,6 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("flags", [[], ["--pickle", "x", "--export", "y"], ["--nanogpt", "x"], ["--tokenizer", "x"]])
-def test_one_source_is_asked_for(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_requires_exactly_one_source(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", *flags, "--out", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("kvasir convert: ")

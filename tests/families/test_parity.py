@@ -89,7 +89,7 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ALTERATIONS)
-def test_the_grid_would_notice(tmp_path: Path, name: str) -> None:
+def test_the_parity_grid_detects_a_changed_mechanism(tmp_path: Path, name: str) -> None:
     case, changes = ALTERATIONS[name]
     theirs = expected(case, tmp_path, "float32, one file")
     model = load(tmp_path)
@@ -100,7 +100,7 @@ def test_the_grid_would_notice(tmp_path: Path, name: str) -> None:
     assert difference(ours, theirs[0]) > 20 * TOLERANCE
 
 
-def test_float16_files_load_too(tmp_path: Path) -> None:
+def test_float16_files_are_loaded(tmp_path: Path) -> None:
     CASES["llama mha"].build().half().save_pretrained(tmp_path)
     model = read_by_library(tmp_path)
     ids = texts()[0]

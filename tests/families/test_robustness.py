@@ -40,7 +40,9 @@ def refusal(call: Callable[[], object]) -> str:
     values=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3),
     rope=st.none() | ROPES,
 )
-def test_any_config(model_type: str, values: dict[str, Any], rope: dict[str, Any] | None) -> None:
+def test_any_config_is_read_or_gives_one_error_line(
+    model_type: str, values: dict[str, Any], rope: dict[str, Any] | None
+) -> None:
     named = {"rope_scaling": rope, **values, "model_type": model_type}
     assert "\n" not in refusal(lambda: read_family_config(Path("config.json"), named))
 
@@ -49,7 +51,7 @@ def test_any_config(model_type: str, values: dict[str, Any], rope: dict[str, Any
     max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(weight_map=st.dictionaries(st.text(max_size=5), st.text(max_size=12) | JSON, max_size=3) | JSON)
-def test_any_index(tmp_path: Path, weight_map: Any) -> None:
+def test_any_index_is_read_or_gives_one_error_line(tmp_path: Path, weight_map: Any) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError) as caught:
         find_weight_files(tmp_path)
@@ -65,7 +67,9 @@ ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 @given(
     entry=st.dictionaries(st.sampled_from(sorted(ENTRY)), JSON), name=st.text(max_size=4), tail=st.binary(max_size=9)
 )
-def test_any_header(tmp_path: Path, entry: dict[str, Any], name: str, tail: bytes) -> None:
+def test_any_header_is_read_or_gives_one_error_line(
+    tmp_path: Path, entry: dict[str, Any], name: str, tail: bytes
+) -> None:
     text = json.dumps({name: {**ENTRY, **entry}}).encode()
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + tail)

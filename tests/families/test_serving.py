@@ -109,7 +109,7 @@ def test_greedy_tokens_over_http_are_those_of_the_library(tmp_path: Path, name: 
 
 
 @pytest.mark.slow
-def test_a_converted_nanogpt_speaks_its_characters_over_http(tmp_path: Path) -> None:
+def test_a_converted_nanogpt_is_served_over_http(tmp_path: Path) -> None:
     arguments = ARGUMENTS | {"vocab_size": len(CHARACTERS), "block_size": CONTEXT, "bias": False}
     state = random_state(arguments, seed=4)
     path = write_checkpoint(tmp_path / "ckpt.pt", arguments, state)

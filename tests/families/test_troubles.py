@@ -247,7 +247,9 @@ def _raw_header(directory: Path, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_trouble_is_one_line_before_anything_is_loaded(checkpoints: Path, tmp_path: Path, name: str) -> None:
+def test_an_unusable_checkpoint_gives_one_error_line_before_loading(
+    checkpoints: Path, tmp_path: Path, name: str
+) -> None:
     kind, damage, message = DAMAGES[name]
     directory = tmp_path / kind
     shutil.copytree(checkpoints / kind, directory)
@@ -277,7 +279,7 @@ HARMLESS: dict[str, tuple[str, Damage]] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_real_directories_carry_along_is_no_trouble(checkpoints: Path, tmp_path: Path, name: str) -> None:
+def test_extra_files_of_real_directories_are_ignored(checkpoints: Path, tmp_path: Path, name: str) -> None:
     kind, change = HARMLESS[name]
     shutil.copytree(checkpoints / kind, tmp_path / kind)
     before = read_manifest(tmp_path / kind).place_tensors().keys()

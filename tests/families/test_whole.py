@@ -51,7 +51,7 @@ def test_a_checkpoint_is_never_written_over(tmp_path: Path, source: Source, caps
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("exists", [False, True])
-def test_what_fails_late_leaves_nothing(
+def test_a_conversion_that_fails_late_leaves_no_files(
     tmp_path: Path, source: Source, exists: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All files are there, and then they are found wrong; the message names the directory that was asked for."""
@@ -71,7 +71,7 @@ def test_what_fails_late_leaves_nothing(
     assert capsys.readouterr().err == f"kvasir convert: {where}: is damaged\n"
 
 
-def test_a_pickle_no_family_computes_leaves_nothing(tmp_path: Path) -> None:
+def test_converting_a_pickle_of_no_family_leaves_no_files(tmp_path: Path) -> None:
     flags = pickles(tmp_path)
     config = json.loads((tmp_path / "old" / "config.json").read_text())
     (tmp_path / "old" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
@@ -101,19 +101,19 @@ def half_write(out: Path, trouble: BaseException) -> None:
 
 
 @pytest.mark.parametrize("trouble", [OSError(28, "No space left on device"), SafetensorError("I/O error: disk full")])
-def test_a_full_disk_is_one_line(tmp_path: Path, trouble: Exception) -> None:
+def test_a_full_disk_gives_one_error_line(tmp_path: Path, trouble: Exception) -> None:
     with pytest.raises(CheckpointError, match=r"new: .*; nothing was written$"):
         half_write(tmp_path / "new", trouble)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_conversion_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         half_write(tmp_path / "new", KeyboardInterrupt())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_checkpoint_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for out, message in ((tmp_path / "file", "file: is a file"), (tmp_path / "file" / "new", "new: .*Not a directory")):
         with pytest.raises(CheckpointError, match=message), written_whole(out):

@@ -40,7 +40,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_says_what_to_give_instead(wrong: str, tmp_path: Path) -> None:
+def test_an_error_names_the_argument_to_give_instead(wrong: str, tmp_path: Path) -> None:
     make, message = WRONG[wrong]
     with pytest.raises(CheckpointError) as told:
         read_manifest(make(tmp_path))

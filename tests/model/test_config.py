@@ -69,7 +69,7 @@ def test_dictionary_round_trip(name: str) -> None:
         ({"colour": "red"}, "unknown model config keys: colour"),
     ],
 )
-def test_refuses_what_cannot_work(change: dict[str, Any], message: str) -> None:
+def test_invalid_configs_are_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict({**ROTARY, **change})
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.conversion.atomic_directory import written_whole
-from model.checkpoint.conversion.safetensors_directory import METADATA
+from model.checkpoint.conversion.pickles import METADATA
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
 from model.checkpoint.shards import write_shards
 from model.checkpoint.weights import part_views, read_weights

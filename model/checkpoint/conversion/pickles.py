@@ -1,15 +1,29 @@
-"""Safe reading of pickles: only tensors and plain values are accepted, and no code is run."""
+"""Safe reading of pickles, and conversion of a Hugging Face directory of pickles to safetensors.
 
+Only tensors and plain values are read, and no code is run. Each pickle becomes one safetensors file with the same names
+and dtypes.
+"""
+
+import json
 import pickle
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from model.io.checkpoint_files import CheckpointError
+from model.checkpoint.conversion.atomic_directory import written_whole
+from model.checkpoint.manifest import Manifest, read_manifest
+from model.checkpoint.shards import save_shard
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
+from model.io.checkpoint_files import CheckpointError, check_plain_name, read_json
 
 _NO_CODE = "it would run code when read, which is not allowed; save only tensors and plain values"
+_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
+METADATA = {"format": "pt"}  # required by the transformers library
 
 
 def read_torch_file(path: Path) -> Mapping[str, Any]:
@@ -56,3 +70,55 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise CheckpointError(_NO_CODE)
+
+
+def convert_pickles(directory: Path, out: Path) -> Manifest:
+    """Copy a directory with pytorch_model.bin or its shards converted to safetensors, and verify the copy.
+
+    Raises:
+        CheckpointError: a file is missing or damaged or would run code, the model is of no supported family, or `out`
+            is not empty.
+    """
+    names = _pickle_names(directory)
+    with written_whole(out) as new:
+        for pattern in _KEPT:
+            for path in directory.glob(pattern):
+                if path.name not in (_PICKLE_INDEX, INDEX_FILE):
+                    shutil.copyfile(path, new / path.name)
+        weight_map: dict[str, str] = {}
+        for name in names:
+            values = read_torch_file(directory / name)
+            tensors = {key: tensor for key, tensor in values.items() if isinstance(tensor, Tensor)}
+            new_name = SINGLE_FILE if len(names) == 1 else f"{name.removesuffix('.bin')}.safetensors"
+            save_shard(_unshared(tensors), new / new_name, metadata=METADATA)
+            weight_map |= dict.fromkeys(tensors, new_name)
+        if len(names) > 1:
+            (new / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n")
+        read_manifest(new).verify()
+    return read_manifest(out)
+
+
+def _pickle_names(directory: Path) -> list[str]:
+    index = directory / _PICKLE_INDEX
+    if not index.is_file():
+        if not (directory / _PICKLE).is_file():
+            raise CheckpointError(f"{directory}: neither {_PICKLE} nor {_PICKLE_INDEX}; download the weights too")
+        return [_PICKLE]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: no weight_map from tensors to files; download the file again")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        check_plain_name(index, name)
+    return names
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no memory, as safetensors requires. A tied head shares memory with its embedding."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        shares = tensor.untyped_storage().data_ptr() in seen
+        result[name] = tensor.clone() if shares else tensor.contiguous()
+        seen.add(tensor.untyped_storage().data_ptr())
+    return result

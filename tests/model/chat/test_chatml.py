@@ -40,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return save_chatml_checkpoint(tmp_path / "model")
 
 
-def test_the_template_strips_nothing_and_adds_nothing(checkpoint: Path) -> None:
+def test_the_chatml_template_keeps_message_contents_unchanged(checkpoint: Path) -> None:
     template = load_chat_template(checkpoint)
     assert template is not None
     assert template.source == TEMPLATE
@@ -52,7 +52,7 @@ def test_the_template_strips_nothing_and_adds_nothing(checkpoint: Path) -> None:
     assert caught.value.by_template
 
 
-def test_the_manifest_vouches_for_template_and_defaults(checkpoint: Path) -> None:
+def test_the_manifest_hashes_chat_template_and_generation_config(checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint)
     assert {TEMPLATE_FILE, GENERATION_CONFIG_FILE} <= manifest.files.keys()
     assert manifest.verify().eos_token_ids == chatml_tokenizer().eos_token_ids
@@ -66,7 +66,7 @@ def test_the_manifest_vouches_for_template_and_defaults(checkpoint: Path) -> Non
         manifest.verify()
 
 
-def test_a_model_that_knows_no_conversations_has_no_template(checkpoint: Path) -> None:
+def test_a_base_model_is_saved_without_a_chat_template(checkpoint: Path) -> None:
     """A template of an earlier save is removed."""
     save_tiny_checkpoint(checkpoint)
     assert load_chat_template(checkpoint) is None
@@ -76,7 +76,7 @@ def test_a_model_that_knows_no_conversations_has_no_template(checkpoint: Path) -
     assert not supports_chatml({START: 1})
 
 
-def test_it_is_the_same_in_hugging_faces_format(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_exported_chatml_template_gives_the_same_ids_in_transformers(checkpoint: Path, tmp_path: Path) -> None:
     exported = tmp_path / "exported"
     export_checkpoint(checkpoint, exported)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)

@@ -71,7 +71,7 @@ def check(expression: str, base: str) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("base", BASES)
-def test_no_step_leads_out(base: str, step: str) -> None:
+def test_no_attribute_of_a_template_variable_leaves_the_sandbox(base: str, step: str) -> None:
     for name in NAMES:
         check(step.format(base, name), base)
 
@@ -81,7 +81,7 @@ def test_no_step_leads_out(base: str, step: str) -> None:
     base=st.sampled_from(BASES),
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from(NAMES)), min_size=2, max_size=5),
 )
-def test_no_steps_after_each_other_lead_out(base: str, steps: list[tuple[str, str]]) -> None:
+def test_no_chain_of_attributes_leaves_the_sandbox(base: str, steps: list[tuple[str, str]]) -> None:
     expression = base
     for step, name in steps:
         expression = step.format(expression, name)
@@ -121,5 +121,5 @@ def test_no_steps_after_each_other_lead_out(base: str, steps: list[tuple[str, st
         "dict['a'].mro()[1]",
     ],
 )
-def test_known_ways_out_are_closed(expression: str) -> None:
+def test_known_escapes_from_the_template_sandbox_are_rejected(expression: str) -> None:
     check(expression, "''")

@@ -41,21 +41,21 @@ def encoded(template: ChatTemplate, *contents: str, control: SpecialTokenEscaper
     return control.encode(template.render(shielded), breaker)
 
 
-def test_the_templates_marks_act() -> None:
+def test_special_tokens_of_the_template_become_ids() -> None:
     ids = encoded(CHATML, "hi")
     assert [i for i in ids if i >= FIRST] == [256, 257, 256, 257, 256]
     assert TOKENIZER.decode(ids) == CHATML.render([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize("mark", MARKS)
-def test_a_mark_in_a_message_is_text(mark: str) -> None:
+def test_a_special_token_in_a_message_is_encoded_as_text(mark: str) -> None:
     content = f"what is {mark}?\n{mark}{mark}"
     ids = encoded(CHATML, content)
     assert [i for i in ids if i >= FIRST] == [256, 257, 256, 257, 256]
     assert TOKENIZER.decode(ids) == CHATML.render([{"role": "user", "content": content}])
 
 
-def test_a_mark_that_begins_in_one_message_and_ends_in_the_next_is_text() -> None:
+def test_a_special_token_across_two_messages_is_encoded_as_text() -> None:
     for parts in (("<|im_", "end|>"), ("<", "|im_end|", ">"), ("<", "<SYS>>"), ("<< ", "SYS>>"), ("ab", "a", "ba")):
         ids = encoded(CONTENT_ONLY, *parts)
         assert max(ids) < FIRST
@@ -63,7 +63,7 @@ def test_a_mark_that_begins_in_one_message_and_ends_in_the_next_is_text() -> Non
 
 
 @given(st.lists(st.lists(st.sampled_from([*MARKS, "<", "<|", "im_end|>", "a", "b", " ", "\ufdd0", "é"])), min_size=1))
-def test_whatever_is_said_stays_text_and_is_all_there(pieces: list[list[str]]) -> None:
+def test_any_message_is_encoded_as_text_without_loss(pieces: list[list[str]]) -> None:
     contents = ["".join(piece) for piece in pieces]
     ids = encoded(CONTENT_ONLY, *contents)
     assert max(ids, default=0) < FIRST
@@ -71,12 +71,12 @@ def test_whatever_is_said_stays_text_and_is_all_there(pieces: list[list[str]]) -
 
 
 @given(st.text())
-def test_a_message_without_marks_is_left_as_it_is(content: str) -> None:
+def test_a_message_without_special_tokens_is_unchanged(content: str) -> None:
     messages = [{"role": "user", "content": content.replace("<", "").replace("[", "").replace("a", "")}]
     assert CONTROL.shield(messages) == (messages, None)
 
 
-def test_other_fields_and_parts_are_shielded_and_other_values_are_not() -> None:
+def test_all_texts_of_a_message_are_escaped_and_other_values_are_unchanged() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "<s>"}], "name": "</s>", "number": 7, "none": None}
     (shielded,), breaker = CONTROL.shield([message])
     assert breaker == "\ufdd0"
@@ -85,7 +85,7 @@ def test_other_fields_and_parts_are_shielded_and_other_values_are_not() -> None:
     assert (shielded["number"], shielded["none"]) == (7, None)
 
 
-def test_what_cannot_be_shielded_is_refused() -> None:
+def test_messages_that_cannot_be_escaped_are_rejected() -> None:
     with pytest.raises(ForbiddenText, match="contains the special token '☃'"):
         encoded(CONTENT_ONLY, "a ☃", control=SpecialTokenEscaper(make_tokenizer("☃")))
     every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
@@ -95,7 +95,9 @@ def test_what_cannot_be_shielded_is_refused() -> None:
 
 
 @pytest.mark.parametrize("write", [write_byte_level, write_sentence_piece])
-def test_piece_by_piece_is_as_in_one_piece(tmp_path: Path, write: Callable[[Path, int], Tokenizer]) -> None:
+def test_encoding_between_special_tokens_equals_encoding_the_whole_text(
+    tmp_path: Path, write: Callable[[Path, int], Tokenizer]
+) -> None:
     """Texts around a broken special token are encoded between complete ones; added text tokens stay tokens."""
     library = write(tmp_path, 500)
     library.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
@@ -108,12 +110,12 @@ def test_piece_by_piece_is_as_in_one_piece(tmp_path: Path, write: Callable[[Path
     assert SpecialTokenEscaper(tokenizer).encode(text + "\ufdd0", "\ufdd0") == whole
 
 
-def test_of_marks_that_begin_alike_the_longest_counts() -> None:
+def test_the_longest_of_several_matching_special_tokens_is_escaped() -> None:
     control = SpecialTokenEscaper(make_tokenizer("<a>", "<a><b>", "<a><b><c>", "<x", "<x>"))
     text = "<a><b><c><a><b><a><x><xy"
     assert control.encode(text + "\ufdd0", "\ufdd0") == [258, 257, 256, 260, 259, ord("y")]
 
 
-def test_a_tokenizer_without_marks_has_nothing_to_shield() -> None:
+def test_messages_need_no_escaping_without_special_tokens() -> None:
     control = SpecialTokenEscaper(make_tokenizer())
     assert encoded(CONTENT_ONLY, "<s>", control=control) == list(b"<s>")

@@ -91,12 +91,14 @@ CONFIG, FILE, OLD = "tokenizer_config_DOT_json", "chat_template_DOT_jinja", "cha
         ({FILE: "b", "additional_chat_templates__rag_DOT_jinja": "r"}, "b"),
     ],
 )
-def test_where_a_template_stands(tmp_path: Path, files: dict[str, Any], source: str | None) -> None:
+def test_templates_are_found_in_every_supported_place(
+    tmp_path: Path, files: dict[str, Any], source: str | None
+) -> None:
     found = load_chat_template(write(tmp_path, **files))
     assert (None if found is None else found.source) == source
 
 
-def test_other_templates_are_named(tmp_path: Path) -> None:
+def test_unused_templates_are_listed(tmp_path: Path) -> None:
     write(tmp_path, **{FILE: "b", "additional_chat_templates__rag_DOT_jinja": "r"})
     found = load_chat_template(tmp_path)
     assert found is not None
@@ -114,7 +116,7 @@ def test_other_templates_are_named(tmp_path: Path) -> None:
         ({CONFIG: {"chat_template": [{"name": "rag", "template": "r"}]}}, "templates rag, but no template default"),
     ],
 )
-def test_a_template_that_cannot_be_read_is_one_line(tmp_path: Path, files: dict[str, Any], said: str) -> None:
+def test_an_unreadable_template_gives_one_error_line(tmp_path: Path, files: dict[str, Any], said: str) -> None:
     with pytest.raises(ChatTemplateError) as caught:
         load_chat_template(write(tmp_path, **files))
     assert said in str(caught.value)
@@ -122,7 +124,7 @@ def test_a_template_that_cannot_be_read_is_one_line(tmp_path: Path, files: dict[
     assert "\n" not in str(caught.value)
 
 
-def test_marks_are_strings_or_objects_in_either_file(tmp_path: Path) -> None:
+def test_special_tokens_are_read_as_strings_or_objects(tmp_path: Path) -> None:
     config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "add_bos_token": True, "x": "y"}
     write(
         tmp_path,
@@ -152,7 +154,7 @@ def test_marks_are_strings_or_objects_in_either_file(tmp_path: Path) -> None:
         ("{{ raise_exception('a\nb' ~ 'c' * 999) }}", "a b"),
     ],
 )
-def test_what_a_strange_template_may_not_do_is_one_line(source: str, said: str) -> None:
+def test_a_forbidden_template_operation_gives_one_error_line(source: str, said: str) -> None:
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(TemplateFailure) as caught:
         render(compile_template(source), {"messages": messages}, max_characters=1000)
@@ -163,7 +165,7 @@ def test_what_a_strange_template_may_not_do_is_one_line(source: str, said: str) 
 
 
 @pytest.mark.parametrize("source", ["{{ raise_exception.__globals__ }}", "{{ '{0.__class__}'.format(1) }}"])
-def test_what_leads_out_of_the_sandbox_shows_nothing(source: str) -> None:
+def test_forbidden_attributes_render_as_empty_text(source: str) -> None:
     assert render(compile_template(source), {}, max_characters=1000) == ""
 
 
@@ -177,7 +179,7 @@ def test_what_leads_out_of_the_sandbox_shows_nothing(source: str) -> None:
         ("{{ " + "(" * 5000, "the template cannot be compiled: RecursionError"),
     ],
 )
-def test_what_is_no_template_is_one_line(source: str, said: str) -> None:
+def test_an_invalid_template_gives_one_error_line(source: str, said: str) -> None:
     with pytest.raises(TemplateFailure) as caught:
         compile_template(source)
     assert said in str(caught.value)

@@ -47,7 +47,7 @@ def load_ours(directory: Path, dtype: torch.dtype = torch.float32, *, packs_next
 @pytest.mark.parametrize("packs_next", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("stored", STORED)
-def test_one_number_is_enough(tmp_path: Path, stored: torch.dtype, value: float, packs_next: bool) -> None:
+def test_one_infinite_number_is_rejected(tmp_path: Path, stored: torch.dtype, value: float, packs_next: bool) -> None:
     """First, last, in a vector, in a matrix that stays in its file until it is packed, in a tied embedding."""
     for name, place in ((MATRIX, 0), (MATRIX, -1), ("final_norm.bias", 7), ("token_embedding.weight", 1000)):
         saved(tmp_path, name, place, value, stored)
@@ -60,7 +60,7 @@ def test_one_number_is_enough(tmp_path: Path, stored: torch.dtype, value: float,
             )
 
 
-def test_a_nan_of_any_bits_is_found(tmp_path: Path) -> None:
+def test_every_bit_pattern_of_nan_is_rejected(tmp_path: Path) -> None:
     for bits in (0x7F80_0001, 0x7FC0_0000, -1, -0x007F_FFFF):
         saved(tmp_path, MATRIX, 5, 0.0, torch.float32)
         tensors = load_file(tmp_path / SHARD)
@@ -82,7 +82,7 @@ def test_the_largest_numbers_are_finite(tmp_path: Path, stored: torch.dtype, pac
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_numbers_that_a_conversion_makes_infinite_are_refused(
+def test_numbers_that_become_infinite_in_the_served_dtype_are_rejected(
     tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
 ) -> None:
     """The threshold is exact: of two adjacent numbers, the smaller converts to a finite number, the larger does not."""
@@ -119,7 +119,7 @@ def test_each_tensor_of_a_hugging_face_directory(tmp_path: Path, case: str, monk
     assert read_headers(path).keys() == whole.keys()
 
 
-def test_an_export_refuses_them(tmp_path: Path) -> None:
+def test_exporting_weights_that_are_not_finite_is_rejected(tmp_path: Path) -> None:
     saved(tmp_path / "from", MATRIX, 3, math.inf, torch.float32)
     with pytest.raises(CheckpointError, match=f"tensor {MATRIX} holds NaN or infinity"):
         export_checkpoint(tmp_path / "from", tmp_path / "to")

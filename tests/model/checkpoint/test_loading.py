@@ -77,7 +77,7 @@ def test_bfloat16_files_load_in_either_dtype(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrices_that_are_packed_next_are_their_files_pages(directory: Path, dtype: torch.dtype) -> None:
+def test_matrices_that_are_packed_next_are_mapped_from_their_files(directory: Path, dtype: torch.dtype) -> None:
     shared = {"device": "cpu", "dtype": dtype, "attention": ATTENTION_BACKENDS["sdpa"]}
     copied = load_model(read_manifest(directory), **shared).state_dict()
     mapped = load_model(read_manifest(directory), packs_next=True, **shared).state_dict()
@@ -263,7 +263,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_one_clear_line(directory: Path, name: str) -> None:
+def test_a_damaged_checkpoint_gives_one_error_line(directory: Path, name: str) -> None:
     damage, message = DAMAGES[name]
     damage(directory)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -272,16 +272,16 @@ def test_damage_is_one_clear_line(directory: Path, name: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-def test_weights_can_be_read_by_whoever_serves_them(directory: Path) -> None:
+def test_saved_weights_are_readable_by_other_users(directory: Path) -> None:
     assert (directory / SHARD).stat().st_mode & 0o777 == 0o644
 
 
-def test_no_directory_at_all(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_directory_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         read_manifest(tmp_path / "nothing")
 
 
-def test_headers_of_files_that_are_no_safetensors(tmp_path: Path) -> None:
+def test_files_in_other_formats_are_rejected_by_their_header(tmp_path: Path) -> None:
     for number, content in enumerate([b"", b"12345678", b"\xff" * 20, b"\x02" + b"\0" * 7 + b"{}" + b"extra"]):
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(content)
@@ -289,7 +289,7 @@ def test_headers_of_files_that_are_no_safetensors(tmp_path: Path) -> None:
             read_headers(path)
 
 
-def test_saving_refuses_tensors_that_do_not_fit(directory: Path) -> None:
+def test_saving_tensors_of_another_config_is_rejected(directory: Path) -> None:
     with pytest.raises(ValueError, match="differ from the config's"):
         save_checkpoint(directory, config=CONFIG, tensors={}, tokenizer=train_bpe(["a"], 260), name="x", training={})
     with pytest.raises(ValueError, match="the tokenizer has"):

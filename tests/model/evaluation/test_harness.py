@@ -13,7 +13,7 @@ TEXTS = ['{{ 7 }} "quoted"\n\n{% raw %}', "42", "['a']", "😀 \u2028 é"]
 PAIR = Pair(good="The dogs bark.", bad="The dogs barks.", group="agreement")
 
 
-def test_texts_and_pairs(tmp_path: Path) -> None:
+def test_texts_and_pairs_are_written_as_harness_tasks(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "tasks"
     assert export_tasks(directory, {"Fairy tales": TEXTS}, [PAIR]) == ["kvasir_fairy_tales", "kvasir_minimal_pairs"]
     task = yaml.safe_load((directory / "kvasir_fairy_tales.yaml").read_text())

@@ -15,8 +15,15 @@ from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.evaluation import likelihood
-from model.evaluation.held_out import evaluate, rolling_log_likelihoods
-from model.evaluation.likelihood import Score, Window, begin_of_text, end_of_text, rolling_windows, score_windows
+from model.evaluation.likelihood import (
+    Window,
+    begin_of_text,
+    end_of_text,
+    evaluate,
+    rolling_log_likelihoods,
+    rolling_windows,
+    score_windows,
+)
 from model.nn.transformer import Transformer
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
@@ -56,7 +63,9 @@ def test_batches_have_the_scores_of_a_naive_loop(pairs: list[tuple[list[int], li
         assert (score.num_tokens, score.num_greedy) == (len(window.scored), greedy)
 
 
-def test_what_shares_a_batch_does_not_count(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_does_not_depend_on_the_other_windows_of_its_batch(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     windows = [Window([1, 2, 3][: 1 + i % 3], list(range(5 + i, 10 + 3 * i))) for i in range(12)]
     together = score_windows(model, windows)
     monkeypatch.setattr(likelihood, "_MAX_TOKENS", 1)
@@ -78,7 +87,7 @@ def test_batches_keep_order_and_limit(lengths: list[int], max_tokens: int) -> No
 
 
 @given(ids=st.lists(st.integers(0, 999), max_size=60), max_inputs=st.integers(1, 20))
-def test_windows_are_those_of_the_harness(ids: list[int], max_inputs: int) -> None:
+def test_rolling_windows_equal_those_of_the_harness(ids: list[int], max_inputs: int) -> None:
     theirs = map(
         make_disjoint_window,
         get_rolling_token_windows(token_list=ids, prefix_token=-1, max_seq_len=max_inputs, context_len=1),
@@ -89,7 +98,7 @@ def test_windows_are_those_of_the_harness(ids: list[int], max_inputs: int) -> No
     assert all(window.num_inputs <= max_inputs for window in ours)
 
 
-def test_impossible_windows_are_refused(model: Transformer) -> None:
+def test_invalid_windows_are_rejected(model: Transformer) -> None:
     assert score_windows(model, []) == []
     with pytest.raises(ValueError, match="a window needs at least one given id"):
         Window([], [1])
@@ -99,10 +108,6 @@ def test_impossible_windows_are_refused(model: Transformer) -> None:
         score_windows(model, [Window([0], [1] * (CONTEXT + 1))])
     with pytest.raises(ValueError, match="at least one token, not 0"):
         rolling_windows([1], 0, 0)
-
-
-def test_scores_add_up() -> None:
-    assert Score(-1.0, 2, 1) + Score(-0.5, 3, 0) == Score(-1.5, 5, 1)
 
 
 def tokenizer_with(*, bos: int | None, eos: tuple[int, ...]) -> ByteLevelTokenizer:
@@ -117,19 +122,21 @@ def tokenizer_with(*, bos: int | None, eos: tuple[int, ...]) -> ByteLevelTokeniz
     ("bos", "eos", "begin", "end"),
     [(256, (257,), 256, 257), (None, (257, 258), 257, 257), (257, (258, 257), 257, 257), (256, (), 256, None)],
 )
-def test_the_marks_around_a_text(bos: int | None, eos: tuple[int, ...], begin: int, end: int | None) -> None:
+def test_special_tokens_at_the_begin_and_end_of_a_text(
+    bos: int | None, eos: tuple[int, ...], begin: int, end: int | None
+) -> None:
     tokenizer = tokenizer_with(bos=bos, eos=eos)
     assert (begin_of_text(tokenizer), end_of_text(tokenizer)) == (begin, end)
 
 
-def test_a_tokenizer_without_marks_has_nothing_to_predict_from() -> None:
+def test_a_tokenizer_without_bos_and_eos_token_is_rejected() -> None:
     tokenizer = tokenizer_with(bos=None, eos=())
     assert end_of_text(tokenizer) is None
     with pytest.raises(TokenizerError, match="no BOS and no EOS token"):
         begin_of_text(tokenizer)
 
 
-def test_held_out_texts_by_hand(model: Transformer) -> None:
+def test_held_out_metrics_equal_a_hand_calculation(model: Transformer) -> None:
     """Bits, nats and accuracy of texts below and beyond the context, including the end-of-text token."""
     tokenizer = tiny_tokenizer()
     end = begin_of_text(tokenizer)
@@ -152,7 +159,7 @@ def test_held_out_texts_by_hand(model: Transformer) -> None:
         evaluate(model, tokenizer, [])
 
 
-def test_a_shorter_context_sees_less(model: Transformer) -> None:
+def test_a_shorter_context_changes_the_likelihood(model: Transformer) -> None:
     tokenizer = tiny_tokenizer()
     texts = ["once upon a time there was an inn"]
     end = begin_of_text(tokenizer)
@@ -163,7 +170,7 @@ def test_a_shorter_context_sees_less(model: Transformer) -> None:
     assert measured.nats != pytest.approx(evaluate(model, tokenizer, texts).nats)
 
 
-def test_the_harness_leaves_out_the_end_and_keeps_two_tokens_back(model: Transformer) -> None:
+def test_harness_likelihoods_omit_the_eos_token_and_reserve_two_tokens(model: Transformer) -> None:
     tokenizer = tiny_tokenizer()
     texts = ["once upon a time", "the " * 90, ""]
     begin = begin_of_text(tokenizer)
@@ -177,7 +184,7 @@ def test_the_harness_leaves_out_the_end_and_keeps_two_tokens_back(model: Transfo
     assert short < expected[0], "the mark that ends a text costs something"
 
 
-def test_models_on_disk_score_alike_in_bfloat16(tiny_checkpoint: object) -> None:
+def test_bfloat16_scores_are_close_to_float32_scores(tiny_checkpoint: object) -> None:
     manifest = read_manifest(str(tiny_checkpoint))
     tokenizer = manifest.verify()
     exact, rounded = (

@@ -20,7 +20,7 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_blimps_format(tmp_path: Path) -> None:
+def test_pairs_are_read_in_the_format_of_blimp(tmp_path: Path) -> None:
     line = {"sentence_good": GOOD, "sentence_bad": BAD, "field": "morphology", "UID": "agreement_1", "pair_id": "0"}
     by_field = {"sentence_good": GOOD, "sentence_bad": BAD, "field": "syntax"}
     path = write(tmp_path / "pairs.jsonl", line, "", by_field, {"sentence_good": GOOD, "sentence_bad": BAD})
@@ -46,7 +46,7 @@ def test_blimps_format(tmp_path: Path) -> None:
         ('{"sentence_good": "a", "sentence_bad": ""}', "neither may be empty"),
     ],
 )
-def test_what_is_no_pair_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_an_error_names_the_line_that_is_not_a_pair(tmp_path: Path, text: str, said: str) -> None:
     path = write(tmp_path / "pairs.jsonl", text)
     with pytest.raises(PairsError) as caught:
         read_pairs(path)
@@ -55,7 +55,7 @@ def test_what_is_no_pair_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_unreadable_tokenizer_files_give_one_error_line(tmp_path: Path) -> None:
+def test_an_unreadable_file_of_pairs_gives_one_error_line(tmp_path: Path) -> None:
     with pytest.raises(PairsError, match="No such file"):
         read_pairs(tmp_path / "none.jsonl")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
@@ -65,7 +65,7 @@ def test_unreadable_tokenizer_files_give_one_error_line(tmp_path: Path) -> None:
             read_pairs(tmp_path / name)
 
 
-def test_a_sentence_is_the_sum_of_its_tokens_after_the_mark() -> None:
+def test_a_sentence_scores_the_sum_of_its_tokens_after_the_bos_token() -> None:
     model, tokenizer = build(ModelConfig.from_dict(ROTARY)), tiny_tokenizer()
     pairs = [Pair(good=GOOD, bad=BAD, group="b"), Pair(good="a b", bad="the", group="a"), Pair(good=BAD, bad=GOOD)]
     scores = score_pairs(model, tokenizer, pairs)
@@ -82,5 +82,5 @@ def test_a_sentence_is_the_sum_of_its_tokens_after_the_mark() -> None:
         accuracy([])
 
 
-def test_a_tie_is_not_right() -> None:
+def test_equal_scores_of_a_pair_count_as_wrong() -> None:
     assert not PairScore(pair=Pair(good="a", bad="b"), good=-1.0, bad=-1.0).is_right

@@ -8,12 +8,11 @@ import pytest
 from model.chat.template import ChatTemplateError
 from model.chat.template_sandbox import TemplateFailure
 from model.config import ModelConfig
-from model.evaluation.diversity import measure_diversity
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
-from model.evaluation.held_out import evaluate
+from model.evaluation.likelihood import evaluate
 from model.evaluation.minimal_pairs import Pair, score_pairs
 from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
-from model.evaluation.samples import TEMPERATURES, Sampler, complete_one_by_one
+from model.evaluation.samples import TEMPERATURES, Sampler, complete_one_by_one, measure_diversity
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
@@ -59,12 +58,12 @@ class Recorder:
         return [[*tokenizer.encode(f"word{wanted.seed} {index}"), end] for index, wanted in enumerate(params)]
 
 
-def test_the_prompts_are_twenty_of_four_kinds() -> None:
+def test_there_are_twenty_prompts_of_four_kinds() -> None:
     assert len(PROMPTS) == len({prompt.text for prompt in PROMPTS}) == 20
     assert {prompt.kind for prompt in PROMPTS} == set(PromptKind)
 
 
-def test_a_message_goes_through_the_checkpoints_template(tmp_path: Path) -> None:
+def test_a_chat_prompt_is_rendered_by_the_checkpoints_template(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     template = read_template(tmp_path, tokenizer)
@@ -74,7 +73,7 @@ def test_a_message_goes_through_the_checkpoints_template(tmp_path: Path) -> None
     assert prompt_ids(STORY, tokenizer, template) == [256, *text("an inn")]
 
 
-def test_without_a_template_a_message_is_the_text(tmp_path: Path) -> None:
+def test_without_a_template_a_chat_prompt_is_its_plain_text(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     template = read_template(tmp_path, tokenizer)
     assert prompt_ids(MESSAGE, tokenizer, template) == [256, *tokenizer.encode("an inn")]
@@ -82,7 +81,7 @@ def test_without_a_template_a_message_is_the_text(tmp_path: Path) -> None:
     assert prompt_ids(STORY, no_begin, read_template(tmp_path, no_begin)) == no_begin.encode("an inn")
 
 
-def test_templates_that_fail_are_told(tmp_path: Path) -> None:
+def test_a_failing_template_raises_an_error(tmp_path: Path) -> None:
     model, tokenizer = build(ModelConfig.from_dict(ROTARY)), chat_tokenizer()
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(TemplateFailure, match="no"):
@@ -92,7 +91,7 @@ def test_templates_that_fail_are_told(tmp_path: Path) -> None:
         Sampler(model, tokenizer, tmp_path, complete_one_by_one)
 
 
-def test_what_is_shown_and_what_is_counted(tmp_path: Path) -> None:
+def test_parameters_of_shown_samples_and_of_diversity_samples(tmp_path: Path) -> None:
     model, recorder = build(ModelConfig.from_dict({**ROTARY, "max_context_length": 256})), Recorder()
     sampler = Sampler(model, chat_tokenizer(), tmp_path, recorder, draws=3)
     shown = sampler.shown()
@@ -109,14 +108,14 @@ def test_what_is_shown_and_what_is_counted(tmp_path: Path) -> None:
     assert measured == measure_diversity(0.5, [f"word{index} {index}" for index in range(60)])
 
 
-def test_prompts_over_the_context_are_left_out(tmp_path: Path) -> None:
+def test_prompts_longer_than_the_context_are_skipped(tmp_path: Path) -> None:
     model, recorder = build(ModelConfig.from_dict({**ROTARY, "max_context_length": 24})), Recorder()
     shown = Sampler(model, chat_tokenizer(), tmp_path, recorder).shown()
     assert [sample.prompt for sample in shown] == [p.text for p in PROMPTS if len(p.text.encode()) + 1 < 24]
     assert 0 < len(shown) < 20
 
 
-def test_the_slow_way_is_one_by_one() -> None:
+def test_the_reference_implementation_completes_one_prompt_at_a_time() -> None:
     model, tokenizer = build(ModelConfig.from_dict(ROTARY)), tiny_tokenizer()
     params = [SamplingParams(max_tokens=5, seed=seed) for seed in (1, 2)]
     eos = tokenizer.eos_token_ids
@@ -124,7 +123,7 @@ def test_the_slow_way_is_one_by_one() -> None:
     assert complete_one_by_one(model, tokenizer, [[1, 2], [1, 2]], params) == alone
 
 
-def test_all_of_a_checkpoint(tmp_path: Path) -> None:
+def test_evaluate_checkpoint_measures_every_metric(tmp_path: Path) -> None:
     model, tokenizer, said = build(ModelConfig.from_dict(ROTARY)), chat_tokenizer(), list[str]()
     splits = {"a": ["the inn", "an inn"], "none": [], "b": ["once"]}
     pairs = [Pair(good="a b", bad="b a", group="order"), Pair(good="b", bad="a")]
@@ -142,7 +141,7 @@ def test_all_of_a_checkpoint(tmp_path: Path) -> None:
     assert facts["samples"][0]["kind"] == "story"
 
 
-def test_what_is_not_asked_for_is_not_measured() -> None:
+def test_metrics_that_are_not_requested_are_not_measured() -> None:
     model, tokenizer = build(ModelConfig.from_dict(ROTARY)), tiny_tokenizer()
     assert evaluate_checkpoint(model, tokenizer, splits={}) == Evaluation(pairs=[], diversity=[], samples=[])
     assert Evaluation().to_dict() == {"held_out": {}, "pairs": None, "diversity": [], "samples": []}

@@ -46,7 +46,7 @@ def logits(model: Transformer) -> Tensor:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_weights_make_the_outputs_of_the_fused_kernel(name: str) -> None:
+def test_weights_times_values_equal_the_fused_attention_output(name: str) -> None:
     model, spy = build(VARIANTS[name]), Spy()
     for layer in model.layers:
         layer.attention.backend = spy
@@ -59,7 +59,7 @@ def test_the_weights_make_the_outputs_of_the_fused_kernel(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_rows_sum_to_one_and_see_only_what_they_may(name: str) -> None:
+def test_attention_rows_sum_to_one_within_mask_and_window(name: str) -> None:
     config = VARIANTS[name]
     model = build(config)
     for layer in range(config.num_layers):
@@ -74,13 +74,13 @@ def test_rows_sum_to_one_and_see_only_what_they_may(name: str) -> None:
         assert (weights_HTS.diagonal(dim1=1, dim2=2) > 0).all()
 
 
-def test_averages_are_even() -> None:
+def test_average_attention_has_equal_weights() -> None:
     weights_HTS = weights_of_layer(build(VARIANTS["average"]), TOKENS, layer=1)
     for row in range(len(TOKENS)):
         assert_close(weights_HTS[:, row, : row + 1], torch.full((4, row + 1), 1 / (row + 1)))
 
 
-def test_the_past_does_not_depend_on_the_future() -> None:
+def test_attention_weights_do_not_depend_on_later_tokens() -> None:
     model = build(VARIANTS["rotary-gqa"])
     whole, begun = (weights_of_layer(model, TOKENS[:length], layer=1) for length in (20, 11))
     assert_close(whole[:, :11, :11], begun)
@@ -93,7 +93,7 @@ def test_heads_and_layers_differ() -> None:
     assert (first[0] - first[1]).abs().max() > 0.01
 
 
-def test_looking_changes_nothing() -> None:
+def test_an_inspection_does_not_change_the_model() -> None:
     model = build(VARIANTS["rotary-gqa"])
     before, backends = logits(model), [layer.attention.backend for layer in model.layers]
     weights_of_layer(model, TOKENS, layer=0)
@@ -101,7 +101,7 @@ def test_looking_changes_nothing() -> None:
     assert torch.equal(logits(model), before)
 
 
-def test_layers_behind_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_after_the_inspected_layer_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(VARIANTS["rotary-gqa"])
     ran: list[Any] = []
     model.layers[0].mlp.register_forward_hook(lambda *_: ran.append("mlp 0"))
@@ -112,7 +112,7 @@ def test_layers_behind_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == ["mlp 0", "layer 1"]
 
 
-def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_inspection_restores_the_attention_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(VARIANTS["rotary-gqa"])
     backend = model.layers[0].attention.backend
     monkeypatch.setattr("model.inspect.attention_weights.attention_weights", lambda *_: 1 // 0)
@@ -132,7 +132,7 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
         ([-1], 0, "token ids -1 to -1"),
     ],
 )
-def test_refuses_what_cannot_be_looked_at(token_ids: list[int], layer: int, message: str) -> None:
+def test_invalid_layers_and_token_ids_are_rejected(token_ids: list[int], layer: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         weights_of_layer(build(VARIANTS["rotary-gqa"]), token_ids, layer=layer)
 

@@ -33,7 +33,7 @@ PUTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("put", PUTS)
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_no_file_is_named_by_every_reader(name: str, put: str, tmp_path: Path) -> None:
+def test_every_reader_names_a_path_that_is_not_a_regular_file(name: str, put: str, tmp_path: Path) -> None:
     makers.write(tmp_path, makers.gpt2())
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).unlink(missing_ok=True)
@@ -47,7 +47,7 @@ def test_what_is_no_file_is_named_by_every_reader(name: str, put: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer.model", "x.tiktoken", "added_tokens.json"])
-def test_older_tokenizer_files_that_link_to_nothing_are_named(name: str, tmp_path: Path) -> None:
+def test_an_error_names_a_broken_link_to_an_older_tokenizer_file(name: str, tmp_path: Path) -> None:
     if name in ("merges.txt", "added_tokens.json"):
         (tmp_path / "vocab.json").write_text("{}")
         (tmp_path / "merges.txt").write_text("")
@@ -58,7 +58,7 @@ def test_older_tokenizer_files_that_link_to_nothing_are_named(name: str, tmp_pat
     assert str(caught.value) == f"{tmp_path}/{name}: a link to a file that is not there; download it again"
 
 
-def test_a_link_to_a_file_is_that_file(tmp_path: Path) -> None:
+def test_a_link_is_read_as_its_target_file(tmp_path: Path) -> None:
     (tmp_path / "blob").write_text('{"a": 1}')
     (tmp_path / "a.json").symlink_to("blob")
     assert read_object(tmp_path / "a.json") == {"a": 1}

@@ -65,7 +65,7 @@ def read(directory: Path) -> str:
     return done.stdout.removesuffix("\n")
 
 
-def test_a_checkpoint_that_may_be_read_has_no_problem(directory: Path) -> None:
+def test_a_readable_checkpoint_has_no_permission_problem(directory: Path) -> None:
     assert read(directory) == ""
 
 
@@ -92,7 +92,7 @@ def test_the_path_that_denies_access_is_named(
     )
 
 
-def test_a_closed_directory_behind_a_link_is_named(directory: Path) -> None:
+def test_an_error_names_an_unreadable_directory_behind_a_link(directory: Path) -> None:
     """In a cache of the Hugging Face hub, files are links to blobs."""
     blobs = directory.parent / "blobs"
     blobs.mkdir()
@@ -106,7 +106,7 @@ def test_a_closed_directory_behind_a_link_is_named(directory: Path) -> None:
     assert message.startswith(f"{directory / SHARD}: permission denied by {blobs}, which belongs to ")
 
 
-def test_a_hugging_face_directory_says_the_same(directory: Path) -> None:
+def test_a_hugging_face_directory_gives_the_same_error(directory: Path) -> None:
     (directory / "manifest.json").unlink()
     (directory / "config.json").write_text('{"model_type": "qwen3"}')
     directory.chmod(DENIED_DIRECTORY)
@@ -121,5 +121,5 @@ def test_modes_that_allow_reading_point_to_other_causes(directory: Path) -> None
     assert problem.endswith("an ACL or SELinux, or in a container for the mount option :z")
 
 
-def test_other_errors_keep_the_words_of_the_system(tmp_path: Path) -> None:
+def test_other_read_errors_quote_the_operating_system(tmp_path: Path) -> None:
     assert read_problem(tmp_path, OSError(5, "Input/output error")) == "Input/output error; is the checkpoint complete?"

@@ -77,7 +77,7 @@ def test_no_limits(tmp_path: Path) -> None:
         assert available_memory_bytes(root) == 3000 * 1024
 
 
-def test_hybrid_has_the_controllers_of_version_1(tmp_path: Path) -> None:
+def test_hybrid_control_groups_are_read_as_version_1(tmp_path: Path) -> None:
     files = {"unified/cgroup.controllers": "\n", **cpus("cpu,cpuacct", 200_000), **v1_memory("/a", 700_000)}
     root = tree(tmp_path, "2:cpu,cpuacct:/\n1:memory:/a\n0::/\n", V1 + HYBRID, files)
     assert (cpu_quota(root), memory_limit_bytes(root)) == (2.0, 700_000)
@@ -158,7 +158,7 @@ def test_available_memory_is_never_negative(tmp_path: Path) -> None:
     assert available_memory_bytes(root) == 0
 
 
-def test_a_quota_bounds_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_quota_limits_the_usable_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     quotas = (("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8))
     for number, (quota, count) in enumerate(quotas):

@@ -17,7 +17,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("size", [1, 1_000, 3 * PAGE, 40 * PAGE])
-def test_what_is_kept_is_a_copy_in_one_piece(dtype: torch.dtype, size: int) -> None:
+def test_kept_tensors_are_contiguous_copies(dtype: torch.dtype, size: int) -> None:
     original = (torch.arange(size) % 100).to(dtype).view(-1, 1).t()
     kept = HugePages().keep(original)
     assert torch.equal(kept, original)
@@ -28,7 +28,7 @@ def test_what_is_kept_is_a_copy_in_one_piece(dtype: torch.dtype, size: int) -> N
     assert kept[0, -1] == (size - 1) % 100
 
 
-def test_tensors_lie_side_by_side_and_outlive_who_placed_them() -> None:
+def test_kept_tensors_are_adjacent_and_outlive_huge_pages() -> None:
     pages = HugePages()
     kept = [pages.keep(torch.full((300_001,), float(number))) for number in range(40)]
     del pages
@@ -36,7 +36,7 @@ def test_tensors_lie_side_by_side_and_outlive_who_placed_them() -> None:
     assert [set(each.tolist()) for each in kept] == [{float(number)} for number in range(40)]
 
 
-def test_in_larger_pages_it_is_the_same() -> None:
+def test_huge_pages_keep_the_values_of_tensors() -> None:
     """Without large pages the tensor stays as it is. Memory use is at most rounded up to 2 MiB pages."""
     pages = HugePages()
     kept = [pages.keep(torch.full((700_001,), float(number))) for number in range(5)]
@@ -50,7 +50,7 @@ def test_in_larger_pages_it_is_the_same() -> None:
     HugePages().enlarge()  # of nothing
 
 
-def test_more_than_there_is() -> None:
+def test_a_tensor_larger_than_the_memory_raises_out_of_memory() -> None:
     """The error has the words of torch's own allocation errors."""
     one = torch.zeros(1, dtype=torch.uint8)
     with pytest.raises(torch.OutOfMemoryError, match="the system has no"):
@@ -60,7 +60,7 @@ def test_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 7), (PAGE // 4, 1), (PAGE, 3)])
-def test_zeros_are_of_the_shape_that_was_asked_for(shape: tuple[int, ...]) -> None:
+def test_zeros_have_the_requested_shape(shape: tuple[int, ...]) -> None:
     tensor = zeros(shape, torch.float32)
     assert tensor.shape == shape
     assert tensor.is_contiguous()

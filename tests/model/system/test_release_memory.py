@@ -22,6 +22,6 @@ print((before - psutil.Process().memory_info().rss) >> 20)
 """
 
 
-def test_what_was_freed_goes_back() -> None:
+def test_trim_heap_returns_freed_memory_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
     assert int(done.stdout) >= 90

@@ -147,7 +147,7 @@ def test_a_tokenizer_without_eos_token_is_not_saved(tmp_path: Path) -> None:
         (SPEC_FILE, {"special_tokens": {END_OF_TEXT: 5}}, "without gaps"),
     ],
 )
-def test_damaged_files_are_named(
+def test_an_error_names_the_damaged_file(
     tmp_path: Path, file: str, content: str | dict[str, object] | None, message: str
 ) -> None:
     save_native(TOKENIZER, tmp_path)

@@ -55,7 +55,7 @@ def test_no_token_covers_more_bytes_than_longest_token(name: str, tmp_path: Path
         assert len(ours.encode(clean)) * ours.longest_token >= len(clean.encode())
 
 
-def test_nfc_leaves_a_quarter_at_least() -> None:
+def test_nfc_keeps_at_least_a_quarter_of_the_bytes() -> None:
     """NFC keeps at least a quarter of the length: each part of a decomposition is tested in its longest spelling."""
     spellings: dict[str, int] = {}
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]

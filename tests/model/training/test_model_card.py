@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from model.config import ModelConfig
-from model.evaluation.diversity import Diversity
 from model.evaluation.evaluation import Evaluation
-from model.evaluation.held_out import HeldOut
+from model.evaluation.likelihood import HeldOut
 from model.evaluation.prompts import PromptKind
-from model.evaluation.samples import Sample
+from model.evaluation.samples import Diversity, Sample
 from model.training.model_card import describe_model, write_model_card
 from tests.model.configs import ROTARY
 from tests.model.training.test_train import config

@@ -16,7 +16,7 @@ from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import CheckpointError, read_manifest
 from model.config import ModelConfig
-from model.evaluation.held_out import evaluate
+from model.evaluation.likelihood import evaluate
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
