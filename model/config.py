@@ -142,7 +142,7 @@ class ModelConfig:
             )
         for name in ("rotary_dim", "rope_scaling"):
             if getattr(self, name) is not None and not rotary:
-                raise ValueError(f"{name} belongs to position=rotary, not {self.position}")
+                raise ValueError(f"{name} needs position=rotary, not {self.position}")
         if self.global_layers and self.sliding_window is None:
             raise ValueError("global_layers needs a sliding_window; set one, or remove global_layers")
         known = [layer for layer in dict.fromkeys(self.global_layers) if 0 <= layer < self.num_layers]
@@ -151,9 +151,9 @@ class ModelConfig:
                 f"global_layers must be layers from 0 to {self.num_layers - 1}, each once, not {self.global_layers}"
             )
         if self.norm_unit_offset and self.norm is not NormKind.RMS_NORM:
-            raise ValueError("norm_unit_offset belongs to norm=rms_norm")
+            raise ValueError("norm_unit_offset needs norm=rms_norm")
         if not self.norm_bias and self.norm is not NormKind.LAYER_NORM:
-            raise ValueError("norm_bias belongs to norm=layer_norm")
+            raise ValueError("norm_bias=false needs norm=layer_norm")
         if self.parallel_residual and self.norm_placement is not NormPlacement.PRE:
             raise ValueError("parallel_residual needs norm_placement=pre")
 

@@ -203,7 +203,7 @@ def _read_native(directory: Path) -> Manifest:
     except CheckpointError:
         raise
     except (ValueError, OverflowError) as error:
-        raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
+        raise CheckpointError(f"{directory / CONFIG_FILE}: {error}; correct the config") from error
     return Manifest(directory=directory, name=name, config=config, files=files, training=training)
 
 

@@ -35,7 +35,9 @@ def describe(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
                 continue
             if read == config:
                 return family, named
-    raise CheckpointError(f"no family ({', '.join(FAMILIES)}) can express this model, so it has no config.json")
+    raise CheckpointError(
+        f"no family ({', '.join(FAMILIES)}) can express this model, so it cannot be exported; serve it with Kvasir"
+    )
 
 
 def _candidates(family: Family, config: ModelConfig) -> Iterator[dict[str, Any]]:

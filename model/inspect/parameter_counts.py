@@ -174,7 +174,8 @@ def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
     """
     at = Letters(config)
     keys_and_values = at.d_v if config.attention is AttentionKind.AVERAGE else at.d_k + at.d_v
-    return at.L * at.g * keys_and_values * Formula.number(bytes_per_value)
+    formula: Formula = at.L * at.g * keys_and_values * Formula.number(bytes_per_value)
+    return formula
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def build(level: Level, directory: Path) -> Path:
             made.chmod(0o755)
             return made.rename(directory / library_name(level))
     except OSError as error:
-        raise BuildError(f"{directory} cannot be written: {error.strerror}") from error
+        raise BuildError(f"{directory} cannot be written: {error.strerror}; choose another directory") from error
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _compile(compiler: str, level: Level, made: Path) -> None:
                 command, cwd=SOURCES, env=environment, check=True, capture_output=True, timeout=_COMPILE_SECONDS
             )
         except subprocess.TimeoutExpired:
-            raise BuildError(f"{compiler} took over {_COMPILE_SECONDS:g} s") from None
+            raise BuildError(f"{compiler} took over {_COMPILE_SECONDS:g} s; try again on a less busy machine") from None
         except subprocess.CalledProcessError as error:
             lines = error.stderr.decode(errors="replace").strip().splitlines()
             first = next((line for line in lines if "error" in line), lines[0] if lines else "no error output")

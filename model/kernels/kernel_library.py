@@ -61,6 +61,8 @@ def load_kernels(cache: Path) -> KernelLibrary:
     try:
         library = KernelLibrary(path, level)
     except OSError as error:
-        raise BuildError(f"{path} cannot be loaded: {error}") from error
+        raise BuildError(
+            f"{path} cannot be loaded: {error}; delete the file, and the next start compiles it again"
+        ) from error
     logger.info("native kernels for %s loaded from %s", level.name, path)
     return library

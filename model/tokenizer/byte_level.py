@@ -31,7 +31,9 @@ class ByteLevelTokenizer(Tokenizer):
         bos_token_id: int | None,
     ) -> None:
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-            raise TokenizerError(f"{len(missing)} of the 256 single bytes have no token, {missing[0]:#04x} first")
+            raise TokenizerError(
+                f"{len(missing)} of the 256 single bytes have no token, {missing[0]:#04x} first; add them"
+            )
         token_bytes = ((token_id, token) for token, token_id in ranks.items())
         super().__init__(token_bytes, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
         self.pattern = pattern
@@ -42,7 +44,7 @@ class ByteLevelTokenizer(Tokenizer):
         try:
             self._encoding = tiktoken.Encoding(name="kvasir", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         except ValueError as error:
-            raise TokenizerError(f"the split pattern cannot be used: {error}") from error
+            raise TokenizerError(f"the split pattern cannot be used: {error}; correct it") from error
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """See `Tokenizer`.

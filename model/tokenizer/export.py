@@ -133,7 +133,9 @@ def _bos_template(name: str, token_id: int) -> dict[str, Any]:
 def _from_ranks(tokenizer: ByteLevelTokenizer) -> dict[str, Any]:
     pattern = pattern_for_oniguruma(tokenizer.pattern)
     if pattern is None:
-        raise TokenizerError(f"the pattern {tokenizer.pattern!r} has no equivalent in Hugging Face's format")
+        raise TokenizerError(
+            f"the pattern {tokenizer.pattern!r} has no equivalent in Hugging Face's format; export cannot write it"
+        )
     special = tokenizer.special_tokens
     tokens = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
     vocabulary = {to_characters(token): tokenizer.ranks[token] for token in tokens} | dict(special)

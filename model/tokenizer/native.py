@@ -60,7 +60,9 @@ def load_native(directory: Path) -> ByteLevelTokenizer:
     _check_types(spec)
     ids = sorted([*ranks.values(), *spec["special_tokens"].values()])
     if ids != list(range(len(ids))):
-        raise TokenizerError(f"{RANKS_FILE}: token ids must be 0 to {len(ids) - 1} without gaps or repeats")
+        raise TokenizerError(
+            f"{RANKS_FILE}: token ids must be 0 to {len(ids) - 1} without gaps or repeats; copy the file again"
+        )
     ends = _ids(spec.pop("eos_token_id"))
     for name, value in (*(("eos_token_id", end) for end in ends), ("bos_token_id", spec["bos_token_id"])):
         if value is not None and value not in spec["special_tokens"].values():

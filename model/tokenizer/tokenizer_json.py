@@ -199,7 +199,7 @@ def _read_added_tokens(
     for entry in (*listed, *values.get("added_tokens", [])):
         token_id, content = entry.get("id"), entry.get("content")
         if not isinstance(token_id, int) or token_id < 0 or not isinstance(content, str) or not content:
-            raise TokenizerError(f"an added token needs an id and a content, not {entry!r}")
+            raise TokenizerError(f"an added token needs an id and a content, not {entry!r}; correct it")
         is_special = entry.get("special") is True or content in config.special
         normalized = entry.get("normalized", entry.get("special") is not True)
         by_id[token_id] = {**_PLAIN_ADDED_TOKEN, **entry, "normalized": normalized, "special": is_special}

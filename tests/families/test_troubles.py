@@ -207,7 +207,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "unknown architecture": (
         "llama",
         in_json("config.json", lambda v: v.update(model_type="falcon")),
-        "config.json: model_type='falcon': supported are gpt2, llama, mistral, qwen2, qwen3, gpt_neox, gemma, olmo2;",
+        "config.json: model_type='falcon': supported are gpt2, llama, mistral, qwen2, qwen3, gemma, olmo2, gpt_neox;",
     ),
     "activation": ("llama", in_json("config.json", lambda v: v.update(hidden_act="xielu")), "hidden_act='xielu': supp"),
     "rope type": (

@@ -122,7 +122,7 @@ def read_nanogpt(path: Path) -> NanoGpt:
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"{path}: model_args: {error}") from error
+        raise CheckpointError(f"{path}: model_args: {error}; correct them") from error
     reader.finish()
     found = {_short_name(str(name)): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     head, embedding = found.get("lm_head.weight"), found.get("wte.weight")
@@ -150,13 +150,17 @@ def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[st
         if tuple(tensor.shape) != part.shape or tensor.dtype not in _DTYPES:
             shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             raise CheckpointError(
-                f"{path}: tensor {part.name} is {shape}, but model_args require floats of shape {part.shape}"
+                f"{path}: tensor {part.name} is {shape}, but model_args require floats of shape {part.shape}; "
+                "use the model_args of its training"
             )
         tensors[name] = tensor
     found.pop("lm_head.weight", None)  # tied; read_nanogpt compared it with the embedding
     ignored = [name for name in found if any(re.fullmatch(pattern, name) for pattern in _NANOGPT.ignored_tensors)]
     if extra := sorted(found.keys() - set(ignored)):
-        raise CheckpointError(f"{path}: tensor {extra[0]} is not part of nanoGPT's model ({len(extra)} extra)")
+        raise CheckpointError(
+            f"{path}: tensor {extra[0]} is not part of nanoGPT's model ({len(extra)} extra); "
+            "give the ckpt.pt of an unmodified nanoGPT"
+        )
     return tensors
 
 

@@ -185,13 +185,13 @@ def test_an_error_quotes_a_compiler_that_fails(tmp_path: Path, monkeypatch: pyte
 def test_an_error_reports_a_compiler_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_compiler("#!/bin/sh\nexec sleep 60\n", tmp_path, monkeypatch)
     monkeypatch.setattr(build_module, "_COMPILE_SECONDS", 0.05)
-    assert trouble_of(tmp_path) == f"{tmp_path}/compiler took over 0.05 s"
+    assert trouble_of(tmp_path) == f"{tmp_path}/compiler took over 0.05 s; try again on a less busy machine"
 
 
 def test_an_error_reports_a_cache_directory_that_cannot_be_written(compilations: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     trouble = trouble_of(tmp_path / "file" / "cache")
-    assert trouble == f"{tmp_path}/file/cache cannot be written: Not a directory"
+    assert trouble == f"{tmp_path}/file/cache cannot be written: Not a directory; choose another directory"
 
 
 def trouble_of(cache: Path) -> str:
