@@ -296,7 +296,8 @@ def _step_fits(steps: Mapping[str, Any]) -> str:
     return text_table(head, rows)
 
 
-def _machines(results: Mapping[str, Any]) -> str:
+def machine_table(results: Mapping[str, Any]) -> str:
+    """Return a table of the commit, machine and date of each result."""
     rows = []
     for name, result in results.items():
         machine, versions = result["machine"], result["versions"]
@@ -333,7 +334,7 @@ def render(results: Mapping[str, dict[str, Any]]) -> str:
         "engine_prompts": table(PROMPT_COLUMNS, engine["prompts"]),
         "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
         "latency": table(_LATENCY_COLUMNS, limits),
-        "machines": _machines(results),
+        "machines": machine_table(results),
         **peers_section.values(results["peers"], results["defaults"]),
         **_service(results),
         **_scaling(results["scaling"]),
@@ -363,19 +364,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    page = render(results)
-    paths = {name: arguments.page.parent / file for name, (file, _) in PICTURES.items()}
-    if not arguments.check:
-        arguments.page.write_text(page, encoding="utf-8")
-        for name, path in paths.items():
-            PICTURES[name][1](path, results[name])
-        print(arguments.page, *paths.values(), sep="\n")
+    pictures = {arguments.page.parent / file: (draw, results[name]) for name, (file, draw) in PICTURES.items()}
+    return write_or_check(parser.prog, arguments.page, render(results), pictures, check=arguments.check)
+
+
+def write_or_check(
+    program: str,
+    path: Path,
+    page: str,
+    pictures: Mapping[Path, tuple[Callable[[Path, Any], None], Any]],
+    *,
+    check: bool,
+) -> int:
+    """Write a page and its pictures, or check that the files match. Return the exit code: 0; 1 if a file differs.
+
+    pictures: for each file, the function that draws it and the result that it shows.
+    """
+    if not check:
+        path.write_text(page, encoding="utf-8")
+        for picture, (draw, result) in pictures.items():
+            draw(picture, result)
+        print(path, *pictures, sep="\n")
         return 0
-    stale = [path for name, path in paths.items() if not shows(path, results[name])]
-    if not arguments.page.is_file() or arguments.page.read_text(encoding="utf-8") != page:
-        stale.insert(0, arguments.page)
-    for path in stale:
-        print(f"{path} does not match {arguments.results}; run {parser.prog}", file=sys.stderr)
+    stale = [picture for picture, (_, result) in pictures.items() if not shows(picture, result)]
+    if not path.is_file() or path.read_text(encoding="utf-8") != page:
+        stale.insert(0, path)
+    for file in stale:
+        print(f"{file} does not match its results; run {program}", file=sys.stderr)
     return 1 if stale else 0
 
 
