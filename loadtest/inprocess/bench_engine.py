@@ -10,6 +10,7 @@ probes the machine's limits (`loadtest.measurement.roofline`).
 """
 
 import argparse
+import dataclasses
 import itertools
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from loadtest.inprocess.closed_loop import greedy, run_closed
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.benchmark_program import show
 from loadtest.measurement.model_shapes import write_random_checkpoint
-from loadtest.measurement.roofline import FORMULAS, WEIGHT_BYTES, Machine, Roofline, Work, WorkFormula
+from loadtest.measurement.roofline import WEIGHT_BYTES, Machine, Roofline, Work, WorkFormula
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.measurement.tables import Column, table
 from model.checkpoint.manifest import read_manifest
@@ -59,7 +60,7 @@ class Prompts:
         self._starts = itertools.count()
 
     def next(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the next prompt. The stride is prime to the text's length, or nearly, which keeps the starts apart."""
+        """Return the next prompt. A stride by a prime keeps the starts of prompts apart."""
         count = len(self._token_ids)
         start = next(self._starts) * 7919 % count
         return tuple(self._token_ids[(start + offset) % count] for offset in range(num_tokens))
@@ -82,19 +83,13 @@ class Point:
     seconds: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
 
-    @property
-    def label(self) -> str:
-        """Name of the point for the user."""
-        size = f"{self.batch_size} sequences at context {self.context_length}"
-        return size if self.batch_size else f"prompt of {self.prompt_tokens} tokens"
-
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         sizes = {"batch_size": self.batch_size, "context_length": self.context_length}
         num_tokens = self.batch_size or self.prompt_tokens
         return {
             **(sizes if self.batch_size else {"prompt_tokens": self.prompt_tokens}),
-            **self.work.to_dict(),
+            **dataclasses.asdict(self.work),
             "step_ms" if self.batch_size else "ttft_ms": spread(1e3 * seconds for seconds in self.seconds),
             "tokens_per_second": spread(num_tokens / seconds for seconds in self.seconds),
             "of_the_roofline": ratio_spread(self.bounds, self.seconds),
@@ -223,7 +218,6 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
             "weights": contestant.facts["weights"],
             "gb_per_second": spread(machine.bytes_per_second / 1e9 for machine in sweep.machines),
             "gflops": spread(machine.flops_per_second / 1e9 for machine in sweep.machines),
-            "formulas": FORMULAS,
         },
         "decode": [point.to_dict() for point in points if point.batch_size],
         "prompts": [point.to_dict() for point in points if not point.batch_size],

@@ -31,7 +31,6 @@ ENGINE = FACTS | {
         "weights": "float32",
         "gb_per_second": spread(33.0),
         "gflops": spread(200.0),
-        "formulas": {"decode_bytes": "W w", "decode_flops": "2 W"},
     },
     "decode": [
         {
