@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ByteSize
-
 from loadtest.client.workload import tales
 from loadtest.inprocess.closed_loop import greedy, run_closed
 from loadtest.inprocess.engine import InProcess
@@ -28,12 +26,9 @@ from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.roofline import WEIGHT_BYTES, Machine, Roofline, Work, WorkFormula
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.measurement.tables import Column, table
-from model.checkpoint.manifest import read_manifest
-from model.config import ModelConfig
 from service.config.settings import ModelSettings
 
 _PROMPT_TOKENS_PER_REPEAT = 256  # several short prompts are averaged
-_MIB = 2**20
 DECODE_COLUMNS = (
     Column("sequences", "batch_size"),
     Column("context", "context_length"),
@@ -181,24 +176,8 @@ def make_points(
     return points
 
 
-def with_room(arguments: argparse.Namespace, settings: ModelSettings, config: ModelConfig) -> ModelSettings:
-    """Return the settings with a KV-cache large enough for the sweep, if its size is `auto`.
-
-    The size covers all sequences at the longest context, and half as much again for prompts computed in between.
-    """
-    if settings.kv_cache_memory != "auto":
-        return settings
-    longest = min(max(arguments.context), config.max_context_length) + 2 * arguments.steps
-    tokens = max(max(arguments.batch) * longest * 3 // 2, config.max_context_length + settings.block_size)
-    cache_dtype = settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    value_bytes = WEIGHT_BYTES.get(cache_dtype, WEIGHT_BYTES["float32"])  # auto is at most float32
-    size = tokens * config.kv_bytes_per_token(value_bytes)
-    return settings.model_copy(update={"kv_cache_memory": ByteSize((-(-size // _MIB) + 1) * _MIB)})
-
-
 def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
     """Run the sweep. Raises `ValueError` if the sweep or the checkpoint cannot be used."""
-    settings = with_room(arguments, settings, read_manifest(settings.checkpoint).config)
     contestant = InProcess.open(settings)
     sweep = Sweep(contestant)
     points = make_points(arguments, settings, sweep.formula, contestant.max_context_tokens)
