@@ -99,7 +99,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """One mechanism trained from one seed, in a directory of its own."""
 
     row: Row
@@ -156,7 +156,7 @@ def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
     Raises:
         MeasurementFailed: a run failed, has another recipe, or has another tokenizer than the other runs.
     """
-    planned = {(row.name, seed): Run(row, seed, runs / f"{row.name}-{seed}") for seed in seeds for row in ROWS}
+    planned = {(row.name, seed): TrainingRun(row, seed, runs / f"{row.name}-{seed}") for seed in seeds for row in ROWS}
     for run in planned.values():
         if not run.is_finished:
             show(f"training {run.row.name}, seed {run.seed}")
@@ -192,7 +192,7 @@ def speed(runs: Path, seed: int, rounds: int, threads: int) -> dict[str, Any]:
     Raises:
         MeasurementFailed: a run of this seed is missing.
     """
-    trained = {row.name: Run(row, seed, runs / f"{row.name}-{seed}") for row in ROWS}
+    trained = {row.name: TrainingRun(row, seed, runs / f"{row.name}-{seed}") for row in ROWS}
     for run in trained.values():
         run.result()  # report a missing run before the long work
     torch.set_num_threads(threads)
@@ -248,7 +248,7 @@ def _speeds(label: str, timings: Mapping[str, Sequence[Timing]], name: str) -> d
     }
 
 
-def _trainers(sides: Mapping[str, tuple[Run, str]], scratch: Path) -> dict[str, Callable[[], int]]:
+def _trainers(sides: Mapping[str, tuple[TrainingRun, str]], scratch: Path) -> dict[str, Callable[[], int]]:
     """Return functions that train each mechanism for a few steps. All share the baseline's corpus and tokenizer."""
     run, _ = sides[BASELINE]
     corpus = read_corpus(run.row.recipe(), run.directory, show)
@@ -276,10 +276,10 @@ def _trainers(sides: Mapping[str, tuple[Run, str]], scratch: Path) -> dict[str, 
     return {name: trainer_of(name, run.row.recipe(), attention) for name, (run, attention) in sides.items()}
 
 
-def _servers(sides: Mapping[str, tuple[Run, str]], threads: int) -> dict[str, Callable[[], int]]:
+def _servers(sides: Mapping[str, tuple[TrainingRun, str]], threads: int) -> dict[str, Callable[[], int]]:
     """Return functions that complete one wave of prompts by the engine, from each mechanism's checkpoint."""
 
-    def server_of(run: Run, attention: str) -> Callable[[], int]:
+    def server_of(run: TrainingRun, attention: str) -> Callable[[], int]:
         settings = {"dtype": "float32", "attention": attention, "threads": threads, "max_num_running": STREAMS}
         served = InProcess.open(
             ModelSettings.model_validate({"checkpoint": run.checkpoint, "device": "cpu"} | settings)
