@@ -113,7 +113,7 @@ class Sweep:
         self.machines.append(self._roofline.probe())
 
     def measure(self, point: Point) -> None:
-        """Add one repeat to a point. Raises `ValueError` if the sequences never ran all at once."""
+        """Add one repeat to a point. Raises `ValueError` if the sequences never ran at the same time."""
         if point.batch_size:
             point.seconds.append(self._step_seconds(point, point.output_tokens))
         else:
