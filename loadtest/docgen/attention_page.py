@@ -1,141 +1,167 @@
 """Generator of the measured parts of docs/attention.md and its picture, from docs/results/attention.json.
 
-python -m loadtest.docgen.attention_page            write them
-python -m loadtest.docgen.attention_page --check    exit with 1 if page or picture does not match the results
+python -m loadtest.docgen.attention_page            write the page and its picture
+python -m loadtest.docgen.attention_page --check    exit with 1 if the page or the picture does not match the results
 
 Text between `<!-- measured: NAME -->` and `<!-- end -->` is replaced. The rest of the page is written by hand.
+
+Random error: two rows trained from one seed see the same texts in the same order, so losses are compared seed by seed.
+The variation of such differences between seeds is estimated from all rows together (pooled standard deviation),
+because a few seeds of one row are too few.
 """
 
 import argparse
 import json
+import math
 import re
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from loadtest.docgen.attention_plot import draw
-from loadtest.inprocess.seed_noise import differences, losses, mean_loss, seed_spread
-from loadtest.measurement.provenance import shows
+from loadtest.docgen.performance_page import RESULTS, ROOT, machine_table, write_or_check
+from loadtest.docgen.pictures import draw_attention
+from loadtest.measurement.tables import Column, table
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "docs" / "results" / "attention.json"
 PAGE = ROOT / "docs" / "attention.md"
-PICTURE = ROOT / "docs" / "attention.png"
-
+# Two standard errors: chance alone exceeds two standard errors in about one of twenty comparisons.
+_ERRORS = 2.0
 _MARKED = re.compile(r"(<!-- measured: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_OVERVIEW_COLUMNS = (
+    Column("mechanism", "title"),
+    Column("what it changes", "changed"),
+    Column("parameters", "parameters", ","),
+    Column("held-out loss", "loss", ".3f"),
+    Column("trained tokens/s", "trained_tokens_per_second.median", ",.0f"),
+    Column("served tokens/s", "served_tokens_per_second.median", ",.0f"),
+    Column("KV-cache bytes a token", "kv_bytes_per_token", ","),
+)
+_COMPARED_COLUMNS = (
+    Column("compared with", "other"),
+    Column("difference", "difference"),
+    Column("it is", "verdict"),
+)
+_SPEED_COLUMNS = (
+    Column("mechanism", "title"),
+    Column("trained tokens/s", "trained_tokens_per_second", ",.0f"),
+    Column("of the baseline's", "trained_ratio", ".2f"),
+    Column("served tokens/s", "served_tokens_per_second", ",.0f"),
+    Column("of the baseline's", "served_ratio", ".2f"),
+)
+_KERNEL_COLUMNS = (
+    Column("tokens", "length", ","),
+    Column("scores, if stored", "score_bytes", ",.1f", 2**-20, " MiB"),
+    Column("written out, ms", "eager_ms", ".2f"),
+    Column("fused, ms", "fused_ms", ".2f"),
+    Column("times faster", "ratio", ".1f"),
+)
 
 
-def render(page: str, results: Mapping[str, Any]) -> str:
-    """Return the page with its measured parts replaced.
+class Difference(NamedTuple):
+    """Difference of a row's held-out loss from its compared row: nats per token, mean over seeds.
+
+    error: two standard errors of the mean.
+    """
+
+    mean: float
+    error: float
+
+    @property
+    def verdict(self) -> str:
+        """Verdict in words: a difference counts only if it is larger than its error."""
+        if abs(self.mean) <= self.error:
+            return "within the noise"
+        return "better" if self.mean < 0 else "worse"
+
+
+def losses(row: Mapping[str, Any]) -> list[float]:
+    """Return the held-out nats per token of each seed."""
+    return [run["nats_per_token"] for run in row["runs"]]
+
+
+def differences(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Difference]:
+    """Return each row's difference from its compared row. A row compared with itself is left out."""
+    by_seed = {
+        name: [own - other for own, other in zip(losses(row), losses(rows[row["compared_with"]]), strict=True)]
+        for name, row in rows.items()
+        if row["compared_with"] != name
+    }
+    deviation = pooled_deviation(list(by_seed.values()))
+    return {
+        name: Difference(statistics.fmean(values), _ERRORS * deviation / math.sqrt(len(values)))
+        for name, values in by_seed.items()
+    }
+
+
+def pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
+    """Return the root of the mean within-group variance, weighted by degrees of freedom.
+
+    Raises:
+        ValueError: no group has two values.
+    """
+    freedom = sum(len(values) - 1 for values in groups)
+    if freedom < 1:
+        raise ValueError("one seed shows no noise; train a second seed by bench_attention train --seeds 1 2")
+    return math.sqrt(sum((len(values) - 1) * statistics.variance(values) for values in groups) / freedom)
+
+
+def parts(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return the measured parts of the page.
 
     Raises:
         KeyError: a result lacks a field that the page needs, because a phase of the benchmark has not run.
-        ValueError: the page names an unknown part, or lacks a part.
+        ValueError: only one seed was trained.
     """
-    named = [match.group(2) for match in _MARKED.finditer(page)]
-    if sorted(named) != sorted(PARTS):
-        raise ValueError(f"the page must have each of these parts once: {', '.join(PARTS)}; it has {', '.join(named)}")
-    return _MARKED.sub(lambda match: match.group(1) + PARTS[match.group(2)](results) + match.group(3), page)
-
-
-def _overview(results: Mapping[str, Any]) -> str:
-    speed = results["speed"]["rows"]
-    rows = [
-        [
-            row["title"],
-            _changes(row),
-            f"{row['parameters']:,}",
-            f"{mean_loss(row):.3f}",
-            _whole(speed[name]["trained_tokens_per_second"]["median"]),
-            _whole(speed[name]["served_tokens_per_second"]["median"]),
-            f"{row['kv_bytes_per_token']:,}",
-        ]
-        for name, row in results["train"]["rows"].items()
-    ]
-    head = ["mechanism", "what it changes", "parameters", "held-out loss", "trained tokens/s", "served tokens/s"]
-    return _table([*head, "KV-cache bytes a token"], rows, numbers=5)
+    training, speed = results["train"], results["speed"]
+    settings, found, seeds = training["settings"], differences(training["rows"]), training["settings"]["seeds"]
+    titles = {name: row["title"] for name, row in training["rows"].items()}
+    rows = []
+    for name, row in training["rows"].items():
+        compared = {"other": None, "difference": None, "verdict": None}
+        if difference := found.get(name):
+            text = f"{difference.mean:+.3f} ± {difference.error:.3f}"
+            compared = {"other": titles[row["compared_with"]], "difference": text, "verdict": difference.verdict}
+        by_seed = {f"seed {seed}": loss for seed, loss in zip(seeds, losses(row), strict=True)}
+        facts = {"changed": _changes(row), "loss": statistics.fmean(losses(row))}
+        rows.append(row | speed["rows"][name] | by_seed | facts | compared)
+    noise = pooled_deviation([losses(row) for row in training["rows"].values()])
+    eager = speed["rows"]["eager"] | {"title": "the baseline, attention written out"}
+    seed_columns = [Column(f"seed {seed}", f"seed {seed}", ".3f") for seed in seeds]
+    minutes = settings["train_minutes"]
+    commits = sorted({run["commit"] for row in rows for run in row["runs"]})
+    phases = (training | {"took_seconds": 60.0 * minutes}, speed)
+    return {
+        "settings": _settings(settings, speed["settings"]),
+        "overview": table(_OVERVIEW_COLUMNS, rows),
+        "compared": table(
+            (Column("mechanism", "title"), *seed_columns, *_COMPARED_COLUMNS), sorted(rows, key=lambda row: row["loss"])
+        )
+        + f"\nLosses of one row from several seeds differ by {noise:.3f} (standard deviation, of all rows together).\n",
+        "speeds": table(_SPEED_COLUMNS, [*rows, eager]),
+        "kernels": table(_KERNEL_COLUMNS, speed["kernels"]),
+        "where": machine_table({f"`{phase['command']}`": phase for phase in phases})
+        + f"\nThe {sum(len(row['runs']) for row in rows)} runs themselves took {minutes} minutes together, at commits "
+        f"{', '.join(f'`{commit}`' for commit in commits)}.\n",
+    }
 
 
 def _changes(row: Mapping[str, Any]) -> str:
-    """Return the recipe's changes as its file writes them."""
-    if not row["changes"]:
-        return "–"
-    changes = ", ".join(f"`{key}={_plain(value)}`" for key, value in row["changes"].items())
-    other = row["compared_with"]
-    return changes if other == "multi-head" else f"of {other}: {changes}"
+    """Return the recipe's changes as its file writes them, with fractions shortened."""
+    texts = []
+    for key, value in row["changes"].items():
+        text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+        texts.append(f"`{key}={text}`")
+    of_other = "" if row["compared_with"] == "multi-head" else f"of {row['compared_with']}: "
+    return of_other + ", ".join(texts) if texts else "–"
 
 
-def _plain(value: object) -> str:
-    """Format a value as in a recipe; a long fraction is shortened."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _compared(results: Mapping[str, Any]) -> str:
-    training = results["train"]
-    rows_of, settings = training["rows"], training["settings"]
-    found = differences(rows_of)
-    rows = []
-    for name, row in sorted(rows_of.items(), key=lambda item: mean_loss(item[1])):
-        cells = [row["title"], *(f"{losses(row)[seed]:.3f}" for seed in settings["seeds"])]
-        if name in found:
-            error = "" if found[name].error is None else f" ± {found[name].error:.3f}"
-            compared = [rows_of[row["compared_with"]]["title"], f"{found[name].mean:+.3f}{error}", found[name].verdict]
-        else:
-            compared = ["–", "–", "–"]
-        rows.append([*cells, *compared])
-    head = ["mechanism", *(f"seed {seed}" for seed in settings["seeds"]), "compared with", "difference", "it is"]
-    spread = seed_spread(rows_of)
-    noise = (
-        "One seed was trained, so nothing is known of the noise."
-        if spread is None
-        else f"Losses of one row from several seeds differ by {spread:.3f} (standard deviation, of all rows together)."
-    )
-    return _table(head, rows, numbers=0) + f"\n{noise}\n"
-
-
-def _speeds(results: Mapping[str, Any]) -> str:
-    speed, titles = results["speed"], {name: row["title"] for name, row in results["train"]["rows"].items()}
-    titles["eager"] = "the baseline, attention written out"
-    rows = [
-        [
-            titles[name],
-            _spread(row["trained_tokens_per_second"], ",.0f"),
-            _spread(row["trained_ratio"], ".2f"),
-            _spread(row["served_tokens_per_second"], ",.0f"),
-            _spread(row["served_ratio"], ".2f"),
-        ]
-        for name, row in speed["rows"].items()
-    ]
-    head = ["mechanism", "trained tokens/s", "of the baseline's", "served tokens/s", "of the baseline's"]
-    return _table(head, rows, numbers=4)
-
-
-def _kernels(results: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            f"{point['length']:,}",
-            f"{point['score_bytes'] / 2**20:,.1f} MiB",
-            _spread(point["eager_ms"], ".2f"),
-            _spread(point["fused_ms"], ".2f"),
-            _spread(point["ratio"], ".1f"),
-        ]
-        for point in results["speed"]["kernels"]
-    ]
-    head = ["tokens", "scores, if stored", "written out, ms", "fused, ms", "times faster"]
-    return _table(head, rows, numbers=5)
-
-
-def _settings(results: Mapping[str, Any]) -> str:
-    training, speed = results["train"]["settings"], results["speed"]["settings"]
+def _settings(training: Mapping[str, Any], speed: Mapping[str, Any]) -> str:
     tokens = training["steps"] * training["batch_size"] * training["sequence_length"]
-    seeds = training["seeds"]
     return (
         f"Losses: {training['steps']} steps of {training['batch_size']} x {training['sequence_length']} tokens "
         f"({tokens / 1e6:.1f} million), a BPE of {training['vocab_size']:,} tokens learned from the same texts, "
-        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, {' and '.join(training['precision'])}. "
+        f"seeds {', '.join(map(str, training['seeds']))}, {' and '.join(training['precision'])}. "
         f"Speeds: median of {speed['rounds']} rounds, {speed['threads']} thread{'s' if speed['threads'] > 1 else ''}; "
         f"a round trains {speed['train_steps']} steps of each mechanism in {speed['train_precision']} and serves "
         f"{speed['streams']} streams of {speed['prompt_tokens']} + {speed['output_tokens']} tokens from its checkpoint "
@@ -143,87 +169,41 @@ def _settings(results: Mapping[str, Any]) -> str:
     )
 
 
-def _where(results: Mapping[str, Any]) -> str:
-    rows = []
-    for phase in ("train", "speed"):
-        result = results[phase]
-        machine, versions = result["machine"], result["versions"]
-        rows.append(
-            [
-                f"`{result['command']}`",
-                result["date"],
-                f"`{result['commit']}`",
-                f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB",
-                f"{result['other_work_cores']:.2f} cores",
-                f"Python {versions['python']}, torch {versions['torch']}",
-            ]
-        )
-    head = ["command", "measured", "commit", "machine", "other work just before", "versions"]
-    training = results["train"]
-    commits = sorted({run["commit"] for row in training["rows"].values() for run in row["runs"]})
-    minutes, count = training["settings"]["train_minutes"], sum(len(row["runs"]) for row in training["rows"].values())
-    return (
-        _table(head, rows, numbers=0) + f"\nThe {count} runs themselves took {minutes} minutes together, at commits "
-        f"{', '.join(f'`{commit}`' for commit in commits)}.\n"
-    )
+def render(page: str, results: Mapping[str, Any]) -> str:
+    """Return the page with its measured parts replaced.
 
-
-PARTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "settings": _settings,
-    "overview": _overview,
-    "compared": _compared,
-    "speeds": _speeds,
-    "kernels": _kernels,
-    "where": _where,
-}
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _spread(figure: Mapping[str, Any], form: str) -> str:
-    return f"{figure['median']:{form}} ({figure['min']:{form}}–{figure['max']:{form}})"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int) -> str:
-    """Return a Markdown table with the last `numbers` columns right-aligned."""
-    rule = ["---"] * (len(head) - numbers) + ["---:"] * numbers
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows)) + "\n"
+    Raises:
+        KeyError, ValueError: as `parts`; also ValueError if the page lacks a part or names an unknown part.
+    """
+    measured = parts(results)
+    named = [match.group(2) for match in _MARKED.finditer(page)]
+    if sorted(named) != sorted(measured):
+        raise ValueError(f"the page must have each part once: {', '.join(measured)}; the page has {', '.join(named)}")
+    return _MARKED.sub(lambda match: match.group(1) + measured[match.group(2)] + match.group(3), page)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check page and picture. Return the exit code: 0; 1 if one differs; 2 if results are missing."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.docgen.attention_page", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
+    parser = argparse.ArgumentParser(prog="python -m loadtest.docgen.attention_page", description="Write the page.")
+    parser.add_argument("--results", type=Path, default=RESULTS / "attention.json", metavar="FILE")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/attention.md")
-    parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE", help="default: docs/attention.png")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if page or picture differs")
     arguments = parser.parse_args(argv)
     try:
         results = json.loads(arguments.results.read_text(encoding="utf-8"))
-        old = arguments.page.read_text(encoding="utf-8")
-        new = render(old, results)
+        page = render(arguments.page.read_text(encoding="utf-8"), results)
     except KeyError as error:
-        print(
-            f"{parser.prog}: {arguments.results} lacks {error}: run python -m loadtest.inprocess.bench_attention",
-            file=sys.stderr,
-        )
+        remedy = "run python -m loadtest.inprocess.bench_attention"
+        print(f"{parser.prog}: {arguments.results} lacks {error}: {remedy}", file=sys.stderr)
         return 2
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    if arguments.check:
-        if old == new and shows(arguments.picture, results["train"]["rows"]):
-            return 0
-        print(f"page or picture does not match {arguments.results}; run {parser.prog}", file=sys.stderr)
-        return 1
-    arguments.page.write_text(new, encoding="utf-8")
-    draw(arguments.picture, results["train"])
-    print(arguments.page, arguments.picture)
-    return 0
+    rows = results["train"]["rows"]
+    picture = arguments.page.with_name("attention.png")
+    noise = pooled_deviation([losses(row) for row in rows.values()])
+    pictures = {picture: (lambda path, of: draw_attention(path, of, noise), rows)}
+    return write_or_check(parser.prog, arguments.page, page, pictures, check=arguments.check)
 
 
 if __name__ == "__main__":

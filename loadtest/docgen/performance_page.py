@@ -8,18 +8,19 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from loadtest.docgen import peers_section, pictures
+from loadtest.docgen import pictures
 from loadtest.docgen.pictures import MAX_ITL_RATIO
 from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
 from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
 from loadtest.measurement.provenance import shows
-from loadtest.measurement.spread import Spread
-from loadtest.measurement.tables import Column, cell, table, text_table
-from loadtest.peers.comparison_cells import is_sound
+from loadtest.measurement.spread import ratio_spread, spread
+from loadtest.measurement.tables import Column, cell, table, text_table, value_at
+from loadtest.peers.comparison_cells import DEFAULTS, QUIET_CORES, STEADY_SHARE, is_sound
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -34,16 +35,7 @@ PICTURES: Final[dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], None]]]
     "scaling": ("scaling.png", pictures.draw_scaling),
 }
 
-# Limits that the service promises. An idle worker is not at 0: it checks once a second if its parent process lives.
-MIN_HTTP_RATIO, PROMISED_STREAMS = 0.9, 16
-MAX_IDLE_CPU_PERCENT = 0.5
-MAX_API_MB = 150.0
-MAX_START_SECONDS = 10.0
-MIN_FRONTEND_TOKENS_PER_SECOND, FRONTEND_STREAMS = 25_000.0, 64
-# Aims, which are not promises.
-HTTP_RATIO_AIM, STREAMS = 0.95, (16, 64)
-CPU_MICROSECONDS_PER_TOKEN = 30.0
-SHORT_PROMPT_STEPS = 2.0
+FRONTEND_STREAMS, STREAMS = 64, (16, 64)
 BANDWIDTH_SHARE, BANDWIDTH_BATCH, BANDWIDTH_CONTEXT = 0.8, 16, 512  # batch and context are minimum values
 TTFT_RATIO = 0.5  # Kvasir's 99th percentile relative to another server's
 START_RATIO, LARGE_BYTES = 1.3, 9e8  # start relative to reading the checkpoint, for checkpoints from this size
@@ -59,74 +51,81 @@ class Goal(NamedTuple):
     is_reached: bool
 
 
-def _goal(figure: str, wanted: str, result: Any, column: Column, holds: Callable[[float], bool]) -> Goal:
-    """Return the goal for the spread that the column selects: its median decides."""
-    median = result
-    for name in column.key.split("."):
-        median = median[name]
-    return Goal(figure, wanted, cell(result, column), holds(median["median"]))
+def _at_most(limit: float, figure: str, result: Any, key: str, form: str, unit: str = "") -> Goal:
+    """Return the goal for the spread or number at `key` of the result. The median of a spread decides."""
+    measured = cell(result, Column("", key, form, unit=unit))
+    return Goal(figure, f"at most {limit:,g}{unit}", measured, _median(result, key) <= limit)
+
+
+def _at_least(limit: float, figure: str, result: Any, key: str, form: str) -> Goal:
+    measured = cell(result, Column("", key, form))
+    return Goal(figure, f"at least {limit:,g}", measured, _median(result, key) >= limit)
+
+
+def _median(result: Any, key: str) -> float:
+    value = value_at(result, key)
+    return float(value["median"] if isinstance(value, Mapping) else value)
 
 
 def promises(service: dict[str, Any], frontend: dict[str, Any]) -> Iterator[Goal]:
     """Yield the promises of the service, each with its measurement."""
-    column = Column("", "start_seconds", ".2f", unit=" s")
-    wanted = f"under {MAX_START_SECONDS:g} s"
-    yield _goal("From start to the first token", wanted, service, column, lambda s: s < MAX_START_SECONDS)
-    column = Column("", "idle.worker_cpu_percent", ".2f", unit=" %")
-    yield _goal("CPU of an idle worker", "0 % of a core", service, column, lambda share: share < MAX_IDLE_CPU_PERCENT)
+    yield _at_most(10.0, "From start to the first token", service, "start_seconds", ".2f", " s")
+    # An idle worker is not at 0: it checks once a second if its parent process lives.
+    yield _at_most(0.5, "CPU of an idle worker, share of a core", service, "idle.worker_cpu_percent", ".2f", " %")
     api = [process for process in service["processes"] if process["part"] == "api"]
-    largest, has_torch = max(process["rss_mb"] for process in api), any(process["torch"] for process in api)
-    figure, wanted = "API process, resident memory under load", f"under {MAX_API_MB:g} MB"
-    yield Goal(figure, wanted, f"{largest:.0f} MB", largest < MAX_API_MB)
+    largest = max(api, key=lambda process: process["rss_mb"])
+    yield _at_most(150.0, "API process, resident memory under load", largest, "rss_mb", ".0f", " MB")
+    has_torch = any(process["torch"] for process in api)
     yield Goal("API process, torch", "not loaded", "loaded" if has_torch else "not loaded", not has_torch)
-    yield from _http_ratios(service, (PROMISED_STREAMS,), MIN_HTTP_RATIO, f"at least {MIN_HTTP_RATIO:.2f}")
+    yield from _http_ratios(service, (16,), 0.9)
     for level in frontend["levels"]:
         if level["num_streams"] == FRONTEND_STREAMS and not level["step_ms"]:
             figure = f"Tokens/s per core of the API process, {FRONTEND_STREAMS} streams, instant engine"
-            wanted = f"at least {MIN_FRONTEND_TOKENS_PER_SECOND:,.0f}"
-            column = Column("", "tokens_per_second_on_one_core", ",.0f")
-            yield _goal(figure, wanted, level, column, lambda rate: rate >= MIN_FRONTEND_TOKENS_PER_SECOND)
+            yield _at_least(25_000.0, figure, level, "tokens_per_second_on_one_core", ",.0f")
 
 
-def _http_ratios(service: dict[str, Any], streams: Sequence[int], limit: float, wanted: str) -> Iterator[Goal]:
+def _http_ratios(service: dict[str, Any], streams: Sequence[int], limit: float) -> Iterator[Goal]:
     for level in service["levels"]:
         if level["streams"] in streams:
             figure = f"HTTP throughput at {level['streams']} streams, relative to the engine"
-            yield _goal(figure, wanted, level, Column("", "ratio", ".2f"), lambda ratio: ratio >= limit)
+            yield _at_least(limit, figure, level, "ratio", ".2f")
 
 
 def aims(results: Mapping[str, dict[str, Any]]) -> Iterator[Goal]:
     """Yield every aim that is not a promise, except speed relative to other engines."""
-    yield from _http_ratios(results["service"], STREAMS, HTTP_RATIO_AIM, f"at least {HTTP_RATIO_AIM:g}")
+    yield from _http_ratios(results["service"], STREAMS, 0.95)
     for level in results["frontend"]["levels"]:
         if level["step_ms"] and level["num_streams"] in STREAMS:
             streams, pace = level["num_streams"], level["step_ms"]
             figure = f"CPU of the API process per token, {streams} streams, a step every {pace:g} ms"
-            wanted = f"at most {CPU_MICROSECONDS_PER_TOKEN:g} µs"
-            column = Column("", "cpu_us_per_token", ".0f", unit=" µs")
-            yield _goal(figure, wanted, level, column, lambda cost: cost <= CPU_MICROSECONDS_PER_TOKEN)
+            yield _at_most(30.0, figure, level, "cpu_us_per_token", ".0f", " µs")
     short, long = results["latency"]["short"], results["latency"]["long"]
     figure = f"First token of a short prompt while {short['streams']} streams decode"
-    wanted, column = f"at most {SHORT_PROMPT_STEPS:g} steps", Column("", "steps", ".0f", unit=" steps")
-    yield _goal(figure, wanted, short, column, lambda steps: steps <= SHORT_PROMPT_STEPS)
+    yield _at_most(2.0, figure, short, "steps", ".0f", " steps")
     for point in long["points"]:
         if point["prompt_slowdown"] is not None:
             figure = f"Growth of the streams' ITL p99 by a prompt of {long['prompt_tokens']:,} tokens"
-            wanted, column = f"at most {MAX_ITL_RATIO:g} times", Column("", "itl_p99_ratio", ".2f")
-            yield _goal(figure, wanted, point, column, lambda ratio: ratio <= MAX_ITL_RATIO)
-    yield from _first_token_aims(results["peers"]["cells"])
+            yield _at_most(MAX_ITL_RATIO, figure, point, "itl_p99_ratio", ".2f")
+    ttft_ratios = [
+        _ttft_ratio(figure)
+        for row in results["peers"]["cells"]
+        if row["kind"] == "http" and row["streams"] in STREAMS
+        for figure in row["peers"].values()
+        if is_sound(figure)
+    ]
+    if ttft_ratios:
+        num_reached = sum(ratio <= TTFT_RATIO for ratio in ttft_ratios)
+        figure = f"TTFT p99 at {' and '.join(map(str, STREAMS))} streams, relative to another server"
+        measured = f"{min(ttft_ratios):.2f} to {max(ttft_ratios):.2f}; reached in {num_reached} of {len(ttft_ratios)}"
+        yield Goal(figure, f"at most {TTFT_RATIO:g}", measured, num_reached == len(ttft_ratios))
     memory, starts = results["scaling"]["kv_memory"], results["scaling"]["starts"]
     furthest = max((point["ratio"] for point in memory["points"]), key=lambda ratio: abs(ratio - 1))
     figure, is_near = "KV-cache memory, relative to the formula", abs(furthest - 1) <= MEMORY_SHARE
     yield Goal(figure, f"within {MEMORY_SHARE:.0%}", f"{furthest:.4f} at worst", is_near)
     for point in starts["points"]:
         for kind in ("warm", "cold") if point["bytes"] >= LARGE_BYTES else ():
-            size = f"{point['bytes'] / 1e9:.2g} GB of weights"
-            figure, wanted = (
-                f"Start with {size}, files {kind}, relative to reading them",
-                f"at most {START_RATIO:g} times",
-            )
-            yield _goal(figure, wanted, point, Column("", f"{kind}.ratio", ".1f"), lambda ratio: ratio <= START_RATIO)
+            figure = f"Start with {point['bytes'] / 1e9:.2g} GB of weights, files {kind}, relative to reading them"
+            yield _at_most(START_RATIO, figure, point, f"{kind}.ratio", ".1f")
     shares = [
         row["share_of_memory"]["median"]
         for row in results["kernels"]["rows"]
@@ -135,21 +134,6 @@ def aims(results: Mapping[str, dict[str, Any]]) -> Iterator[Goal]:
     size = f"{BANDWIDTH_BATCH} streams x {BANDWIDTH_CONTEXT} tokens"
     figure, measured = f"Decode attention from {size} up, share of bandwidth", f"{min(shares):.2f} to {max(shares):.2f}"
     yield Goal(figure, f"at least {BANDWIDTH_SHARE:g}", measured, min(shares) >= BANDWIDTH_SHARE)
-
-
-def _first_token_aims(cells: Sequence[dict[str, Any]]) -> Iterator[Goal]:
-    shares = [
-        Spread.of_ratios(*(figure[side]["ttft_p99_ms"]["values"] for side in ("ours", "theirs"))).median
-        for row in cells
-        if row["kind"] == "http" and row["streams"] in STREAMS
-        for figure in row["peers"].values()
-        if is_sound(figure)
-    ]
-    if shares:
-        num_reached = sum(share <= TTFT_RATIO for share in shares)
-        figure = f"TTFT p99 at {' and '.join(map(str, STREAMS))} streams, relative to another server"
-        measured = f"{min(shares):.2f} to {max(shares):.2f}; reached in {num_reached} of {len(shares)}"
-        yield Goal(figure, f"at most {TTFT_RATIO:g}", measured, num_reached == len(shares))
 
 
 def _word(is_reached: bool) -> str:
@@ -213,6 +197,46 @@ _START_COLUMNS = (
     Column("start to first token, s", "start_seconds", ".2f"),
     Column("read, s", "read_seconds", ".3f"),
     Column("ratio", "ratio", ".1f"),
+)
+# Wanted ratio of Kvasir to the best peer of the same precision, by number of streams.
+_DECODE_AIMS = {
+    "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
+    "int8": {1: 1.0, 4: 1.1, 16: 1.1, 64: 1.3},
+    "float32": {1: 1.0, 4: 1.0, 16: 1.0, 64: 1.0},
+}
+_PROMPT_AIM = 1.0
+_HTTP_AIMS = {16: 1.5, 64: 1.5}
+_DEFAULTS_AIMS = {1: 1.0, 16: 3.0, 64: 3.0}  # both servers started without flags
+_WHAT = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
+_AIM = (Column("aim", "aim"), Column("reached", "reached"))
+_BEST_COLUMNS = (
+    Column("shape", "shape"),
+    Column("precision", "precision"),
+    Column("what", "what"),
+    Column("streams", "streams"),
+    Column("context", "context"),
+    Column("best peer", "peer"),
+    Column("ratio to it", "ratio", ".2f"),
+    *_AIM,
+)
+_DEFAULTS_COLUMNS = (
+    Column("shape", "shape"),
+    Column("streams", "streams"),
+    Column("peer", "peer"),
+    Column("Kvasir, tokens/s", "ours_rate"),
+    Column("peer, tokens/s", "theirs.tokens_per_second", ".1f"),
+    Column("ratio", "ratio", ".2f"),
+    *_AIM,
+)
+_TTFT_COLUMNS = (
+    Column("shape", "shape"),
+    Column("precision", "precision"),
+    Column("streams", "streams"),
+    Column("peer", "peer"),
+    Column("Kvasir, TTFT p50 / p99 ms", "ours_ttft"),
+    Column("peer, TTFT p50 / p99 ms", "theirs_ttft"),
+    Column("p99 ratio", "ttft_ratio", ".2f"),
+    Column("client CPU, % of a core", "ours.client_cpu_share.median", ".0f", 100.0, " %"),
 )
 _MACHINE_COLUMNS = (
     Column("", "name"),
@@ -296,7 +320,123 @@ def _step_fits(steps: Mapping[str, Any]) -> str:
     return text_table(head, rows)
 
 
-def _machines(results: Mapping[str, Any]) -> str:
+def aim(row: Mapping[str, Any]) -> float | None:
+    """Return the wanted ratio of Kvasir to the best peer, or None without an aim."""
+    if row["precision"] == DEFAULTS:
+        return _DEFAULTS_AIMS.get(row["streams"])
+    if row["kind"] == "http":
+        return _HTTP_AIMS.get(row["streams"])
+    return _PROMPT_AIM if row["kind"] == "prompt" else _DECODE_AIMS[row["precision"]][row["streams"]]
+
+
+def _pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a cell's sound figures, one row per peer, with the cell's sizes and its aim.
+
+    An aim stays open if the figure of another peer was disturbed.
+    """
+    sound = {name: figure for name, figure in row["peers"].items() if is_sound(figure)}
+    disturbed = [name for name, figure in row["peers"].items() if "ratio" in figure and name not in sound]
+    reached = f"open: {', '.join(disturbed)} †" if disturbed else "yes"
+    wanted = aim(row)
+    rates = [value for figure in sound.values() for value in figure["ours"]["tokens_per_second"]["values"]]
+    context = "prompt_tokens" if row["kind"] == "prompt" else "context_length"
+    rows = []
+    for name, figure in sound.items():
+        pair = {
+            **{key: row[key] for key in ("shape", "precision", "streams")},
+            **figure,
+            "context": row[context],
+            "what": _WHAT[row["kind"]],
+            "peer": name,
+            "aim": "" if wanted is None else f"{wanted:.1f}",
+            "reached": "" if wanted is None else "**no**" if figure["ratio"]["median"] < wanted else reached,
+            "ours_rate": cell({"rate": spread(rates)}, Column("", "rate", ".0f" if max(rates) >= 100 else ".1f")),
+        }
+        if row["kind"] == "http":
+            pair |= {f"{side}_ttft": _ttfts(figure[side]) for side in ("ours", "theirs")}
+            pair["ttft_ratio"] = _ttft_ratio(figure)
+        rows.append(pair)
+    return rows
+
+
+def _ttft_ratio(figure: Mapping[str, Any]) -> float:
+    """Return Kvasir's TTFT p99 divided by the peer's, as the median over pairs."""
+    sides = (figure[side]["ttft_p99_ms"]["values"] for side in ("ours", "theirs"))
+    return float(ratio_spread(*sides)["median"])
+
+
+def _ttfts(side: Mapping[str, Any]) -> str:
+    return " / ".join(f"{side[f'ttft_{percentile}_ms']['median']:.0f}" for percentile in ("p50", "p99"))
+
+
+def peers_tables(result: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the page's tables of the comparison, and of servers without flags (only checkpoint, address and port)."""
+    notes = {
+        name: peer["note"] if peer["unavailable"] is None else f"**not available here:** {peer['unavailable']}"
+        for name, peer in result["peers"].items()
+    }
+    peers = [
+        {"name": name, "pins": ", ".join(peer["pins"]), "note": notes[name]} for name, peer in result["peers"].items()
+    ]
+    default_pairs = [pair for row in defaults["cells"] for pair in _pairs(row)]
+    best = [min(sound, key=lambda pair: pair["ratio"]["median"]) for row in result["cells"] if (sound := _pairs(row))]
+    return {
+        "quiet_cores": QUIET_CORES,
+        "steady_share": STEADY_SHARE,
+        "peers_shapes": _shapes(result),
+        "peers": table((Column("", "name"), Column("versions", "pins"), Column("as", "note")), peers),
+        "peers_best": table(_BEST_COLUMNS, best),
+        "peers_details": _details(result),
+        "defaults_shapes": _shapes(defaults),
+        "defaults": table(_DEFAULTS_COLUMNS, default_pairs),
+        "defaults_latencies": table(_TTFT_COLUMNS, default_pairs),
+    }
+
+
+def _shapes(result: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{name}: {sizes['num_layers']} layers, width {sizes['hidden_size']}, "
+        f"{sizes['num_heads']}/{sizes['num_kv_heads']} heads, MLP {sizes['mlp_size']}, "
+        f"vocabulary {sizes['vocab_size']:,}"
+        for name, sizes in result["shapes"].items()
+    )
+
+
+def _details(result: Mapping[str, Any]) -> str:
+    """Return a table for each kind of cell, with a column for each peer, and a table of failures."""
+    parts = []
+    for kind, title in _WHAT.items():
+        measured = [(row, sound) for row in result["cells"] if row["kind"] == kind and (sound := _pairs(row))]
+        if not measured:
+            continue
+        names = list(dict.fromkeys(name for row, _ in measured for name in row["peers"]))
+        head = ["shape", "precision", "streams", "context", "Kvasir, tokens/s"]
+        rows = [
+            [*(str(sound[0][key]) for key in ("shape", "precision", "streams", "context", "ours_rate"))]
+            + [_figure(row["peers"].get(name)) for name in names]
+            for row, sound in measured
+        ]
+        heads = [*head, *(f"{name}, tokens/s; ratio" for name in names)]
+        parts.append(f"### {title[0].upper()}{title[1:]}\n\n{text_table(heads, rows)}")
+        if kind == "http":
+            parts.append(table(_TTFT_COLUMNS, (pair for _, sound in measured for pair in sound)))
+    failed = [(name, figure) for row in result["cells"] for name, figure in row["peers"].items() if "error" in figure]
+    counts = Counter((name, figure["error"]) for name, figure in failed)
+    if counts:
+        columns = (Column("peer", "peer"), Column("cells", "cells"), Column("reason", "reason"))
+        rows_failed = [{"peer": name, "cells": n, "reason": error} for (name, error), n in counts.items()]
+        parts.append(f"Failures:\n\n{table(columns, rows_failed)}")
+    return "\n".join(parts)
+
+
+def _figure(figure: Mapping[str, Any] | None) -> str:
+    if figure is None or not is_sound(figure):
+        return "†" if figure is not None and "ratio" in figure else ""
+    return f"{figure['theirs']['tokens_per_second']['median']:.0f}; {cell(figure, Column('', 'ratio', '.2f'))}"
+
+
+def machine_table(results: Mapping[str, Any]) -> str:
+    """Return a table of the commit, machine and date of each result."""
     rows = []
     for name, result in results.items():
         machine, versions = result["machine"], result["versions"]
@@ -333,8 +473,8 @@ def render(results: Mapping[str, dict[str, Any]]) -> str:
         "engine_prompts": table(PROMPT_COLUMNS, engine["prompts"]),
         "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
         "latency": table(_LATENCY_COLUMNS, limits),
-        "machines": _machines(results),
-        **peers_section.values(results["peers"], results["defaults"]),
+        "machines": machine_table(results),
+        **peers_tables(results["peers"], results["defaults"]),
         **_service(results),
         **_scaling(results["scaling"]),
     }
@@ -363,19 +503,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    page = render(results)
-    paths = {name: arguments.page.parent / file for name, (file, _) in PICTURES.items()}
-    if not arguments.check:
-        arguments.page.write_text(page, encoding="utf-8")
-        for name, path in paths.items():
-            PICTURES[name][1](path, results[name])
-        print(arguments.page, *paths.values(), sep="\n")
+    pictures = {arguments.page.parent / file: (draw, results[name]) for name, (file, draw) in PICTURES.items()}
+    return write_or_check(parser.prog, arguments.page, render(results), pictures, check=arguments.check)
+
+
+def write_or_check(
+    program: str,
+    path: Path,
+    page: str,
+    pictures: Mapping[Path, tuple[Callable[[Path, Any], None], Any]],
+    *,
+    check: bool,
+) -> int:
+    """Write a page and its pictures, or check that the files match. Return the exit code: 0; 1 if a file differs.
+
+    pictures: for each file, the function that draws it and the result that it shows.
+    """
+    if not check:
+        path.write_text(page, encoding="utf-8")
+        for picture, (draw, result) in pictures.items():
+            draw(picture, result)
+        print(path, *pictures, sep="\n")
         return 0
-    stale = [path for name, path in paths.items() if not shows(path, results[name])]
-    if not arguments.page.is_file() or arguments.page.read_text(encoding="utf-8") != page:
-        stale.insert(0, arguments.page)
-    for path in stale:
-        print(f"{path} does not match {arguments.results}; run {parser.prog}", file=sys.stderr)
+    stale = [picture for picture, (_, result) in pictures.items() if not shows(picture, result)]
+    if not path.is_file() or path.read_text(encoding="utf-8") != page:
+        stale.insert(0, path)
+    for file in stale:
+        print(f"{file} does not match its results; run {program}", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -3,78 +3,348 @@
     python -m loadtest.inprocess.bench_attention train --seeds 1 2    trains missing runs: half an hour per seed
     python -m loadtest.inprocess.bench_attention speed                trains and serves all mechanisms in turn: minutes
 
-An interrupted `train` continues with the same command. Each phase writes its own part of the file and keeps the
-other. `python -m loadtest.docgen.attention_page` then writes the page.
+`train` runs `kvasir train` for each recipe and seed. An interrupted run continues with the same command, and a
+finished run is read. `speed` measures in rounds: each round runs every mechanism for a moment, so that a slow minute
+of the machine affects all. Ratios compare tokens per second of CPU time, so that other processes do not count.
 """
 
-import argparse
-import json
+import itertools
+import math
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.inprocess.attention_speed import measure
-from loadtest.inprocess.attention_training import collect, train_all
-from loadtest.measurement.provenance import provenance, quiet_or_warned, tell
-from model.checkpoint.manifest import CheckpointError
+import torch
+
+from loadtest.client.workload import tales
+from loadtest.inprocess.bench_engine import Prompts
+from loadtest.inprocess.closed_loop import greedy, run_closed
+from loadtest.inprocess.engine import InProcess
+from loadtest.measurement.benchmark_program import (
+    MeasurementFailed,
+    benchmark_parser,
+    read_arguments,
+    run_benchmark,
+    show,
+)
+from loadtest.measurement.spread import ratio_spread, spread
+from model.attention.backends import ATTENTION_BACKENDS
+from model.attention.layer_spec import AttentionForm
+from model.attention.metadata import AttentionMetadata
+from model.checkpoint.manifest import read_manifest
+from model.training.config import TrainConfig, load_train_config
+from model.training.corpus import read_corpus
+from model.training.state import deterministic, read_log
+from model.training.train import RunSettings, Trainer, default_precision
+from service.config.settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OUT = ROOT / "docs" / "results" / "attention.json"
+RECIPES = ROOT / "model" / "training" / "configs" / "attention"
+BASELINE = "multi-head"
+EAGER = "eager"  # the baseline's weights on the unfused attention backend
+# One thread: the machine is shared, and a second thread gains little for a model of this size.
+TRAIN_FLAGS = ("--threads", "1", "--no-compile")
+TRAIN_STEPS = 8
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 64
+KERNEL_LENGTHS = (128, 512, 2048)
+_KERNEL_SECONDS = 0.5
+_KERNEL_HEADS, _KERNEL_HEAD_DIM = 4, 32
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.inprocess.bench_attention", description=__doc__.split("\n")[0]
-    )
-    phases = parser.add_subparsers(dest="phase", required=True)
-    train = phases.add_parser("train", help="train every mechanism and collect the losses")
-    train.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="seeds to train (default: 1)")
-    speed = phases.add_parser("speed", help="measure every trained mechanism")
-    speed.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the runs to serve (default: 1)")
-    speed.add_argument("--rounds", type=int, default=7, metavar="N", help="repeats (default: 7)")
-    speed.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
-    for phase in (train, speed):
-        phase.add_argument(
-            "--runs", type=Path, default=Path("runs/attention"), metavar="DIR", help="default: %(default)s"
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One mechanism of docs/attention.md.
+
+    name: name of its recipe and of its runs. title: name on the page. compared_with: the row from which it differs
+    by one choice.
+    """
+
+    name: str
+    title: str
+    compared_with: str = BASELINE
+
+    def recipe(self) -> TrainConfig:
+        """Read the recipe. Raises ValueError as `load_train_config` does."""
+        return load_train_config(RECIPES / f"{self.name}.toml")
+
+    def changes(self) -> dict[str, Any]:
+        """Return the model's settings that differ from the compared row, JSON-ready."""
+        before = load_train_config(RECIPES / f"{self.compared_with}.toml").model.to_dict()
+        return {key: value for key, value in self.recipe().model.to_dict().items() if value != before[key]}
+
+
+ROWS = (
+    Row("average", "simple average", "learned"),
+    Row("single-head", "single-head"),
+    Row("multi-head", "multi-head, rotary (the baseline)"),
+    Row("grouped-query", "grouped-query, 2 of 4"),
+    Row("multi-query", "multi-query"),
+    Row("none", "no positions"),
+    Row("learned", "learned positions"),
+    Row("sinusoidal", "sinusoidal positions"),
+    Row("sinusoidal-scaled", "sinusoidal, token embeddings x sqrt(width)", "sinusoidal"),
+    Row("scaled-embeddings", "rotary, token embeddings x sqrt(width)"),
+    Row("partial-rotary", "partial rotary, 8 of 32"),
+    Row("relative-bias", "relative bias (T5)"),
+    Row("alibi", "linear biases (ALiBi)"),
+    Row("disentangled", "disentangled (DeBERTa)"),
+    Row("sliding-window", "sliding window of 32, but in the last layer"),
+    Row("qk-norm", "normalised queries and keys"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """One mechanism trained from one seed, in a directory of its own."""
+
+    row: Row
+    seed: int
+    directory: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        """Directory of the run's checkpoint."""
+        return self.directory / "checkpoint"
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the run is finished: `kvasir train` writes the model card last."""
+        return (self.checkpoint / "MODEL_CARD.md").is_file()
+
+    def train(self) -> None:
+        """Start or continue the run by `kvasir train`. Raises MeasurementFailed if the command fails."""
+        recipe = ["--config", str(RECIPES / f"{self.row.name}.toml"), "--seed", str(self.seed)]
+        paths = ["--run-directory", str(self.directory), "--out", str(self.checkpoint)]
+        command = [sys.executable, "-m", "service.cli", "train", *recipe, *paths, *TRAIN_FLAGS]
+        if code := subprocess.run(command, check=False).returncode:
+            raise MeasurementFailed(f"{' '.join(command)}: exit code {code}; repeat the command to continue")
+
+    def result(self) -> dict[str, Any]:
+        """Return the run's losses and facts, JSON-ready.
+
+        Raises MeasurementFailed if the run is not finished or has another recipe.
+        """
+        if not self.is_finished:
+            raise MeasurementFailed(f"{self.directory} is not finished: run bench_attention train --seeds {self.seed}")
+        manifest, recipe = read_manifest(self.checkpoint), self.row.recipe()
+        training = manifest.training
+        if (manifest.config, training["steps"], training["seed"]) != (recipe.model, recipe.steps, self.seed):
+            raise MeasurementFailed(
+                f"{self.directory} was trained with another recipe than {self.row.name}.toml; delete it"
+            )
+        (nats,) = training["held_out_nats_per_token"].values()
+        log = [line for line in read_log(self.directory / "log.jsonl") if "held_out_loss" in line]
+        return {
+            "seed": self.seed,
+            "nats_per_token": nats,
+            "train_seconds": training["seconds"],
+            "precision": training["precision"],
+            "commit": training["commit"][:12],
+            "tokenizer": manifest.files["tokenizer.tiktoken"][1],
+            "curve": [[line["step"] + 1, round(line["held_out_loss"], 4)] for line in log],
+        }
+
+
+def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """Train the unfinished runs, seed by seed, and return the results of all runs, JSON-ready.
+
+    Raises:
+        MeasurementFailed: a run failed, has another recipe, or has another tokenizer than the other runs.
+    """
+    planned = {(row.name, seed): TrainingRun(row, seed, runs / f"{row.name}-{seed}") for seed in seeds for row in ROWS}
+    for run in planned.values():
+        if not run.is_finished:
+            show(f"training {run.row.name}, seed {run.seed}")
+            run.train()
+    done = {key: run.result() for key, run in planned.items()}
+    if len({run["tokenizer"] for run in done.values()}) > 1:
+        raise MeasurementFailed(f"the runs in {runs} have different tokenizers, so losses differ; delete the runs")
+    recipe = ROWS[0].recipe()
+    return {
+        "settings": {
+            "seeds": list(seeds),
+            **{key: getattr(recipe, key) for key in ("steps", "batch_size", "sequence_length", "vocab_size")},
+            "precision": sorted({run["precision"] for run in done.values()}),
+            "train_minutes": math.ceil(sum(run["train_seconds"] for run in done.values()) / 60),
+        },
+        "rows": {
+            row.name: {
+                "title": row.title,
+                "compared_with": row.compared_with,
+                "changes": row.changes(),
+                "parameters": row.recipe().model.num_parameters,
+                "kv_bytes_per_token": row.recipe().model.kv_bytes_per_token(4),  # float32, as served by `speed`
+                "runs": [done[row.name, seed] for seed in seeds],
+            }
+            for row in ROWS
+        },
+    }
+
+
+def speed(runs: Path, seed: int, rounds: int, threads: int) -> dict[str, Any]:
+    """Measure training and serving speed of each mechanism, and the speedup of the fused kernel, JSON-ready.
+
+    Raises:
+        MeasurementFailed: a run of this seed is missing.
+    """
+    trained = {row.name: TrainingRun(row, seed, runs / f"{row.name}-{seed}") for row in ROWS}
+    for run in trained.values():
+        run.result()  # report a missing run before the long work
+    torch.set_num_threads(threads)
+    sides = {name: (run, "sdpa") for name, run in trained.items()} | {EAGER: (trained[BASELINE], "eager")}
+    with tempfile.TemporaryDirectory() as scratch:
+        training = _in_rounds("training", _trainers(sides, Path(scratch)), rounds)
+    torch.use_deterministic_algorithms(mode=False)
+    serving = _in_rounds("serving", _servers(sides, threads), rounds)
+    return {
+        "settings": {
+            "rounds": rounds,
+            "threads": threads,
+            "train_steps": TRAIN_STEPS,
+            "train_precision": default_precision("cpu"),
+            "streams": STREAMS,
+            "prompt_tokens": PROMPT_TOKENS,
+            "output_tokens": OUTPUT_TOKENS,
+            "serve_dtype": "float32",
+        },
+        "rows": {name: _speeds("trained", training, name) | _speeds("served", serving, name) for name in sides},
+        "kernels": [measure_kernel(length, rounds) for length in KERNEL_LENGTHS],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Tokens or calls, and the seconds that they took: wall time, and CPU time of all threads of this process."""
+
+    count: int
+    seconds: float
+    cpu_seconds: float
+
+
+def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) -> dict[str, list[Timing]]:
+    """Run all works in turn in each round, after one warm-up round. A work returns its number of tokens or calls."""
+    timings: dict[str, list[Timing]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        show(f"{label}, round {number} of {rounds}")
+        for name, work in works.items():
+            began, cpu_began = time.perf_counter(), time.process_time()
+            count = work()
+            timing = Timing(count, time.perf_counter() - began, time.process_time() - cpu_began)
+            timings[name] += [timing] if number else []
+    return timings
+
+
+def _speeds(label: str, timings: Mapping[str, Sequence[Timing]], name: str) -> dict[str, Any]:
+    """Return a mechanism's tokens/s, and its ratio to the baseline within each round."""
+    own, baseline = ([timing.count / timing.cpu_seconds for timing in timings[side]] for side in (name, BASELINE))
+    return {
+        f"{label}_tokens_per_second": spread(timing.count / timing.seconds for timing in timings[name]),
+        f"{label}_ratio": ratio_spread(own, baseline),
+    }
+
+
+def _trainers(sides: Mapping[str, tuple[TrainingRun, str]], scratch: Path) -> dict[str, Callable[[], int]]:
+    """Return functions that train each mechanism for a few steps. All share the baseline's corpus and tokenizer."""
+    run, _ = sides[BASELINE]
+    corpus = read_corpus(run.row.recipe(), run.directory, show)
+
+    def trainer_of(name: str, recipe: TrainConfig, attention: str) -> Callable[[], int]:
+        deterministic(recipe.seed)
+        settings = RunSettings(
+            run_directory=scratch / name,
+            checkpoint=scratch / name / "checkpoint",
+            device="cpu",
+            precision=default_precision("cpu"),
+            compile=False,
+            stop_after=None,
+            attention=attention,
         )
-        phase.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="default: docs/results/attention.json")
-    return parser
+        trainer = Trainer(recipe, settings, corpus)
+
+        def steps() -> int:
+            for _ in range(TRAIN_STEPS):
+                trainer.train_step()
+            return TRAIN_STEPS * recipe.tokens_per_step
+
+        return steps
+
+    return {name: trainer_of(name, run.row.recipe(), attention) for name, (run, attention) in sides.items()}
+
+
+def _servers(sides: Mapping[str, tuple[TrainingRun, str]], threads: int) -> dict[str, Callable[[], int]]:
+    """Return functions that complete one wave of prompts by the engine, from each mechanism's checkpoint."""
+
+    def server_of(run: TrainingRun, attention: str) -> Callable[[], int]:
+        settings = {"dtype": "float32", "attention": attention, "threads": threads, "max_num_running": STREAMS}
+        served = InProcess.open(
+            ModelSettings.model_validate({"checkpoint": run.checkpoint, "device": "cpu"} | settings)
+        )
+        prompts = Prompts(served.token_ids(tales()))
+        uids = (f"attention-{number}" for number in itertools.count())
+
+        def wave() -> int:
+            submits = [greedy(next(uids), prompts.next(PROMPT_TOKENS), OUTPUT_TOKENS) for _ in range(STREAMS)]
+            return run_closed(served.engine, submits, num_streams=STREAMS).num_completion_tokens
+
+        return wave
+
+    return {name: server_of(run, attention) for name, (run, attention) in sides.items()}
+
+
+def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
+    """Measure causal attention over one sequence on the eager and the fused backend: CPU milliseconds per call.
+
+    score_bytes: size of the stored scores, heads x length² x 4 bytes. The fused kernel stores no scores.
+    """
+    qkv = torch.randn(3, length, _KERNEL_HEADS, _KERNEL_HEAD_DIM).unbind()
+    form = AttentionForm(layer=0, scale=_KERNEL_HEAD_DIM**-0.5, window=None, bias=None)
+    metadata = AttentionMetadata.uncached((length,))
+
+    def calls_of(attention: str) -> Callable[[], int]:
+        @torch.inference_mode()
+        def calls() -> int:
+            count, began = 0, time.process_time()
+            while not count or time.process_time() - began < _KERNEL_SECONDS / rounds:
+                ATTENTION_BACKENDS[attention].attend(*qkv, form=form, metadata=metadata, kv_cache=None)
+                count += 1
+            return count
+
+        return calls
+
+    timings = _in_rounds(f"{length} tokens", {name: calls_of(name) for name in ("eager", "sdpa")}, rounds)
+    eager, fused = ([1e3 * timing.cpu_seconds / timing.count for timing in timings[name]] for name in ("eager", "sdpa"))
+    return {
+        "length": length,
+        "score_bytes": _KERNEL_HEADS * length**2 * 4,
+        "eager_ms": spread(eager),
+        "fused_ms": spread(fused),
+        "ratio": ratio_spread(eager, fused),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a phase and write its part of the JSON. Return the exit code: 0; 1 if the phase failed."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    arguments = parser.parse_args(given)
-    facts = provenance(parser.prog, given) | {"other_work_cores": quiet_or_warned(parser.prog)}
-    began = time.perf_counter()
-    try:
-        result = facts | _run(arguments)
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    result["took_seconds"] = round(time.perf_counter() - began, 1)
-    both: dict[str, Any] = {"kind": "attention"}
-    if arguments.out.is_file():
-        both = json.loads(arguments.out.read_text(encoding="utf-8"))
-    both[arguments.phase] = result
-    tell(both, arguments.out)
-    return 0
+    parser = benchmark_parser("loadtest.inprocess.bench_attention", "Train and measure every attention mechanism.")
+    add = parser.add_argument
+    add("phase", choices=("train", "speed"))
+    add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="seeds to train; `speed` uses the first")
+    add("--rounds", type=int, default=7, metavar="N", help="repeats of `speed` (default: 7)")
+    add("--threads", type=int, default=1, metavar="N", help="CPU threads of `speed` (default: 1)")
+    add("--runs", type=Path, default=Path("runs/attention"), metavar="DIR", help="default: runs/attention")
+    parser.set_defaults(out=ROOT / "docs" / "results" / "attention.json")
+    arguments = read_arguments(parser, argv)
 
+    def measure() -> dict[str, Any]:
+        if arguments.phase == "train":
+            return train(arguments.runs, arguments.seeds)
+        return speed(arguments.runs, arguments.seeds[0], arguments.rounds, arguments.threads)
 
-def _run(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.phase == "train":
-        train_all(arguments.runs, arguments.seeds)
-        return collect(arguments.runs, arguments.seeds)
-    return measure(
-        arguments.runs, seed=arguments.seed, rounds=arguments.rounds, threads=arguments.threads, report=_report
-    )
-
-
-def _report(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return run_benchmark(parser, arguments, measure, part=arguments.phase)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ probes the machine's limits (`loadtest.measurement.roofline`).
 """
 
 import argparse
+import dataclasses
 import itertools
 import tempfile
 from collections.abc import Sequence
@@ -17,22 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ByteSize
-
 from loadtest.client.workload import tales
 from loadtest.inprocess.closed_loop import greedy, run_closed
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.benchmark_program import show
 from loadtest.measurement.model_shapes import write_random_checkpoint
-from loadtest.measurement.roofline import FORMULAS, WEIGHT_BYTES, Machine, Roofline, Work, WorkFormula
+from loadtest.measurement.roofline import WEIGHT_BYTES, Machine, Roofline, Work, WorkFormula
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.measurement.tables import Column, table
-from model.checkpoint.manifest import read_manifest
-from model.config import ModelConfig
 from service.config.settings import ModelSettings
 
 _PROMPT_TOKENS_PER_REPEAT = 256  # several short prompts are averaged
-_MIB = 2**20
 DECODE_COLUMNS = (
     Column("sequences", "batch_size"),
     Column("context", "context_length"),
@@ -59,7 +55,7 @@ class Prompts:
         self._starts = itertools.count()
 
     def next(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the next prompt. The stride is prime to the text's length, or nearly, which keeps the starts apart."""
+        """Return the next prompt. A stride by a prime keeps the starts of prompts apart."""
         count = len(self._token_ids)
         start = next(self._starts) * 7919 % count
         return tuple(self._token_ids[(start + offset) % count] for offset in range(num_tokens))
@@ -82,19 +78,13 @@ class Point:
     seconds: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
 
-    @property
-    def label(self) -> str:
-        """Name of the point for the user."""
-        size = f"{self.batch_size} sequences at context {self.context_length}"
-        return size if self.batch_size else f"prompt of {self.prompt_tokens} tokens"
-
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         sizes = {"batch_size": self.batch_size, "context_length": self.context_length}
         num_tokens = self.batch_size or self.prompt_tokens
         return {
             **(sizes if self.batch_size else {"prompt_tokens": self.prompt_tokens}),
-            **self.work.to_dict(),
+            **dataclasses.asdict(self.work),
             "step_ms" if self.batch_size else "ttft_ms": spread(1e3 * seconds for seconds in self.seconds),
             "tokens_per_second": spread(num_tokens / seconds for seconds in self.seconds),
             "of_the_roofline": ratio_spread(self.bounds, self.seconds),
@@ -123,7 +113,7 @@ class Sweep:
         self.machines.append(self._roofline.probe())
 
     def measure(self, point: Point) -> None:
-        """Add one repeat to a point. Raises `ValueError` if the sequences never ran all at once."""
+        """Add one repeat to a point. Raises `ValueError` if the sequences never ran at the same time."""
         if point.batch_size:
             point.seconds.append(self._step_seconds(point, point.output_tokens))
         else:
@@ -186,24 +176,8 @@ def make_points(
     return points
 
 
-def with_room(arguments: argparse.Namespace, settings: ModelSettings, config: ModelConfig) -> ModelSettings:
-    """Return the settings with a KV-cache large enough for the sweep, if its size is `auto`.
-
-    The size covers all sequences at the longest context, and half as much again for prompts computed in between.
-    """
-    if settings.kv_cache_memory != "auto":
-        return settings
-    longest = min(max(arguments.context), config.max_context_length) + 2 * arguments.steps
-    tokens = max(max(arguments.batch) * longest * 3 // 2, config.max_context_length + settings.block_size)
-    cache_dtype = settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    value_bytes = WEIGHT_BYTES.get(cache_dtype, WEIGHT_BYTES["float32"])  # auto is at most float32
-    size = tokens * config.kv_bytes_per_token(value_bytes)
-    return settings.model_copy(update={"kv_cache_memory": ByteSize((-(-size // _MIB) + 1) * _MIB)})
-
-
 def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
     """Run the sweep. Raises `ValueError` if the sweep or the checkpoint cannot be used."""
-    settings = with_room(arguments, settings, read_manifest(settings.checkpoint).config)
     contestant = InProcess.open(settings)
     sweep = Sweep(contestant)
     points = make_points(arguments, settings, sweep.formula, contestant.max_context_tokens)
@@ -223,7 +197,6 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
             "weights": contestant.facts["weights"],
             "gb_per_second": spread(machine.bytes_per_second / 1e9 for machine in sweep.machines),
             "gflops": spread(machine.flops_per_second / 1e9 for machine in sweep.machines),
-            "formulas": FORMULAS,
         },
         "decode": [point.to_dict() for point in points if point.batch_size],
         "prompts": [point.to_dict() for point in points if not point.batch_size],

@@ -78,32 +78,26 @@ class Layers:
         config, dtype = shape_config(case.shape), _DTYPES[case.dtype]
         token_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         self.layer_bytes = sum(case.contexts) * token_bytes
-        needs = [-(-length // _BLOCK_SIZE) for length in case.contexts]
-        num_blocks = sum(needs)
         self.num_layers = max(4, _COLD_BYTES // self.layer_bytes)
         sizes = SHAPE_SIZES[case.shape] | {"num_layers": self.num_layers}
         config = type(config).from_dict({**config.to_dict(), **sizes})
-        self.cache = KVCache(config, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype, device="cpu")
+        width = -(-max(case.contexts) // _BLOCK_SIZE)
+        count = len(case.contexts) * width
+        tables_BN = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(-1, width)
+        self.cache = KVCache(config, num_blocks=tables_BN.numel(), block_size=_BLOCK_SIZE, dtype=dtype, device="cpu")
         for pool in (self.cache.keys_LNPKD, self.cache.values_LNPKD):
             pool.copy_(torch.randn(pool.shape[1:]).to(dtype))
-        blocks = iter(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist())
-        tables = [list(itertools.islice(blocks, need)) for need in needs]
-        width = max(needs)
-        positions = [range(length - case.queries, length) for length in case.contexts]
-        slots = [
-            table[position // _BLOCK_SIZE] * _BLOCK_SIZE + position % _BLOCK_SIZE
-            for table, of in zip(tables, positions, strict=True)
-            for position in of
-        ]
+        positions_BT = torch.stack([torch.arange(length - case.queries, length) for length in case.contexts])
+        slots_BT = tables_BN.gather(1, positions_BT // _BLOCK_SIZE) * _BLOCK_SIZE + positions_BT % _BLOCK_SIZE
         self.fields: dict[str, Any] = {
             "query_lengths": (case.queries,) * len(case.contexts),
             "context_lengths": case.contexts,
-            "positions_T": torch.tensor([position for of in positions for position in of]),
-            "slot_mapping_T": torch.tensor(slots),
-            "block_tables_BN": torch.tensor([table + [0] * (width - len(table)) for table in tables]),
+            "positions_T": positions_BT.flatten(),
+            "slot_mapping_T": slots_BT.flatten(),
+            "block_tables_BN": tables_BN,
         }
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.inputs = [torch.randn(len(slots), count, config.head_dim).to(dtype) for count in heads]
+        self.inputs = [torch.randn(slots_BT.numel(), count, config.head_dim).to(dtype) for count in heads]
         self.scale = config.head_dim**-0.5
 
     @torch.inference_mode()
@@ -161,12 +155,10 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     for shape, dtype, batch, context in itertools.product(
         arguments.shape, arguments.dtype, arguments.batch, arguments.context
     ):
-        contexts = [context] * batch
-        if arguments.ragged and not arguments.prefill:
-            generator = random.Random(0)
-            contexts[1:] = [generator.randint(_SHORTEST, context) for _ in contexts[1:]]
-        queries = context if arguments.prefill else 1
-        made.append(Case(shape=shape, dtype=dtype, queries=queries, contexts=tuple(contexts)))
+        generator = random.Random(0)
+        shortest = _SHORTEST if arguments.ragged and not arguments.prefill else context
+        contexts = (context, *(generator.randint(shortest, context) for _ in range(batch - 1)))
+        made.append(Case(shape=shape, dtype=dtype, queries=context if arguments.prefill else 1, contexts=contexts))
     return made
 
 

@@ -1,5 +1,6 @@
 """The engine in-process under N closed-loop clients: the counterpart of HTTP figures."""
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -78,9 +79,8 @@ class EngineRun:
     @property
     def ttft_seconds(self) -> tuple[float, ...]:
         """Submission to first token of each sequence."""
-        return tuple(
-            times[0] - submitted for submitted, times in zip(self.submitted_seconds, self.token_seconds, strict=True)
-        )
+        pairs = zip(self.submitted_seconds, self.token_seconds, strict=True)
+        return tuple(times[0] - submitted for submitted, times in pairs)
 
 
 def run_closed(engine: Any, submits: Iterable[Submit], *, num_streams: int) -> EngineRun:
@@ -94,19 +94,17 @@ def run_closed(engine: Any, submits: Iterable[Submit], *, num_streams: int) -> E
     """
     waiting = iter(submits)
     streams: dict[str, _Stream] = {}
-    num_open = 0
     began = time.perf_counter()
 
-    def submit_next() -> int:
-        submit = next(waiting, None)
-        if submit is None:
-            return 0
-        streams[submit.uid] = _Stream(time.perf_counter())
-        engine.submit(submit)
-        return 1
+    def submit_next(count: int) -> int:
+        """Submit up to `count` waiting sequences and return their number."""
+        submits = list(itertools.islice(waiting, count))
+        for submit in submits:
+            streams[submit.uid] = _Stream(time.perf_counter())
+            engine.submit(submit)
+        return len(submits)
 
-    for _ in range(num_streams):
-        num_open += submit_next()
+    num_open = submit_next(num_streams)
     while num_open:
         if not engine.has_work:
             raise RuntimeError(f"the engine is idle with {num_open} sequences unfinished")
@@ -120,7 +118,7 @@ def run_closed(engine: Any, submits: Iterable[Submit], *, num_streams: int) -> E
                 if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
                     raise RuntimeError(f"sequence {event.uid} ended with {finish.reason}: {finish.error}")
                 stream.num_cached_tokens = finish.num_cached_tokens
-                num_open += submit_next() - 1
+                num_open += submit_next(1) - 1
     return EngineRun(
         began_seconds=began,
         ended_seconds=time.perf_counter(),

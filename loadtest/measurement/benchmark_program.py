@@ -1,6 +1,7 @@
 """Frame of every benchmark program: arguments, provenance, duration, JSON and exit code."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,8 +41,11 @@ def run_benchmark(
     measure: Callable[[], dict[str, Any]],
     *,
     prints_json: bool = True,
+    part: str | None = None,
 ) -> int:
     """Measure, and write the figures with their provenance as JSON: to `--out`, or to standard output.
+
+    part: field of the file at `--out` that is replaced; None replaces the file.
 
     Returns the exit code: 0; 1 after `MeasurementFailed`. A `ValueError` exits with 2, as invalid arguments do.
     """
@@ -54,8 +58,11 @@ def run_benchmark(
         return 1
     except ValueError as error:
         parser.error(str(error))
+    result = facts | {"took_seconds": round(time.perf_counter() - began, 1)} | result
+    if part is not None:
+        result = (json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}) | {part: result}
     if prints_json or arguments.out is not None:
-        tell(facts | {"took_seconds": round(time.perf_counter() - began, 1)} | result, arguments.out)
+        tell(result, arguments.out)
     return 0
 
 

@@ -22,12 +22,13 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 
 def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Return a JSON-ready account of this run. `program` and `arguments` are the command as typed in a shell."""
+    packages = (package for name in _PACKAGES for package in list(importlib.metadata.distributions(name=name))[:1])
     return {
         "command": shlex.join([*program.split(), *arguments]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
         "machine": machine(),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version()} | {package.name: package.version for package in packages},
     }
 
 
@@ -71,8 +72,9 @@ def busy_seconds() -> float:
 
 def machine() -> dict[str, Any]:
     """Return processor, cores and memory."""
+    named = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        "processor": _processor(),
+        "processor": named[1] if named else platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.system() + " " + platform.machine(),
@@ -84,27 +86,17 @@ def _commit() -> str:
 
     Changes in docs/ do not count, because a run writes its results there.
     """
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+        head = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{head} with local changes" if changed else head
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def _processor() -> str:
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else platform.processor() or "unknown"
-
-
-def _versions() -> dict[str, str]:
-    found = {package: list(importlib.metadata.distributions(name=package)) for package in _PACKAGES}
-    return {package: distributions[0].version for package, distributions in found.items() if distributions}
 
 
 def digest(result: object) -> str:

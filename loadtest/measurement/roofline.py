@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -33,13 +32,6 @@ _TRIES = 5
 _PROCESSOR_SIDE, _PROCESSOR_TRIES = 1024, 9
 
 WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-FORMULAS = {
-    "decode_bytes": "W w + B C k",
-    "decode_flops": "2 W B + 4 B C A",
-    "prompt_bytes": "W w s",
-    "prompt_flops": "2 (W - H) n + 2 H + 2 n (n + 1) A",
-    "bound_seconds": "max(bytes / bandwidth, FLOPs / peak)",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +53,6 @@ class Work:
         """Return the least time of the work, with reading and multiplying in parallel."""
         return max(self.bytes / machine.bytes_per_second, self.flops / machine.flops_per_second)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return {"bytes": self.bytes, "flops": self.flops}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkFormula:
@@ -80,7 +68,8 @@ class WorkFormula:
 
     def decode(self, *, batch_size: int, context_length: float) -> Work:
         """Return the work of a step that decodes `batch_size` sequences of `context_length` tokens on average."""
-        seen = sum(self._seen(layer, context_length) for layer in range(self.config.num_layers))
+        windows = map(self.config.window, range(self.config.num_layers))
+        seen = sum(context_length if window is None else min(context_length, window) for window in windows)
         per_layer = self.config.kv_bytes_per_token(self.kv_value_bytes) / self.config.num_layers
         return Work(
             self._weight_bytes + round(batch_size * seen * per_layer),
@@ -90,7 +79,8 @@ class WorkFormula:
     def prompt(self, *, num_tokens: int, tokens_per_step: int) -> Work:
         """Return the work until the first token of a prompt without a cached prefix, alone in the engine."""
         steps = -(-num_tokens // tokens_per_step)
-        pairs = sum(_num_pairs(num_tokens, self.config.window(layer)) for layer in range(self.config.num_layers))
+        windows = (self.config.window(layer) or num_tokens for layer in range(self.config.num_layers))
+        pairs = sum(sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows)
         linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
         return Work(self._weight_bytes * steps, linear + 4 * pairs * self._attended)
 
@@ -113,17 +103,6 @@ class WorkFormula:
     def _attended(self) -> int:
         """Numbers in one layer's query heads."""
         return self.config.num_heads * self.config.head_dim
-
-    def _seen(self, layer: int, context_length: float) -> float:
-        window = self.config.window(layer)
-        return context_length if window is None else min(context_length, window)
-
-
-def _num_pairs(num_tokens: int, window: int | None) -> int:
-    """Return the pairs of a token and a token that it attends to, itself included."""
-    if window is None or window >= num_tokens:
-        return num_tokens * (num_tokens + 1) // 2
-    return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 class Roofline:

@@ -8,21 +8,13 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Values of a repeated measurement, in the order they were taken.
-
-    Raises:
-        ValueError: there is no value.
-    """
+    """Values of a repeated measurement, at least one, in the order of measuring."""
 
     values: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if not self.values:
-            raise ValueError("a spread needs at least one value")
-
     @classmethod
     def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Self:
-        """Return ratios pair by pair. Both values of a pair met the same state of the machine, so drift cancels."""
+        """Return ratios pair by pair. Drift of the machine affects both values of a pair alike, so it cancels."""
         return cls(tuple(top / bottom for top, bottom in zip(numerators, denominators, strict=True)))
 
     @property
@@ -32,12 +24,8 @@ class Spread:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary: median, minimum, maximum and every value."""
-        return {
-            "median": self.median,
-            "min": min(self.values),
-            "max": max(self.values),
-            "values": list(self.values),
-        }
+        values = list(self.values)
+        return {"median": self.median, "min": min(values), "max": max(values), "values": values}
 
 
 def spread(values: Iterable[float]) -> dict[str, Any]:

@@ -18,11 +18,17 @@ class Column(NamedTuple):
     unit: str = ""
 
 
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a dotted path of a row."""
+    value: Any = row
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
 def cell(row: Mapping[str, Any], column: Column) -> str:
     """Return the text of one value. A spread becomes its median, with minimum and maximum in brackets."""
-    value: Any = row
-    for name in column.key.split("."):
-        value = value[name]
+    value = value_at(row, column.key)
     if isinstance(value, Mapping):
         low, median, high = (f"{column.scale * value[name]:{column.form}}" for name in ("min", "median", "max"))
         return f"{median} ({low}–{high}){column.unit}"

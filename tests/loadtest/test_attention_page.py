@@ -1,21 +1,121 @@
-"""docs/attention.md: measured parts from JSON alone, noise said to be noise, and equal to what the repository holds."""
+"""docs/attention.md: measured parts from JSON alone, equal to the results in the repository."""
 
 import copy
 import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.docgen import attention_page
-from loadtest.inprocess.attention_mechanisms import ROWS
-from loadtest.inprocess.seed_noise import Difference, differences, mean_loss, seed_spread
+from loadtest.docgen.attention_page import Difference, differences, losses
+from loadtest.inprocess.bench_attention import ROWS
 from service.cli import main
-from tests.loadtest.attention_results import RESULTS, row
 
-EMPTY = "# By hand\n" + "".join(f"\n<!-- measured: {name} -->\nold\n<!-- end -->\n" for name in attention_page.PARTS)
+REPOSITORY: dict[str, Any] = json.loads((attention_page.RESULTS / "attention.json").read_text())
+EMPTY = "# By hand\n" + "".join(
+    f"\n<!-- measured: {name} -->\nold\n<!-- end -->\n" for name in attention_page.parts(REPOSITORY)
+)
+
+
+def spread(median: float) -> dict[str, Any]:
+    return {"median": median, "min": 0.9 * median, "max": 1.1 * median, "values": [median]}
+
+
+def trained_row(title: str, losses: list[float], compared_with: str = "multi-head", **changes: Any) -> dict[str, Any]:
+    """Return a trained row with one run per loss, from seed 1 on."""
+    runs = [
+        {
+            "seed": seed,
+            "nats_per_token": loss,
+            "train_seconds": 60.0,
+            "commit": "abcdef",
+            "curve": [[100, loss + 1], [200, loss + 0.5], [300, loss]],
+        }
+        for seed, loss in enumerate(losses, start=1)
+    ]
+    return {
+        "title": title,
+        "compared_with": compared_with,
+        "changes": changes,
+        "parameters": 1_000_000,
+        "kv_bytes_per_token": 4096,
+        "runs": runs,
+    }
+
+
+def speeds(trained: float, served: float) -> dict[str, Any]:
+    return {
+        "trained_tokens_per_second": spread(trained),
+        "trained_ratio": spread(trained / 10_000),
+        "served_tokens_per_second": spread(served),
+        "served_ratio": spread(served / 1_000),
+    }
+
+
+FACTS: dict[str, Any] = {
+    "date": "2026-01-02 03:04 UTC",
+    "commit": "fedcba",
+    "machine": {"processor": "Abacus", "cores": 2, "memory_gib": 24.0, "system": "Linux"},
+    "other_work_cores": 0.04,
+    "took_seconds": 123.4,
+    "versions": {"python": "3.11.2", "torch": "2.13.0"},
+}
+RESULTS: dict[str, Any] = {
+    "kind": "attention",
+    "train": FACTS
+    | {
+        "command": "python -m loadtest.inprocess.bench_attention train --seeds 1 2",
+        "settings": {
+            "seeds": [1, 2],
+            "steps": 600,
+            "batch_size": 8,
+            "sequence_length": 256,
+            "vocab_size": 2048,
+            "precision": ["bfloat16"],
+            "train_minutes": 8,
+        },
+        "rows": {
+            "multi-head": trained_row("the baseline", [3.0, 3.02]),
+            "learned": trained_row("learned positions", [3.2, 3.22], position="learned"),
+            "average": trained_row("simple average", [3.9, 3.92], "learned", attention="average"),
+            "alibi": trained_row("linear biases", [3.01, 2.99], position="alibi"),
+        },
+    },
+    "speed": FACTS
+    | {
+        "command": "python -m loadtest.inprocess.bench_attention speed",
+        "settings": {
+            "rounds": 7,
+            "threads": 1,
+            "train_steps": 8,
+            "train_precision": "bfloat16",
+            "streams": 16,
+            "prompt_tokens": 64,
+            "output_tokens": 64,
+            "serve_dtype": "float32",
+        },
+        "rows": {
+            "multi-head": speeds(10_000, 1_000),
+            "learned": speeds(11_000, 1_100),
+            "average": speeds(12_000, 1_200),
+            "alibi": speeds(9_000, 900),
+            "eager": speeds(8_000, 800),
+        },
+        "kernels": [
+            {
+                "length": 2048,
+                "score_bytes": 67_108_864,
+                "eager_ms": spread(60.0),
+                "fused_ms": spread(20.0),
+                "ratio": spread(3.0),
+            }
+        ],
+    },
+}
 
 
 def test_measured_parts_are_replaced_and_prose_is_kept() -> None:
@@ -32,85 +132,70 @@ def test_measured_parts_are_replaced_and_prose_is_kept() -> None:
     assert f"| `{RESULTS['train']['command']}` | 2026-01-02 03:04 UTC | `fedcba` |" in page
 
 
-def test_a_difference_counts_where_it_is_larger_than_its_error() -> None:
-    """Differences by seed: learned 0.2, 0.2; average 0.7, 0.7; alibi 0.01, -0.03, whose deviation the three share."""
+def test_a_difference_counts_only_beyond_its_error() -> None:
+    """Differences by seed: learned 0.2, 0.2; average 0.7, 0.7; alibi 0.01, -0.03. All share one deviation."""
     found = differences(RESULTS["train"]["rows"])
     error = 2 * (2 * 0.02**2 / 3) ** 0.5 / 2**0.5
-    assert {name: round(difference.mean, 6) for name, difference in found.items()} == {
-        "learned": 0.2,
-        "average": 0.7,
-        "alibi": -0.01,
+    assert {name: (round(difference.mean, 6), difference.verdict) for name, difference in found.items()} == {
+        "learned": (0.2, "worse"),
+        "average": (0.7, "worse"),
+        "alibi": (-0.01, "within the noise"),
     }
     assert all(difference.error == pytest.approx(error) for difference in found.values())
-    assert {name: difference.verdict for name, difference in found.items()} == {
-        "learned": "worse",
-        "average": "worse",
-        "alibi": "within the noise",
-    }
     assert Difference(-0.3, 0.1).verdict == "better"
-    assert seed_spread(RESULTS["train"]["rows"]) == pytest.approx((4 * 2 * 0.01**2 / 4) ** 0.5)
     page = attention_page.render(EMPTY, RESULTS)
     assert f"| linear biases | 3.010 | 2.990 | the baseline | -0.010 ± {error:.3f} | within the noise |" in page
+    assert f"differ by {(4 * 2 * 0.01**2 / 4) ** 0.5:.3f} (standard deviation" in page
 
 
-def test_one_seed_tells_nothing_of_the_noise() -> None:
-    one: Any = copy.deepcopy(RESULTS)
-    one["train"]["settings"]["seeds"] = [1]
-    for name, loss in (("multi-head", 3.0), ("learned", 3.2), ("average", 3.9), ("alibi", 3.01)):
-        one["train"]["rows"][name]["runs"] = row("", [loss])["runs"]
-    page = attention_page.render(EMPTY, one)
-    assert "| the baseline | +0.200 | one seed: not known |" in page
-    assert "nothing is known of the noise" in page
-
-
-def test_writing_and_checking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, page, picture = (tmp_path / name for name in ("attention.json", "page.md", "picture.png"))
-    given = ["--results", str(results), "--page", str(page), "--picture", str(picture)]
-    assert attention_page.main(given) == 2
+def test_page_and_picture_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, page, picture = (tmp_path / name for name in ("attention.json", "page.md", "attention.png"))
+    options = ["--results", str(results), "--page", str(page)]
+    assert attention_page.main(options) == 2
     results.write_text(json.dumps(RESULTS))
     page.write_text("no parts")
-    assert attention_page.main(given) == 2
-    assert "must have each of these parts once" in capsys.readouterr().err
+    assert attention_page.main(options) == 2
+    assert "must have each part once" in capsys.readouterr().err
     page.write_text(EMPTY)
-    assert attention_page.main([*given, "--check"]) == 1
-    assert attention_page.main(given) == 0
-    assert attention_page.main([*given, "--check"]) == 0
+    assert attention_page.main([*options, "--check"]) == 1
+    assert attention_page.main(options) == 0
+    assert attention_page.main([*options, "--check"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_old_picture_or_a_changed_figure_is_found_out(tmp_path: Path) -> None:
-    results, page, picture = (tmp_path / name for name in ("attention.json", "page.md", "picture.png"))
-    given = ["--results", str(results), "--page", str(page), "--picture", str(picture)]
-    results.write_text(json.dumps(RESULTS))
-    page.write_text(EMPTY)
-    assert attention_page.main(given) == 0
-    good, drawn = page.read_text(), picture.read_bytes()
-    page.write_text(good.replace("10,000", "99,000"))
-    assert attention_page.main([*given, "--check"]) == 1
-    page.write_text(good.replace("# By hand", "# By another hand"))
-    assert attention_page.main([*given, "--check"]) == 0
+    written, drawn = page.read_text(), picture.read_bytes()
+    page.write_text(written.replace("10,000", "99,000"))
+    assert attention_page.main([*options, "--check"]) == 1
+    page.write_text(written.replace("# By hand", "# By another hand"))
+    assert attention_page.main([*options, "--check"]) == 0
     newer: Any = copy.deepcopy(RESULTS)
     newer["train"]["rows"]["alibi"]["runs"][0]["curve"][0][1] = 9.0
     results.write_text(json.dumps(newer))
-    assert attention_page.main(given) == 0
+    assert attention_page.main(options) == 0
     picture.write_bytes(drawn)
-    assert attention_page.main([*given, "--check"]) == 1
+    assert attention_page.main([*options, "--check"]) == 1
 
 
-def test_a_phase_that_has_not_run_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "attention.json").write_text(json.dumps({"kind": "attention", "train": RESULTS["train"]}))
-    (tmp_path / "page.md").write_text(EMPTY)
-    given = ["--results", str(tmp_path / "attention.json"), "--page", str(tmp_path / "page.md")]
-    assert attention_page.main(given) == 2
+def test_missing_results_are_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, page = tmp_path / "attention.json", tmp_path / "page.md"
+    options = ["--results", str(results), "--page", str(page)]
+    page.write_text(EMPTY)
+    results.write_text(json.dumps({"train": RESULTS["train"]}))
+    assert attention_page.main(options) == 2
     assert "attention.json lacks 'speed': run python -m loadtest.inprocess.bench_attention" in capsys.readouterr().err
+    one_seed: Any = copy.deepcopy(RESULTS)
+    one_seed["train"]["settings"]["seeds"] = [1]
+    for row in one_seed["train"]["rows"].values():
+        del row["runs"][1:]
+    results.write_text(json.dumps(one_seed))
+    assert attention_page.main(options) == 2
+    assert "one seed shows no noise; train a second seed" in capsys.readouterr().err
 
 
-def test_the_repository_s_page_is_what_its_results_say() -> None:
+def test_the_repositorys_page_matches_its_results() -> None:
     assert attention_page.main(["--check"]) == 0
 
 
-def test_the_repository_s_results_are_of_the_recipes_it_has() -> None:
-    results = json.loads(attention_page.RESULTS.read_text())["train"]
+def test_the_repositorys_results_match_its_recipes() -> None:
+    page, results = attention_page.PAGE.read_text(), REPOSITORY["train"]
     assert list(results["rows"]) == [row.name for row in ROWS]
     for recipe_row in ROWS:
         measured, config = results["rows"][recipe_row.name], recipe_row.recipe()
@@ -118,28 +203,25 @@ def test_the_repository_s_results_are_of_the_recipes_it_has() -> None:
         assert measured["parameters"] == config.model.num_parameters
         assert measured["kv_bytes_per_token"] == config.model.kv_bytes_per_token(4)
         assert results["settings"]["steps"] == config.steps
-
-
-def test_the_page_shows_every_recipe() -> None:
-    page = attention_page.PAGE.read_text()
-    for recipe_row in ROWS:
         assert f"{recipe_row.name}.toml" in page or recipe_row.title in page
 
 
 def page_commands() -> list[str]:
-    """The page's `kvasir inspect` commands, continuation lines joined."""
+    """Return the page's `kvasir inspect` commands, continuation lines joined."""
     joined = attention_page.PAGE.read_text().replace("\\\n", "")
     return re.findall(r"^\$ \.venv/bin/kvasir (inspect .*)", joined, re.M)
 
 
 @pytest.mark.parametrize("command", page_commands())
-def test_its_commands_run(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_page_run(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(attention_page.ROOT)
     assert main.main(shlex.split(command)) == 0
     assert len(capsys.readouterr().out.splitlines()) > 5
 
 
-def test_its_argument_for_the_scale_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_code_prints_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", attention_page.PAGE.read_text(), re.M | re.S)
     exec(compile(code, "attention.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
@@ -151,7 +233,7 @@ def test_its_argument_for_the_scale_prints_what_it_says(capsys: pytest.CaptureFi
         assert scaled == pytest.approx((1, 0.12), rel=0.1)
 
 
-def test_its_links_lead_somewhere() -> None:
+def test_links_of_the_page_lead_to_files_and_headings() -> None:
     page = attention_page.PAGE.read_text()
     files = {link for link in re.findall(r"\]\(([^)#]+)\)", page) if "://" not in link}
     assert len(files) > 15
@@ -162,8 +244,7 @@ def test_its_links_lead_somewhere() -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= headings
 
 
-# What docs/attention.md says of the rows by hand, in "What the table shows": better or worse than the row's other, or
-# no verdict where it says that little or nothing is told.
+# Verdicts of the handwritten section "What the table shows" of docs/attention.md.
 SAID = {
     "average": "worse",
     "single-head": "worse",
@@ -181,20 +262,17 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_the_prose_says_what_was_measured(name: str) -> None:
-    rows = json.loads(attention_page.RESULTS.read_text())["train"]["rows"]
-    assert differences(rows)[name].verdict == SAID[name]
+def test_the_verdicts_of_the_prose_match_the_results() -> None:
+    found = differences(REPOSITORY["train"]["rows"])
+    assert {name: found[name].verdict for name in SAID} == SAID
 
 
-def test_the_prose_s_other_comparisons_hold() -> None:
-    results = json.loads(attention_page.RESULTS.read_text())
-    rows, speed = results["train"]["rows"], results["speed"]
-    loss = {name: mean_loss(row) for name, row in rows.items()}
+def test_the_other_comparisons_of_the_prose_match_the_results() -> None:
+    rows, speed = REPOSITORY["train"]["rows"], REPOSITORY["speed"]
+    loss = {name: statistics.fmean(losses(row)) for name, row in rows.items()}
     error = differences(rows)["none"].error
-    assert error is not None
-    told_well = ("multi-head", "partial-rotary", "relative-bias", "alibi", "disentangled", "sinusoidal-scaled")
-    assert max(loss[name] for name in told_well) + 0.2 < min(loss[n] for n in ("learned", "sinusoidal", "none"))
+    ahead = ("multi-head", "partial-rotary", "relative-bias", "alibi", "disentangled", "sinusoidal-scaled")
+    assert max(loss[name] for name in ahead) + 0.2 < min(loss[n] for n in ("learned", "sinusoidal", "none"))
     assert loss["sinusoidal"] > loss["none"] - error
     assert abs(loss["sinusoidal-scaled"] - loss["multi-head"]) < error
     assert loss["scaled-embeddings"] < loss["sinusoidal-scaled"] - error

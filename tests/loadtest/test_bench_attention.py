@@ -1,14 +1,13 @@
-"""`loadtest.inprocess.bench_attention` on two tiny recipes: trained, measured, and written to a page."""
+"""Attention benchmark on two tiny recipes: training, speeds, and the page of both."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from loadtest.docgen import attention_page
-from loadtest.inprocess import attention_mechanisms, attention_speed, attention_training, bench_attention
-from loadtest.inprocess.attention_mechanisms import Row
+from loadtest.inprocess import bench_attention
+from loadtest.inprocess.bench_attention import Row
 from tests.loadtest.test_attention_page import EMPTY
 
 FABLES = Path(__file__).parents[1] / "data" / "aesop.txt"
@@ -56,14 +55,15 @@ licence = "public domain"
 
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the two recipes, in the place of the repository's."""
+    """Return a directory with two recipes, used instead of the repository's recipes."""
     (tmp_path / "multi-head.toml").write_text(BASE)
     (tmp_path / "alibi.toml").write_text('extends = "multi-head.toml"\n[model]\nposition = "alibi"\n')
-    monkeypatch.setattr(attention_mechanisms, "RECIPES", tmp_path)
-    monkeypatch.setattr(attention_training, "ROWS", ROWS)
-    contestants: Callable[..., object] = attention_speed.contestants
-    monkeypatch.setattr(attention_speed, "contestants", lambda: contestants(ROWS))
-    monkeypatch.setattr(attention_speed, "KERNEL_LENGTHS", (16,))
+    monkeypatch.setattr(bench_attention, "RECIPES", tmp_path)
+    monkeypatch.setattr(bench_attention, "ROWS", ROWS)
+    monkeypatch.setattr(bench_attention, "KERNEL_LENGTHS", (16,))
+    monkeypatch.setattr(
+        bench_attention, "TRAIN_STEPS", 1
+    )  # all rounds together stay within the six steps of the recipe
     return tmp_path
 
 
@@ -72,7 +72,7 @@ def test_from_recipes_to_the_page(recipes: Path, capsys: pytest.CaptureFixture[s
     out, runs = recipes / "attention.json", recipes / "runs"
     paths = ["--runs", str(runs), "--out", str(out)]
     assert bench_attention.main(["speed", *paths]) == 1
-    assert "multi-head-1 is not finished: run kvasir train --config" in capsys.readouterr().err
+    assert "multi-head-1 is not finished: run bench_attention train --seeds 1" in capsys.readouterr().err
     assert bench_attention.main(["train", "--seeds", "1", "2", *paths]) == 0
     logs = {path: path.read_bytes() for path in runs.glob("*/log.jsonl")}
     assert len(logs) == 4
@@ -92,13 +92,12 @@ def test_from_recipes_to_the_page(recipes: Path, capsys: pytest.CaptureFixture[s
     assert all(len(row[figure]["values"]) == 2 for row in speeds.values() for figure in row)
     assert speeds["multi-head"]["trained_ratio"]["values"] == [1.0, 1.0]
 
-    page, picture = recipes / "page.md", recipes / "picture.png"
+    page = recipes / "page.md"
     page.write_text(EMPTY)
-    given = ["--results", str(out), "--page", str(page), "--picture", str(picture)]
-    assert attention_page.main(given) == 0
+    assert attention_page.main(["--results", str(out), "--page", str(page)]) == 0
     assert "| linear biases | `position=alibi` |" in page.read_text()
 
-    # Finished runs are read, not trained again; one of another recipe is told of.
+    # Finished runs are read, not trained again. A run of another recipe is rejected.
     assert bench_attention.main(["train", "--seeds", "1", "2", *paths]) == 0
     assert {path: path.read_bytes() for path in logs} == logs
     assert json.loads(out.read_text())["speed"] == results["speed"]

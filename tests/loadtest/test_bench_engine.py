@@ -1,4 +1,4 @@
-"""`kvasir bench` on a tiny model: every point measured, and JSON that says where it comes from."""
+"""`kvasir bench` on a tiny model: measured points, JSON with provenance, rejected arguments."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def _quick_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """The JSON of one sweep."""
+    """Run one sweep and return its JSON."""
     out = tmp_path / "new" / "engine.json"
     split = arguments.index("--") if "--" in arguments else len(arguments)
     assert bench_command.main([*arguments[:split], "--out", str(out), *arguments[split:]]) == 0
@@ -75,18 +75,20 @@ def test_figures_agree_with_each_other(checkpoint: Path, tmp_path: Path, monkeyp
     assert prompt["tokens_per_second"]["median"] == pytest.approx(8 / (prompt["ttft_ms"]["median"] / 1e3))
 
 
-def test_without_a_checkpoint_a_shape_of_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_is_measured_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shape_names.SHAPE_SIZES, "S", TINY)
     result = run(tmp_path, "--shape", "S", "--quick", "--repeats", "1", "--", "--threads", "1")
     assert result["model"]["name"] == "shape-S"
-    # All of --quick that fits the 128 positions: a prompt of 256 does not, and none was asked for.
+    # Default lengths that exceed the 128 positions are left out, here the prompt of 256 tokens.
     cells = [(point["batch_size"], point["context_length"]) for point in result["decode"]]
     assert [batch for batch, _ in cells] == [1, 16]
     assert all(100 < context < 128 for _, context in cells)
     assert result["prompts"] == []
 
 
-def test_a_shape_s_model_is_whole_and_its_tokens_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_checkpoint_is_complete_and_its_tokens_are_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(shape_names.SHAPE_SIZES, "S", TINY)
     manifest = read_manifest(model_shapes.write_random_checkpoint(tmp_path, "S"))
     tokenizer = manifest.verify()
@@ -111,7 +113,7 @@ def test_a_shape_s_model_is_whole_and_its_tokens_are_text(tmp_path: Path, monkey
         (["--", "--no-such-flag"], "--no-such-flag"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_unmeasurable_arguments_are_rejected(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -121,22 +123,24 @@ def test_what_cannot_be_measured_is_refused(
 
 
 @pytest.mark.parametrize("arguments", [["--shape", "S", "--checkpoint", "x"], [], ["--shape", "XL"]])
-def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_exactly_one_of_shape_and_checkpoint_is_required(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         bench_command.main(arguments)
     assert exit_.value.code == 2
     assert "--shape" in capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         bench_command.main(["--checkpoint", "none", "--model-name", "x"])
     assert exit_.value.code == 2
-    said = "kvasir bench: unrecognized arguments: --model-name x; see kvasir bench --help\n"
-    assert capsys.readouterr().err == said
+    message = "kvasir bench: unrecognized arguments: --model-name x; see kvasir bench --help\n"
+    assert capsys.readouterr().err == message
 
 
-def test_no_checkpoint_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_command.main(["--checkpoint", str(tmp_path)])
     assert "neither config.json nor manifest.json" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command that compares our attention kernel with PyTorch's and with memory."""
+"""Benchmark of the native attention kernel against PyTorch's and against memory reads."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 @pytest.mark.parametrize(("flag", "kind"), [(None, "full"), ("--ragged", "ragged"), ("--prefill", "prefill")])
-def test_both_ways_are_timed_on_the_same_layers(
+def test_both_backends_are_timed_in_turn(
     level: str,
     flag: str | None,
     kind: str,
@@ -47,7 +47,7 @@ def test_both_ways_are_timed_on_the_same_layers(
     assert written["command"].startswith("python -m loadtest.inprocess.bench_kernels --shape S")
 
 
-def test_without_kernels_there_is_nothing_to_measure(
+def test_missing_kernels_end_in_one_line_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_kernels, "load_kernels", Mock(side_effect=BuildError("no C++ compiler")))

@@ -1,4 +1,4 @@
-"""The in-process closed loop, over an engine of known behaviour."""
+"""Closed loop over an engine in this process: sequences, errors, and figures of a run."""
 
 from dataclasses import dataclass, field
 
@@ -35,7 +35,7 @@ class Result:
 
 @dataclass
 class OneTokenEach:
-    """Gives every running sequence a token a step."""
+    """Engine that generates one token per step for each sequence."""
 
     reason: FinishReason = FinishReason.LENGTH
     stops_after: int = 1 << 30
@@ -74,7 +74,7 @@ class OneTokenEach:
         return Result(events)
 
 
-def test_it_keeps_as_many_open_as_streams_until_all_are_done() -> None:
+def test_num_streams_sequences_run_until_all_are_finished() -> None:
     engine = OneTokenEach()
     run = run_closed(engine, (submit(number, 2 + number % 3) for number in range(20)), num_streams=4)
     assert engine.most_at_once == 4
@@ -86,13 +86,13 @@ def test_it_keeps_as_many_open_as_streams_until_all_are_done() -> None:
     assert run.ended_seconds >= max(times[-1] for times in run.token_seconds)
 
 
-def test_fewer_sequences_than_streams() -> None:
+def test_fewer_sequences_than_streams_all_run() -> None:
     engine = OneTokenEach()
     assert run_closed(engine, [submit(0)], num_streams=8).num_completion_tokens == 3
     assert engine.most_at_once == 1
 
 
-def test_figures() -> None:
+def test_throughput_and_ttft_of_a_run() -> None:
     run = EngineRun(
         began_seconds=10.0,
         ended_seconds=12.0,
@@ -110,7 +110,7 @@ def test_a_failed_sequence_and_a_stuck_engine_are_errors() -> None:
         run_closed(OneTokenEach(stops_after=1), [submit(0), submit(1)], num_streams=2)
 
 
-def test_only_steps_of_all_sequences_count_as_a_step() -> None:
+def test_a_full_step_has_a_token_of_every_sequence() -> None:
     run = EngineRun(
         began_seconds=0.0,
         ended_seconds=9.0,

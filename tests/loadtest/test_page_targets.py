@@ -1,4 +1,4 @@
-"""Each aim is told as reached where the median reaches it, and as missed where it does not."""
+"""Aims of docs/performance.md: reached if the median reaches the limit, missed otherwise."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ def spread(median: float) -> dict[str, Any]:
 
 
 def results(**changes: float) -> dict[str, Any]:
-    """Every aim just reached, but for what is changed."""
+    """Return results that just reach every aim, except for the given changes."""
     at = {
         "http": 0.95,
         "cpu": 30.0,
@@ -52,7 +52,7 @@ def results(**changes: float) -> dict[str, Any]:
     }
 
 
-def test_what_is_just_reached_is_reached() -> None:
+def test_a_median_at_the_limit_reaches_the_aim() -> None:
     made = list(aims(results()))
     assert [aim.figure for aim in made if not aim.is_reached] == []
     assert len(made) == 9
@@ -71,19 +71,19 @@ def test_what_is_just_reached_is_reached() -> None:
         ("start", 1.4, "Start with 1 GB of weights, files warm", "1.4 (1.3–1.5)"),
     ],
 )
-def test_what_is_missed_is_told(part: str, value: float, figure: str, measured: str) -> None:
+def test_a_missed_aim_is_reported(part: str, value: float, figure: str, measured: str) -> None:
     (missed,) = (aim for aim in aims(results(**{part: value})) if not aim.is_reached)
     assert figure in missed.figure
     assert missed.measured == measured
 
 
-def test_where_no_server_was_compared_there_is_no_such_aim() -> None:
+def test_without_compared_servers_there_is_no_ttft_aim() -> None:
     made = results()
     made["peers"]["cells"] = []
     assert not any("TTFT p99" in aim.figure for aim in aims(made))
 
 
-def test_the_repositorys_results_have_all_of_it() -> None:
+def test_the_repositorys_results_have_all_aims() -> None:
     made = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in NAMES}
     assert {"KV-cache memory, relative to the formula", "First token of a short prompt while 63 streams decode"} <= {
         aim.figure for aim in aims(made)

@@ -1,4 +1,4 @@
-"""The performance page: from JSON alone, honest about what was missed, and equal to what the repository holds."""
+"""docs/performance.md: tables from JSON alone, missed promises shown, equal to the results in the repository."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.docgen import peers_section, performance_page
+from loadtest.docgen import performance_page
 
 
 def spread(median: float) -> dict[str, Any]:
@@ -31,7 +31,6 @@ ENGINE = FACTS | {
         "weights": "float32",
         "gb_per_second": spread(33.0),
         "gflops": spread(200.0),
-        "formulas": {"decode_bytes": "W w", "decode_flops": "2 W"},
     },
     "decode": [
         {
@@ -98,7 +97,7 @@ FRONTEND = FACTS | {
 
 
 def peer_cell(kind: str, streams: int, **peers: float) -> dict[str, Any]:
-    """A cell in which ours makes 1000 tokens/s, and each peer so many."""
+    """Return a cell in which Kvasir makes 1000 tokens/s, and each peer the given tokens/s."""
     further = {"ttft_p50_ms": spread(20.0), "ttft_p99_ms": spread(30.0), "client_cpu_share": spread(0.05)}
     figures: dict[str, Any] = {
         name: {
@@ -150,7 +149,7 @@ DEFAULTS = FACTS | {
         for streams, rate in ((1, 500.0), (4, 500.0), (16, 500.0), (64, 50.0))
     ],
 }
-# Their sections have tests of their own.
+# Other test files cover the sections of these results.
 OTHERS = {
     name: json.loads((performance_page.RESULTS / f"{name}.json").read_text())
     for name in ("kernels", "latency", "scaling")
@@ -159,7 +158,7 @@ RESULTS: dict[str, Any] = {"engine": ENGINE, "service": SERVICE, "frontend": FRO
 RESULTS["defaults"] = DEFAULTS
 
 
-def test_every_figure_stands_beside_its_command() -> None:
+def test_every_figure_follows_the_command_that_measured_it() -> None:
     page = performance_page.render(RESULTS)
     peers, engine, service = (page.index(result["command"]) for result in (PEERS, ENGINE, SERVICE))
     assert peers < page.index("8 layers, width 512, 8/4 heads, MLP 1408, vocabulary 8,192") < engine
@@ -178,10 +177,10 @@ def test_every_figure_stands_beside_its_command() -> None:
 
 def tables(peers: dict[str, Any]) -> str:
     """Return all tables of the comparison with other engines."""
-    return "".join(map(str, peers_section.values(peers, DEFAULTS).values()))
+    return "".join(map(str, performance_page.peers_tables(peers, DEFAULTS).values()))
 
 
-def test_peers_are_compared_by_the_hardest_of_them() -> None:
+def test_the_fastest_peer_of_each_cell_is_compared() -> None:
     part = tables(PEERS)
     assert "| S | bfloat16 | decoding | 4 | 128 | fast | 1.25 (1.12–1.38) | 1.2 | yes |" in part
     assert "| S | bfloat16 | decoding | 16 | 128 | fast | 1.25 (1.12–1.38) | 1.5 | **no** |" in part
@@ -193,13 +192,13 @@ def test_peers_are_compared_by_the_hardest_of_them() -> None:
 def test_servers_without_flags_are_compared() -> None:
     part = tables(PEERS)
     assert "| S | 1 | slow | 1000 (1000–1000) | 500.0 (450.0–550.0) | 2.00 (1.80–2.20) | 1.0 | yes |" in part
-    assert "| 2.00 (1.80–2.20) |  |  |" in part  # at 4 streams nothing is aimed at
+    assert "| 2.00 (1.80–2.20) |  |  |" in part  # no aim at 4 streams
     assert "| S | 16 | slow | 1000 (1000–1000) | 500.0 (450.0–550.0) | 2.00 (1.80–2.20) | 3.0 | **no** |" in part
     assert "| S | 64 | slow | 1000 (1000–1000) | 50.0 (45.0–55.0) | 20.00 (18.00–22.00) | 3.0 | yes |" in part
     assert "| S | defaults | 64 | slow | 20 / 30 | 20 / 30 | 1.00 | 5 % |" in part
 
 
-def test_a_disturbed_figure_is_not_told_and_leaves_an_aim_open() -> None:
+def test_a_disturbed_figure_is_omitted_and_leaves_an_aim_open() -> None:
     cells = [peer_cell("decode", 4, fast=800.0, late=5.0), peer_cell("decode", 64, fast=800.0, late=5.0)]
     part = tables(PEERS | {"cells": [*cells, peer_cell("decode", 1, late=5.0)]})
     assert "| 4 | 128 | fast | 1.25 (1.12–1.38) | 1.2 | open: late † |" in part
@@ -208,7 +207,7 @@ def test_a_disturbed_figure_is_not_told_and_leaves_an_aim_open() -> None:
     assert "| S | bfloat16 | decoding | 1 |" not in part
 
 
-def test_a_peer_that_cannot_be_had_is_named_with_the_reason() -> None:
+def test_an_unavailable_peer_is_listed_with_the_reason() -> None:
     part = tables(PEERS)
     assert "| gone |  | **not available here:** no \\| compiler |" in part
     assert "| gone | 4 | no \\| compiler |" in part
@@ -228,17 +227,18 @@ def test_a_peer_that_cannot_be_had_is_named_with_the_reason() -> None:
         ("http", "defaults", 64, 3.0),
     ],
 )
-def test_what_is_aimed_at(kind: str, precision: str, streams: int, aim: float | None) -> None:
-    assert peers_section.aim({"kind": kind, "precision": precision, "streams": streams}) == aim
+def test_aims_by_kind_precision_and_streams(kind: str, precision: str, streams: int, aim: float | None) -> None:
+    assert performance_page.aim({"kind": kind, "precision": precision, "streams": streams}) == aim
 
 
 def test_all_promises_kept() -> None:
     made = list(performance_page.promises(SERVICE, FRONTEND))
     assert len(made) == 6
     assert all(promise.is_reached for promise in made)
+    assert unkept(RESULTS) == 0
 
 
-def test_a_way_to_the_client_that_is_too_narrow_is_shown() -> None:
+def test_a_slow_api_process_breaks_a_promise() -> None:
     broken: Any = copy.deepcopy(FRONTEND)
     broken["levels"][0]["tokens_per_second_on_one_core"] = spread(24_999.0)
     assert [goal.is_reached for goal in performance_page.promises(SERVICE, broken)] == [True] * 5 + [False]
@@ -246,13 +246,9 @@ def test_a_way_to_the_client_that_is_too_narrow_is_shown() -> None:
 
 
 def unkept(results: dict[str, Any]) -> int:
-    """Promises that the page says are not kept; aims at peers are no promises."""
+    """Return the number of promises that the page reports as not kept."""
     page = performance_page.render(results)
     return page[: page.index("The next table lists aims")].count("**no**")
-
-
-def test_a_kept_promise_is_no_broken_one() -> None:
-    assert unkept(RESULTS) == 0
 
 
 @pytest.mark.parametrize(
@@ -276,7 +272,7 @@ def test_a_broken_promise_is_shown(path: tuple[str | int, ...], value: object, f
     assert unkept(RESULTS | {"service": broken}) == 1
 
 
-def test_writing_and_checking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_and_pictures_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--results", str(tmp_path), "--page", str(tmp_path / "page.md")]
     assert performance_page.main(given) == 2
     assert "engine.json" in capsys.readouterr().err
@@ -291,10 +287,10 @@ def test_writing_and_checking(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "peers.json").write_text(json.dumps(PEERS | {"date": "another day"}))
     capsys.readouterr()
     assert performance_page.main([*given, "--check"]) == 1
-    told = capsys.readouterr().err
-    assert "performance-peers.png does not match" in told
-    assert "performance-engine.png" not in told
+    stale = capsys.readouterr().err
+    assert "performance-peers.png does not match" in stale
+    assert "performance-engine.png" not in stale
 
 
-def test_the_repository_s_page_is_what_its_results_say() -> None:
+def test_the_repositorys_page_matches_its_results() -> None:
     assert performance_page.main(["--check"]) == 0

@@ -1,4 +1,4 @@
-"""Provenance: which commit, which machine, and whether anybody else was at work on it."""
+"""Provenance of a figure: command, commit, machine, and CPU use of other processes before the measurement."""
 
 import os
 import subprocess
@@ -10,13 +10,15 @@ from loadtest.measurement import provenance
 from loadtest.measurement.provenance import machine, other_work, quiet_or_warned
 
 
-def test_the_command_can_be_typed_again() -> None:
+def test_the_command_is_quoted_for_a_shell() -> None:
     facts = provenance.provenance("python -m loadtest.client.report", ["--out", "a dir", "x.json"])
     assert facts["command"] == "python -m loadtest.client.report --out 'a dir' x.json"
     assert facts["versions"]["torch"]
 
 
-def test_the_commit_is_that_of_the_working_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_the_working_tree_with_local_changes_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
         done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -35,19 +37,19 @@ def test_the_commit_is_that_of_the_working_tree(tmp_path: Path, monkeypatch: pyt
     git("commit", "-m", "first")
     head = git("rev-parse", "--short=12", "HEAD")
     assert commit() == head
-    (tmp_path / "docs/result.json").write_text("2")  # what a run writes is no change of what it measures
+    (tmp_path / "docs/result.json").write_text("2")  # results of a run in docs/ do not count as changes
     assert commit() == head
     (tmp_path / "code.py").write_text("2")
     assert commit() == f"{head} with local changes"
 
 
-def test_the_machine() -> None:
+def test_the_machine_has_cores_and_memory() -> None:
     facts = machine()
     assert facts["cores"] == len(os.sched_getaffinity(0))
     assert facts["memory_gib"] > 0.1
 
 
-def test_other_work_is_measured_and_warned_of(
+def test_busy_cores_are_measured_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 0.0 <= other_work(0.05) <= 2.0 * (os.cpu_count() or 1)

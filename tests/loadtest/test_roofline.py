@@ -18,13 +18,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("weight_type", ["float32", "bfloat16", "float64", "int8", "fp8"])
-def test_a_probe(weight_type: str) -> None:
+def test_a_probe_measures_both_limits(weight_type: str) -> None:
     machine = Roofline(weight_type, "cpu").probe()
     assert machine.bytes_per_second > 0
     assert machine.flops_per_second > 0
 
 
-def test_the_peak_is_of_the_type_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_measured_in_the_requested_type(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
     linear = torch.nn.functional.linear
 
@@ -37,7 +37,7 @@ def test_the_peak_is_of_the_type_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(seen) == {torch.bfloat16}
 
 
-def test_processors_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processor_probe_returns_gflops_with_the_given_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "_PROCESSOR_SIDE", 64)
     threads = torch.get_num_threads()
     try:
@@ -58,7 +58,7 @@ def formula(config: ModelConfig = CONFIG, weight_type: str = "float32") -> WorkF
     return WorkFormula(config=config, weight_type=weight_type, kv_value_bytes=4)
 
 
-def test_a_decode_step() -> None:
+def test_bytes_and_flops_of_a_decode_step() -> None:
     work = formula().decode(batch_size=3, context_length=10)
     kv_of_a_token = 2 * 2 * (8 + 8) * 4  # layers, heads, a key and a value, bytes
     assert work.bytes == WEIGHTS * 4 + 3 * 10 * kv_of_a_token
@@ -66,7 +66,7 @@ def test_a_decode_step() -> None:
     assert work.flops == 3 * (2 * WEIGHTS + 2 * 4 * 10 * (2 * 8 + 2 * 8))
 
 
-def test_a_prompt() -> None:
+def test_bytes_and_flops_of_a_prompt() -> None:
     work = formula().prompt(num_tokens=5, tokens_per_step=2)
     assert work.bytes == 3 * WEIGHTS * 4
     pairs = 1 + 2 + 3 + 4 + 5
@@ -74,16 +74,16 @@ def test_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(("weight_type", "size"), [("int8", 1), ("fp8", 1), ("bfloat16", 2), ("float64", 8)])
-def test_weights_weigh_what_their_type_does(weight_type: str, size: int) -> None:
+def test_bytes_of_a_weight_follow_its_type(weight_type: str, size: int) -> None:
     assert formula(weight_type=weight_type).prompt(num_tokens=1, tokens_per_step=1).bytes == WEIGHTS * size
 
 
-def test_an_untied_head_is_no_other_work() -> None:
+def test_an_untied_head_needs_the_same_work() -> None:
     untied = formula(dataclasses.replace(CONFIG, tie_embeddings=False))
     assert untied.num_multiplied == formula().num_multiplied == WEIGHTS
 
 
-def test_a_window_bounds_what_a_layer_reads() -> None:
+def test_a_sliding_window_limits_bytes_and_flops_of_its_layer() -> None:
     windowed = formula(dataclasses.replace(CONFIG, sliding_window=4, global_layers=(1,)))
     whole = formula()
     kv_of_a_layer = 2 * (8 + 8) * 4
@@ -96,7 +96,7 @@ def test_a_window_bounds_what_a_layer_reads() -> None:
     assert prompt == 4 * (2 * 8 + 2 * 8)
 
 
-def test_the_bound_is_the_slower_of_reading_and_multiplying() -> None:
+def test_the_bound_is_the_larger_of_reading_and_multiplying_time() -> None:
     machine = Machine(bytes_per_second=10.0, flops_per_second=100.0)
     assert Work(bytes=20, flops=100).bound_seconds(machine) == 2.0
     assert Work(bytes=20, flops=500).bound_seconds(machine) == 5.0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest.inprocess.attention_mechanisms import ROWS
+from loadtest.inprocess.bench_attention import ROWS
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
