@@ -7,15 +7,10 @@ Rows by request type: E2E once per request, TTFT and TPOT once per stream, ITL o
 first, SHED for a 429 (shed load is not an error) and LEFT for a client that disconnects as planned. A failed
 request is an E2E row with its kind as the failure.
 
-Times come from `loadtest.client.sse_client`. The streaming helpers of locust 2.47 buffer 1,024 bytes, and time a
-streamed request to its headers.
-
-locust patches the standard library for gevent when it is imported: never import this file in a program that uses
-asyncio.
+locust patches the standard library for gevent: never import this file in a program that uses asyncio.
 
 `locust --help` does not show a locustfile's options. They are those of `python -m loadtest.scenarios.bench_http
---help`, with --results for its --out. The API key in KVASIR_API_KEY, if set, is sent to the service. The environment
-sets defaults, as for locust's options (LOCUST_HOST, LOCUST_USERS, ...): LOCUST_RESULTS for --results.
+--help`, with --results (or LOCUST_RESULTS) for its --out. The API key in KVASIR_API_KEY is sent to the service.
 """
 
 import itertools

@@ -1,10 +1,8 @@
 """HTTP/1.1 and server-sent events, read from the socket as they arrive, with arrival times.
 
 Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes, so a first token is reported together with the
-tenth. Here only httptools' parser stands between `recv` and the time stamp.
-
-The parsing is sans-io and has two drivers. `complete_blocking` uses plain sockets, which gevent makes cooperative
-for locust. `AsyncClient` uses asyncio.
+tenth. Here parsing does no I/O. `complete_blocking` uses plain sockets, which gevent makes cooperative for locust, and
+`AsyncClient` uses asyncio.
 """
 
 import asyncio

@@ -1,10 +1,6 @@
-"""Seeded workloads made of real text.
+"""Seeded workloads made of real text. Request number i is a pure function of (spec, i).
 
-Request number i is a pure function of (spec, i). Two runs, or two clients that share a counter, therefore send the
-same requests.
-
-Token counts are approximate: prompts end at words, and only the service has the tokenizer. Reports use the exact
-counts in `usage`.
+Token counts are approximate, because prompts end at words. Reports use the exact counts in `usage`.
 """
 
 import argparse

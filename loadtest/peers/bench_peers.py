@@ -2,13 +2,11 @@
 
     python -m loadtest.peers.bench_peers --out docs/results/peers.json
 
-The benchmark creates an environment for each peer under .venv-peers (gigabytes, and ten minutes of compiling,
-once). It exports the model to each peer's format. Then it measures pairs, cell by cell, in rounds: Kvasir, a peer,
-Kvasir, the next peer. A ratio is taken within a pair.
+The benchmark installs each peer under .venv-peers and exports the model to its format, once. Then it measures pairs,
+cell by cell, in rounds: Kvasir, a peer, Kvasir, the next peer. A ratio is taken within a pair.
 
 Measured pairs are stored, so the same command continues an interrupted run. A peer that cannot be installed is
-listed with the reason. Run it on a quiet machine: engine threads wait for each other, so they are slowed by any other
-load.
+listed with the reason. Run it on a quiet machine.
 """
 
 import argparse

@@ -32,9 +32,11 @@ class DriverProcess:
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        pipe, environment = subprocess.PIPE, {**os.environ, **variables}
         try:
-            self.child = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables}, text=True, **pipes)
+            self.child = subprocess.Popen(
+                command, cwd=ROOT, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=self._log
+            )
         except OSError as error:
             self._log.close()
             raise MeasurementFailed(f"{command[0]}: {error.strerror}") from error

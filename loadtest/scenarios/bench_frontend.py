@@ -2,14 +2,9 @@
 
     python -m loadtest.scenarios.bench_frontend --checkpoint checkpoints/NAME --out docs/results/frontend.json
 
-The engine returns the same token for every sequence, at once or at a set pace. What remains is JSON,
-server-sent events and socket writes. All of it runs in the API process, except the engine's own messages.
-
-"tokens_per_second_on_one_core" is tokens divided by CPU time of the API process: its throughput with a core to
-itself. The clients are a separate process.
-
-Steps of an engine faster than the API process pile up, so several tokens of a stream leave in one write, each as
-its own event. With `--step-ms`, at a pace that one core can follow, every token is written alone.
+"tokens_per_second_on_one_core" is tokens divided by CPU time of the API process: JSON, events and socket writes. The
+clients are a separate process. With an instant engine, several tokens of a stream leave in one write. With
+`--step-ms`, at a pace that one core can follow, every token is written alone.
 """
 
 import argparse

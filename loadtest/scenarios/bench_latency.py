@@ -2,14 +2,9 @@
 
     python -m loadtest.scenarios.bench_latency --out docs/results/latency.json -- --dtype bfloat16
 
-A short prompt that arrives while other streams decode waits for the running step and for its own step. Its TTFT is
-counted in steps: tokens that a stream received meanwhile.
-
-A long prompt makes steps longer while its chunks are computed. The streams' ITL in that time is reported beside
-their ITL right before, with the TTFT of the prompt. This is measured with each `--max-batched-tokens` as the only
-limit, and with each `--prompt-slowdown`.
-
-Prompts are random tokens, and no two are alike. Arguments after `--` go to `kvasir serve`.
+The TTFT of a short prompt is counted in engine steps: tokens that a stream received meanwhile. The streams' ITL during
+a long prompt is compared with their ITL right before. Each `--max-batched-tokens` is measured as the only limit, and
+each `--prompt-slowdown`. Prompts are random tokens. Arguments after `--` go to `kvasir serve`.
 """
 
 import argparse

@@ -5,17 +5,13 @@
 The loads run one after the other on one service:
 
 1. A ramp of closed loops finds the highest throughput.
-2. Saturation: a closed loop with a stream for each slot (`--max-num-running`), so that no request waits. It gives
-the TTFT at full load.
+2. Saturation: a closed loop with a stream for each slot (`--max-num-running`) gives the TTFT at full load.
 3. Overload: Poisson arrivals at four times the highest rate seen so far, all with one API key. Two users of
-OpenAI's Python SDK run beside them. One has its own key and the SDK's default retries. The other has the key of the
-flood and more retries.
-4. Saturation again. Overload is compared with both saturation loads together, so that drift of the machine's speed
-cancels.
+OpenAI's Python SDK run beside them: one with another key and the SDK's default retries, one with the same key and more
+retries.
+4. Saturation again, so that drift of the machine's speed cancels.
 
-Client and service share a machine, so each is pinned to its own processors, the same in all loads. With two
-processors, the API process and the model share one. That is the hardest case: rejecting requests then takes CPU
-from the model.
+Client and service are pinned to different processors, the same in all loads.
 """
 
 import argparse

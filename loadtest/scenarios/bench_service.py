@@ -2,11 +2,8 @@
 
     python -m loadtest.scenarios.bench_service --checkpoint checkpoints/NAME --out docs/results/service.json
 
-It starts `kvasir serve` on a free port. HTTP throughput and the throughput of the same engine in this process are
-measured in turn, with the same prompts, lengths, settings and number of streams. Their ratio is the cost of HTTP,
-queues and tokenization. The side that is not measured is idle.
-
-Arguments after `--` go to `kvasir serve` and to the engine in this process.
+HTTP throughput of `kvasir serve` and the throughput of the same engine in this process are measured in turn, with the
+same prompts, settings and number of streams. Arguments after `--` go to the service and to the engine.
 """
 
 import argparse
