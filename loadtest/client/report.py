@@ -13,7 +13,7 @@ import argparse
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,7 @@ def add_slo_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup)
 
 def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
     """Return the measured latencies of completed requests, by vLLM's names."""
-    seconds = {
+    seconds: dict[str, Sequence[float | None]] = {
         "ttft": [outcome.ttft_seconds for outcome in done],
         "tpot": [outcome.tpot_seconds for outcome in done],
         "itl": [gap for outcome in done for gap in outcome.itl_seconds],
@@ -170,10 +170,9 @@ def summarize(
         "client_cpu_share": client_cpu_share,
         "slo_breaches": slo.breaches(outcomes, duration_seconds),
     }
+    statistics: dict[str, Callable[[list[float]], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
+    statistics |= {f"p{share}": partial(np.percentile, q=share) for share in PERCENTILES}
     for metric, values in latencies_ms(done).items():
-        statistics = {"mean": np.mean, "median": np.median, "std": np.std} | {
-            f"p{share}": partial(np.percentile, q=share) for share in PERCENTILES
-        }
         for name, statistic in statistics.items():
             result[f"{name}_{metric}_ms"] = float(statistic(values)) if values else None
     ordered = sorted(outcomes, key=lambda outcome: outcome.index)
