@@ -7,24 +7,17 @@ Rows by request type: E2E once per request, TTFT and TPOT once per stream, ITL o
 first, SHED for a 429 (shed load is not an error) and LEFT for a client that disconnects as planned. A failed
 request is an E2E row with its kind as the failure.
 
-Times come from `loadtest.client.sse_client`. The streaming helpers of locust 2.47 buffer 1,024 bytes, and time a
-streamed request to its headers.
-
-locust patches the standard library for gevent when it is imported: never import this file in a program that uses
-asyncio.
+locust patches the standard library for gevent: never import this file in a program that uses asyncio.
 
 `locust --help` does not show a locustfile's options. They are those of `python -m loadtest.scenarios.bench_http
---help`, with --results for its --out. The API key in KVASIR_API_KEY, if set, is sent to the service. The environment
-sets defaults, as for locust's options (LOCUST_HOST, LOCUST_USERS, ...): LOCUST_RESULTS for --results.
+--help`, with --results (or LOCUST_RESULTS) for its --out. The API key in KVASIR_API_KEY is sent to the service.
 """
 
 import itertools
 import logging
-import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +28,9 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import LocalRunner
 
-from loadtest.client import report, slo
+from loadtest.client import report
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.service_discovery import discover
-from loadtest.client.slo import Slo
 from loadtest.client.sse_client import COMPLETIONS_PATH, Target, api_key_given, complete_blocking
 from loadtest.client.workload import Workload, add_workload_arguments, spec_from_arguments
 from loadtest.measurement.provenance import provenance
@@ -47,21 +39,18 @@ log = logging.getLogger("loadtest")
 
 
 def three_digits(milliseconds: float) -> float:
-    """Round a response time to three significant digits.
+    """Round a response time to three significant digits, because locust's whole milliseconds are too coarse for ITL.
 
-    locust's `bucket_response_time` rounds to whole milliseconds, which is too coarse for a gap between tokens. Its
-    documentation says to replace the function.
+    Replaces locust's `bucket_response_time`, as locust's documentation suggests.
     """
-    if milliseconds <= 0.0:
-        return 0.0
-    return round(milliseconds, 2 - math.floor(math.log10(milliseconds)))
+    return float(f"{milliseconds:.3g}")
 
 
 class RequestFailed(Exception):
     """A failure as locust's table shows it: kind and detail."""
 
 
-class Session:
+class LoadSession:
     """State that the users of one run share: the workload, its counter, and the outcomes."""
 
     def __init__(self, environment: Environment) -> None:
@@ -77,8 +66,7 @@ class Session:
         self.model = service.model if options.model is None else options.model
         self.timeout_seconds: float = options.request_timeout
         self.num_requests: int | None = options.requests
-        endless = itertools.count() if self.num_requests is None else range(self.num_requests)
-        self.indexes: Iterator[int] = iter(endless)
+        self.indexes = itertools.islice(itertools.count(), self.num_requests)
         self.outcomes: list[Outcome] = []
         self._began = time.perf_counter()
         self._cpu_began = time.process_time()
@@ -86,34 +74,24 @@ class Session:
     def record(self, outcome: Outcome) -> None:
         """Store the outcome and report its rows to locust."""
         self.outcomes.append(outcome)
-        e2e_ms = 1e3 * outcome.e2e_seconds
-        match outcome.ending:
-            case Ending.SHED:
-                self._row("SHED", e2e_ms, 0)
-            case Ending.CANCELLED:
-                self._row("LEFT", e2e_ms, len(outcome.text))
-            case Ending.OK:
-                self._row("E2E", e2e_ms, len(outcome.text))
-            case failure:
-                self._row("E2E", e2e_ms, 0, RequestFailed(f"{failure.value}: {outcome.detail}"))
-        if outcome.ttft_seconds is not None:
-            self._row("TTFT", 1e3 * outcome.ttft_seconds, 0)
-        if outcome.ending is Ending.OK and outcome.tpot_seconds is not None:
-            self._row("TPOT", 1e3 * outcome.tpot_seconds, 0)
-        for gap in outcome.itl_seconds:
-            self._row("ITL", 1e3 * gap, 0)
+        ending = outcome.ending
+        failure = RequestFailed(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
+        kind = {Ending.SHED: "SHED", Ending.CANCELLED: "LEFT"}.get(ending, "E2E")
+        rows: list[tuple[str, float | None]] = [(kind, outcome.e2e_seconds), ("TTFT", outcome.ttft_seconds)]
+        rows += [("TPOT", outcome.tpot_seconds if ending is Ending.OK else None)]
+        rows += [("ITL", gap) for gap in outcome.itl_seconds]
+        for row, seconds in rows:
+            if seconds is not None:
+                self.environment.events.request.fire(
+                    request_type=row,
+                    name=COMPLETIONS_PATH,
+                    response_time=1e3 * seconds,
+                    response_length=len(outcome.text) if row == kind else 0,
+                    exception=failure if row == kind else None,
+                    context={},
+                )
 
-    def _row(self, kind: str, milliseconds: float, length: int, failure: Exception | None = None) -> None:
-        self.environment.events.request.fire(
-            request_type=kind,
-            name=COMPLETIONS_PATH,
-            response_time=milliseconds,
-            response_length=length,
-            exception=failure,
-            context={},
-        )
-
-    def summary(self, limits: Slo) -> dict[str, Any]:
+    def summary(self, limits: report.Slo) -> dict[str, Any]:
         """Return the run with vLLM's keys. Requests still running when time was up are left out."""
         wall = max(time.perf_counter() - self._began, 1e-9)
         first = min((outcome.sent_seconds for outcome in self.outcomes), default=self._began)
@@ -134,7 +112,7 @@ class CompletionUser(User):
     """Closed-loop client. The workload chooses the kind of client for each request."""
 
     wait_time = constant(0)
-    session: Session | None = None  # set by `start`; None without a service
+    session: LoadSession | None = None  # set by `start`; None without a service
 
     @task
     def complete(self) -> None:
@@ -159,23 +137,14 @@ class CompletionUser(User):
 def add_options(parser: LocustArgumentParser) -> None:
     """Add the load test's options to locust's."""
     add_workload_arguments(parser.add_argument_group("Workload"))
-    slo.add_arguments(parser.add_argument_group("Objectives (exit code 1 if one is missed)"))
+    report.add_slo_arguments(parser.add_argument_group("Objectives (exit code 1 if one is missed)"))
     group = parser.add_argument_group("Completions")
     group.add_argument("--model", help="model id (default: the first of /v1/models)")
     group.add_argument("--requests", type=int, metavar="N", help="stop after N requests, or when time is up")
-    group.add_argument(
-        "--request-timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="timeout of a request in seconds (default: 120)",
-    )
-    group.add_argument(
-        "--results",
-        metavar="DIR",
-        env_var="LOCUST_RESULTS",
-        help="directory for results.json, report.md, report.png",
-    )
+    text = "timeout of a request in seconds (default: 120)"
+    group.add_argument("--request-timeout", type=float, default=120.0, metavar="S", help=text)
+    text = "directory for results.json, report.md, report.png"
+    group.add_argument("--results", metavar="DIR", env_var="LOCUST_RESULTS", help=text)
 
 
 @events.test_start.add_listener
@@ -185,7 +154,7 @@ def start(environment: Environment, **_: Any) -> None:
     if not isinstance(environment.runner, LocalRunner):
         log.warning("distributed run: objectives and --results need a single process; only locust's tables are written")
     try:
-        CompletionUser.session = Session(environment)
+        CompletionUser.session = LoadSession(environment)
     except (OSError, ValueError) as error:
         log.error("%s: %s", environment.host, error)
         signal.raise_signal(signal.SIGTERM)  # to locust's handler: end now, not when time is up
@@ -201,7 +170,7 @@ def finish(environment: Environment, **_: Any) -> None:
         environment.process_exit_code = 2
         return
     assert environment.parsed_options is not None
-    result = session.summary(Slo.from_arguments(environment.parsed_options))
+    result = session.summary(report.Slo.from_arguments(environment.parsed_options))
     print("\n" + report.markdown([result]))
     if environment.parsed_options.results:
         facts = provenance("locust", sys.argv[1:])

@@ -33,13 +33,11 @@ LONGEST = (
     "model/training/test_proof.py",
     "e2e/test_wire.py",
     "e2e/test_crowd.py",
-    "loadtest/test_bench_overload.py",
+    "loadtest/test_scenarios.py",
     "families/test_memory.py",
     "e2e/test_completions.py",
     "e2e/test_structured.py",
     "e2e/test_access.py",
-    "loadtest/test_bench_frontend.py",
-    "loadtest/test_bench_service.py",
     "e2e/test_inspection.py",
 )
 

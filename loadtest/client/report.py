@@ -1,4 +1,4 @@
-"""Report of load tests: results.json with the keys of `vllm bench serve`, a Markdown table and pictures.
+"""Objectives and report of load tests: results.json with the keys of `vllm bench serve`, a Markdown table and pictures.
 
     python -m loadtest.client.report results/*.json --out results
 
@@ -10,22 +10,119 @@ send; vLLM's count from the actual send.
 """
 
 import argparse
+import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.slo import Slo
 from loadtest.measurement.tables import Column, table
 
 PERCENTILES = (50, 90, 95, 99)
-LATENCY_NAMES = ("Time to first token", "Inter-token latency", "End-to-end latency")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slo:
+    """Service level objectives; None for a limit that is not set. Percentiles are over completed requests.
+
+    `max_failed_share` and `max_shed_share` are shares of the requests sent. A latency limit without a measured
+    value (nothing was streamed, for example) counts as broken.
+
+    Raises:
+        ValueError: a limit is negative.
+    """
+
+    ttft_p95_ms: float | None = None
+    itl_p95_ms: float | None = None
+    tpot_p95_ms: float | None = None
+    e2e_p95_ms: float | None = None
+    max_failed_share: float | None = 0.0
+    max_shed_share: float | None = None
+    min_output_throughput: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, not {value}")
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> Self:
+        """Read the arguments that `add_slo_arguments` declared."""
+        return cls(**{name: getattr(arguments, f"slo_{name}") for name in _SLO_HELP})
+
+    def is_good(self, outcome: Outcome) -> bool:
+        """Return True if one request kept the TTFT, TPOT and E2E limits (goodput, as in vLLM)."""
+        measured = (
+            (self.ttft_p95_ms, outcome.ttft_seconds),
+            (self.tpot_p95_ms, outcome.tpot_seconds),
+            (self.e2e_p95_ms, outcome.e2e_seconds),
+        )
+        is_kept = all(limit is None or value is None or 1e3 * value <= limit for limit, value in measured)
+        return outcome.ending is Ending.OK and is_kept
+
+    def breaches(self, outcomes: Sequence[Outcome], duration_seconds: float) -> list[str]:
+        """Return a readable line for every broken limit."""
+        if not outcomes:
+            return ["no request was sent"]
+        done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
+        limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.itl_p95_ms, self.e2e_p95_ms)
+        lines = []
+        for name, limit, values in zip(
+            ("TTFT", "TPOT", "ITL", "E2E"), limits, latencies_ms(done).values(), strict=True
+        ):
+            if limit is not None and not values:
+                lines.append(f"{name} p95: nothing measured, limit {limit:g} ms")
+            elif limit is not None and (p95 := float(np.percentile(values, 95))) > limit:
+                lines.append(f"{name} p95: {p95:.1f} ms, limit {limit:g} ms")
+        num_failed = sum(outcome.ending.is_failure for outcome in outcomes)
+        num_shed = sum(outcome.ending is Ending.SHED for outcome in outcomes)
+        for name, count, limit in (
+            ("failed", num_failed, self.max_failed_share),
+            ("shed", num_shed, self.max_shed_share),
+        ):
+            if limit is not None and count / len(outcomes) > limit:
+                lines.append(f"{name}: {count / len(outcomes):.2%} of the requests sent, limit {limit:.2%}")
+        reached = sum(outcome.completion_tokens for outcome in done) / max(duration_seconds, 1e-9)
+        if self.min_output_throughput is not None and reached < self.min_output_throughput:
+            lines.append(f"output throughput: {reached:.1f} tokens/s, limit {self.min_output_throughput:g}")
+        return lines
+
+
+_SLO_HELP = {
+    "ttft_p95_ms": "maximum 95th percentile of time to first token, ms",
+    "itl_p95_ms": "maximum 95th percentile of inter-token latency, ms",
+    "tpot_p95_ms": "maximum 95th percentile of time per output token, ms",
+    "e2e_p95_ms": "maximum 95th percentile of end-to-end latency, ms",
+    "max_failed_share": "maximum share of requests that fail; a rejection with 429 is not a failure",
+    "max_shed_share": "maximum share of requests rejected with 429",
+    "min_output_throughput": "minimum completion tokens/s",
+}
+
+
+def add_slo_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Declare a `--slo-...` option for each limit."""
+    for name, text in _SLO_HELP.items():
+        option, default = f"--slo-{name.replace('_', '-')}", getattr(Slo(), name)
+        text += f" (default: {'no limit' if default is None else default})"
+        parser.add_argument(option, type=float, default=default, metavar="X", help=text)
+
+
+def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Return the measured latencies of completed requests, by vLLM's names."""
+    seconds: dict[str, Sequence[float | None]] = {
+        "ttft": [outcome.ttft_seconds for outcome in done],
+        "tpot": [outcome.tpot_seconds for outcome in done],
+        "itl": [gap for outcome in done for gap in outcome.itl_seconds],
+        "e2el": [outcome.e2e_seconds for outcome in done],
+    }
+    return {name: [1e3 * value for value in values if value is not None] for name, values in seconds.items()}
 
 
 def summarize(
@@ -40,8 +137,13 @@ def summarize(
 ) -> dict[str, Any]:
     """Return one run with the keys of `vllm bench serve` and those above. JSON-ready."""
     done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
+    endings = Counter(outcome.ending for outcome in outcomes)
     failures = Counter(f"{o.ending.value}: {o.detail}"[:120] for o in outcomes if o.ending.is_failure)
-    input_tokens, output_tokens = (sum(getattr(o, name) for o in done) for name in _TOKEN_FIELDS)
+    input_tokens = sum(outcome.prompt_tokens for outcome in done)
+    output_tokens = sum(outcome.completion_tokens for outcome in done)
+    chunks = np.array([seconds for outcome in done for seconds in outcome.chunk_seconds])
+    # A departure at the time of an arrival comes first: (time, -1) sorts before (time, +1).
+    moves = sorted(move for o in outcomes for move in ((o.sent_seconds, 1), (o.end_seconds, -1)))
     result: dict[str, Any] = {
         "label": label,
         "num_prompts": len(outcomes),
@@ -50,52 +152,32 @@ def summarize(
         "max_concurrency": max_concurrency,
         "duration": duration_seconds,
         "completed": len(done),
-        "failed": sum(failures.values()),
+        "failed": failures.total(),
         "sent": len(outcomes),
-        "shed": sum(outcome.ending is Ending.SHED for outcome in outcomes),
-        "cancelled": sum(outcome.ending is Ending.CANCELLED for outcome in outcomes),
+        "shed": endings[Ending.SHED],
+        "cancelled": endings[Ending.CANCELLED],
         "failures": dict(failures.most_common()),
         "total_input_tokens": input_tokens,
         "total_output_tokens": output_tokens,
         "request_throughput": len(done) / duration_seconds,
-        "request_goodput": sum(slo.is_good(outcome) for outcome in outcomes) / duration_seconds,
+        "request_goodput": sum(map(slo.is_good, outcomes)) / duration_seconds,
         "output_throughput": output_tokens / duration_seconds,
         "total_token_throughput": (input_tokens + output_tokens) / duration_seconds,
-        "max_output_tokens_per_s": _peak_tokens_per_second(done),
-        "max_concurrent_requests": _peak_concurrency(outcomes),
+        "max_output_tokens_per_s": float(np.bincount((chunks - chunks.min()).astype(int)).max())
+        if chunks.size
+        else 0.0,
+        "max_concurrent_requests": max(itertools.accumulate(change for _, change in moves), default=0),
         "client_cpu_share": client_cpu_share,
         "slo_breaches": slo.breaches(outcomes, duration_seconds),
     }
-    return result | _latencies(done) | _details(outcomes)
-
-
-_TOKEN_FIELDS = ("prompt_tokens", "completion_tokens")
-
-
-def _latencies(done: Sequence[Outcome]) -> dict[str, float | None]:
-    seconds: dict[str, list[float]] = {
-        "ttft": [o.ttft_seconds for o in done if o.ttft_seconds is not None],
-        "tpot": [o.tpot_seconds for o in done if o.tpot_seconds is not None],
-        "itl": [gap for o in done for gap in o.itl_seconds],
-        "e2el": [o.e2e_seconds for o in done],
-    }
-    result: dict[str, float | None] = {}
-    for metric, values in seconds.items():
-        known = 1e3 * np.array(values) if values else None
-        result[f"mean_{metric}_ms"] = None if known is None else float(known.mean())
-        result[f"median_{metric}_ms"] = None if known is None else float(np.median(known))
-        result[f"std_{metric}_ms"] = None if known is None else float(known.std())
-        for percentile in PERCENTILES:
-            value = None if known is None else float(np.percentile(known, percentile))
-            result[f"p{percentile}_{metric}_ms"] = value
-    return result
-
-
-def _details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Return per-request lists, in the order of the requests."""
+    statistics: dict[str, Callable[[list[float]], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
+    statistics |= {f"p{share}": partial(np.percentile, q=share) for share in PERCENTILES}
+    for metric, values in latencies_ms(done).items():
+        for name, statistic in statistics.items():
+            result[f"{name}_{metric}_ms"] = float(statistic(values)) if values else None
     ordered = sorted(outcomes, key=lambda outcome: outcome.index)
     start = min((outcome.intended_seconds for outcome in ordered), default=0.0)
-    return {
+    return result | {
         "input_lens": [o.prompt_tokens for o in ordered],
         "output_lens": [o.completion_tokens for o in ordered],
         "ttfts": [o.ttft_seconds for o in ordered],
@@ -108,19 +190,6 @@ def _details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         "clients": [o.client.value for o in ordered],
         "chunk_times": [[seconds - start for seconds in o.chunk_seconds] for o in ordered],
     }
-
-
-def _peak_tokens_per_second(done: Sequence[Outcome]) -> float:
-    seconds = [second for outcome in done for second in outcome.chunk_seconds]
-    if not seconds:
-        return 0.0
-    return float(np.bincount((np.array(seconds) - min(seconds)).astype(int)).max())
-
-
-def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    # A departure at the time of an arrival comes first: (time, -1) sorts before (time, +1).
-    moves = sorted(move for o in outcomes for move in ((o.sent_seconds, 1), (o.end_seconds, -1)))
-    return int(np.cumsum([change for _, change in moves]).max()) if moves else 0
 
 
 _PERCENTILES_HEAD = {"ttft": (50, 95, 99), "itl": (50, 95, 99), "tpot": (50,), "e2el": (50, 95)}
@@ -158,41 +227,27 @@ def _percentiles(run: dict[str, Any], metric: str) -> str:
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Write a PNG: distributions of every run, and saturation over the runs."""
     figure = Figure(figsize=(12, 9), layout="constrained")
-    axes = figure.subplots(2, 2)
+    ttft, itl, e2e, saturation = figure.subplots(2, 2).flat
     for run in results:
-        _cdf(axes[0, 0], run["label"], [value for value in run["ttfts"] if value is not None])
-        _cdf(axes[0, 1], run["label"], [gap for gaps in run["itls"] for gap in gaps])
         finished = zip(run["latencies"], run["endings"], strict=True)
-        _cdf(axes[1, 0], run["label"], [value for value, ending in finished if ending == Ending.OK])
-    _saturation(axes[1, 1], results)
-    for axis, title in zip(axes.flat, (*LATENCY_NAMES, "Saturation"), strict=True):
-        axis.set(title=title)
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize="small")
-            axis.set_xlim(left=0.0)  # after all lines are drawn, which set the right end
-    figure.savefig(path, dpi=110)
-
-
-def _cdf(axis: Axes, label: str, seconds: Sequence[float]) -> None:
-    if seconds:
-        ordered = 1e3 * np.sort(np.array(seconds))
-        axis.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), label=label, drawstyle="steps-post")
-        axis.set(xlabel="ms", ylabel="share of requests or gaps")
-
-
-def _saturation(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
-    throughput = [run["output_throughput"] for run in results]
+        for axes, title, seconds in (
+            (ttft, "Time to first token", [value for value in run["ttfts"] if value is not None]),
+            (itl, "Inter-token latency", [gap for gaps in run["itls"] for gap in gaps]),
+            (e2e, "End-to-end latency", [value for value, ending in finished if ending == Ending.OK]),
+        ):
+            axes.set(title=title, xlabel="ms", ylabel="share of requests or gaps")
+            if seconds:
+                axes.ecdf(1e3 * np.array(seconds), label=run["label"])
+    saturation.set(title="Saturation", xlabel="completion tokens/s", ylabel="ms")
     for percentile in (50, 95, 99):
-        values = [run[f"p{percentile}_ttft_ms"] for run in results]
-        points = [point for point in zip(throughput, values, strict=True) if point[1] is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="o", label=f"TTFT p{percentile}")
-    for run in results:
-        if run["median_ttft_ms"] is not None:
-            point = (run["output_throughput"], run["median_ttft_ms"])
-            axis.annotate(run["label"], point, textcoords="offset points", xytext=(4, 4), fontsize="x-small")
-    axis.set(xlabel="completion tokens/s", ylabel="ms", ylim=(0, None))
+        points = [(run["output_throughput"], run[f"p{percentile}_ttft_ms"]) for run in results if any(run["ttfts"])]
+        saturation.plot(*zip(*points, strict=True), marker="o", label=f"TTFT p{percentile}") if points else None
+    for axes in (ttft, itl, e2e, saturation):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
+            axes.set_xlim(left=0.0)  # after all lines are drawn, which set the right end
+    figure.savefig(path, dpi=110)
 
 
 def write(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:

@@ -1,10 +1,8 @@
 """HTTP/1.1 and server-sent events, read from the socket as they arrive, with arrival times.
 
 Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes, so a first token is reported together with the
-tenth. Here only httptools' parser stands between `recv` and the time stamp.
-
-The parsing is sans-io and has two drivers. `complete_blocking` uses plain sockets, which gevent makes cooperative
-for locust. `AsyncClient` uses asyncio.
+tenth. Here parsing does no I/O. `complete_blocking` uses plain sockets, which gevent makes cooperative for locust, and
+`AsyncClient` uses asyncio.
 """
 
 import asyncio
@@ -18,8 +16,9 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
-from loadtest.client.outcome import CompletionReader, Ending, Outcome
+from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.workload import CompletionRequest
 
 COMPLETIONS_PATH = "/v1/completions"
@@ -107,125 +106,195 @@ class SseParser:
         return events
 
 
-class Exchange:
-    """One completion over one connection, independent of the I/O driver. Bytes are fed as they arrive."""
+class CompletionReader:
+    """Reader of one HTTP response to a completion, independent of the I/O driver. Bytes are fed as they arrive.
 
-    def __init__(self, request: CompletionRequest, intended_seconds: float | None, reader: CompletionReader | None):
-        self.sent_seconds = time.perf_counter()
-        self._intended_seconds = self.sent_seconds if intended_seconds is None else intended_seconds
-        self._completion = CompletionReader(request) if reader is None else reader
-        self._parser = httptools.HttpResponseParser(self)
-        self._sse: SseParser | None = None
-        self._now = 0.0
-        self._headers: dict[str, str] = {}
-        self._content = bytearray()
+    Args:
+        intended_seconds: time at which the request should be sent; None for the time of the send.
+
+    Attributes:
+        chunk_seconds: arrival of each chunk with text or token ids so far.
+    """
+
+    def __init__(self, request: CompletionRequest, intended_seconds: float | None = None) -> None:
+        self.request = request
+        self.chunk_seconds: list[float] = []
         self.status: int | None = None
         self.complete = False
         self.reusable = False
+        self.sent_seconds = time.perf_counter()
+        self._intended_seconds = intended_seconds
+        self._http = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._sse: SseParser | None = None
+        self._content = bytearray()
+        self._now = 0.0
+        self._texts: list[str] = []
+        self._finish_reasons: list[str] = []
+        self._usage: tuple[int, int, int] | None = None  # tokens of prompt, cache and completion
+        self._saw_done = False
+        self._error: str | None = None
+        self._broken: str | None = None
 
     @property
     def over(self) -> bool:
-        """True if the response has ended, or if the client wants to disconnect."""
-        return self.complete or self._completion.wants_to_leave
+        """True if the response has ended, or if a cancelling client has the chunks after which it disconnects."""
+        limit = self.request.cancel_after
+        return self.complete or (limit is not None and len(self.chunk_seconds) >= limit)
 
     def feed(self, data: bytes, now: float) -> None:
         """Read bytes received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
         self._now = now
-        self._parser.feed_data(data)
+        self._http.feed_data(data)
 
-    def end_of_connection(self, now: float) -> None:
+    def end_of_connection(self) -> None:
         """Handle the end of the connection, which completes a response without a declared length."""
         delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
         if self.status is not None and not delimited and not self.complete:
-            self._now = now
             self.on_message_complete()
             self.reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Called by httptools."""
+        """Store a header. Called by httptools, as are the other `on_` methods."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Store the status and detect an event stream. Called by httptools."""
-        self.status = self._parser.get_status_code()
+        """Store the status and detect an event stream."""
+        self.status = self._http.get_status_code()
         if self._headers.get("content-type", "").startswith("text/event-stream"):
             self._sse = SseParser()
 
     def on_body(self, body: bytes) -> None:
-        """Read a part of the body. Called by httptools."""
+        """Read a part of the body."""
         if self._sse is None:
             self._content.extend(body)
             return
         for event in self._sse.feed(body):
-            self._completion.event(event, self._now)
+            self.event(event)
 
     def on_message_complete(self) -> None:
-        """Mark the response as complete. Called by httptools."""
+        """Mark the response as complete."""
         self.complete = True
-        self.reusable = self._parser.should_keep_alive()
+        self.reusable = self._http.should_keep_alive()
         if self._sse is None:
-            self._completion.body(bytes(self._content))
+            self._read(bytes(self._content))
+            self._saw_done = True
 
-    def failed(self, ending: Ending, detail: str) -> Outcome:
-        """Return the outcome of a request that ended without a response."""
-        return self._outcome(ending, detail, time.perf_counter())
+    def event(self, data: bytes) -> None:
+        """Read one event of a stream."""
+        if data == b"[DONE]":
+            self._saw_done = True
+            return
+        if self._saw_done:
+            self._broken = "an event after [DONE]"
+        self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        try:
+            completion = msgspec.json.decode(data)
+            if (error := completion.get("error")) is not None:
+                self._error = f"{error.get('code') or error.get('type') or 'error'}: {error.get('message', '')}"
+            if (usage := completion.get("usage")) is not None:
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                self._usage = int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
+            for choice in completion.get("choices", ()):
+                text = str(choice.get("text") or "")
+                self._texts.append(text)
+                if self._sse is not None and (text or choice.get("token_ids")):
+                    self.chunk_seconds.append(self._now)
+                if choice.get("finish_reason") is not None:
+                    self._finish_reasons.append(choice["finish_reason"])
+        except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            self._broken = f"not a completion: {error}"
 
     def finished(self, now: float) -> Outcome:
         """Return the outcome once `over`, or at the end of the connection."""
-        if self._completion.wants_to_leave and not self.complete:
-            return self._outcome(Ending.CANCELLED, "", now)
-        if not self.complete or self.status is None:
-            return self._outcome(Ending.CONNECTION, "the connection ended before the response", now)
-        ending, detail = self._completion.judge(self.status)
-        return self._outcome(ending, detail, now)
+        return self.ended(*self._judge(), now)
 
-    def _outcome(self, ending: Ending, detail: str, now: float) -> Outcome:
+    def ended(self, ending: Ending, detail: str, now: float | None = None) -> Outcome:
+        """Return the outcome of a request with this ending. A stream cut short counts a token per chunk of text."""
+        prompt_tokens, cached_tokens, completion_tokens = self._usage or (0, 0, len(self.chunk_seconds))
         retry_after = self._headers.get("retry-after", "")  # a date counts as 0 seconds
-        return self._completion.outcome(
-            ending,
-            detail,
-            intended_seconds=self._intended_seconds,
+        return Outcome(
+            index=self.request.index,
+            client=self.request.client,
+            ending=ending,
+            detail=detail,
+            intended_seconds=self.sent_seconds if self._intended_seconds is None else self._intended_seconds,
             sent_seconds=self.sent_seconds,
-            end_seconds=now,
+            chunk_seconds=tuple(self.chunk_seconds),
+            end_seconds=time.perf_counter() if now is None else now,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens,
+            text="".join(self._texts),
             retry_after_seconds=float(retry_after) if ending is Ending.SHED and retry_after.isdecimal() else 0.0,
         )
+
+    def _judge(self) -> tuple[Ending, str]:
+        """Return the ending of the response, and its reason."""
+        if not self.complete and self.over:
+            return Ending.CANCELLED, ""
+        if not self.complete or self.status is None:
+            return Ending.CONNECTION, "the connection ended before the response"
+        if self.status == 429:
+            return Ending.SHED, self._error or "429"
+        if self.status != 200:
+            return Ending.HTTP_ERROR, f"{self.status} {self._error or self._broken or ''}".rstrip()
+        if self._error is not None:
+            return Ending.STREAM_ERROR, self._error
+        broken = self._broken or self._contract_breach()
+        return (Ending.OK, "") if broken is None else (Ending.CONTRACT, broken)
+
+    def _contract_breach(self) -> str | None:
+        """Return the way in which a finished completion breaks the API contract, or None."""
+        if not self._saw_done:
+            return "a stream without [DONE]"
+        if len(self._finish_reasons) != 1:
+            return f"{len(self._finish_reasons)} finish reasons"
+        if self._usage is None:
+            return "no usage"
+        count, wanted = self._usage[2], self.request.max_tokens
+        if count > wanted:
+            return f"{count} tokens where at most {wanted} were asked for"
+        if self._finish_reasons[0] == "length" and count < wanted:
+            return f"finish reason length after {count} of {wanted} tokens"
+        return None
 
 
 def complete_blocking(
     target: Target, request: CompletionRequest, *, model: str | None, timeout_seconds: float
 ) -> Outcome:
-    """Send one completion over its own connection and read it to its end.
-
-    Every failure of the server is an outcome, not an exception.
-    """
-    exchange = Exchange(request, None, None)
-    deadline = exchange.sent_seconds + timeout_seconds
+    """Send one completion over its own connection and read it to its end. Every failure is an outcome."""
+    reader = CompletionReader(request)
+    deadline = reader.sent_seconds + timeout_seconds
     payload = target.request_bytes("POST", COMPLETIONS_PATH, request.body(model), keep_alive=False)
     try:
         with socket.create_connection((target.host, target.port), timeout=timeout_seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(payload)
-            while not exchange.over:
-                connection.settimeout(max(1e-3, deadline - time.perf_counter()))
+            now = time.perf_counter()
+            while not reader.over:
+                connection.settimeout(max(1e-3, deadline - now))
                 data = connection.recv(RECEIVE_BYTES)
                 now = time.perf_counter()
                 if not data:
-                    exchange.end_of_connection(now)
-                    return exchange.finished(now)
-                exchange.feed(data, now)
-            return exchange.finished(now)
+                    reader.end_of_connection()
+                    break
+                reader.feed(data, now)
+            return reader.finished(now)
     except TimeoutError:
-        return exchange.failed(Ending.TIMEOUT, f"no end within {timeout_seconds:g} s")
+        return reader.ended(Ending.TIMEOUT, f"no end within {timeout_seconds:g} s")
     except (OSError, httptools.HttpParserError) as error:
-        return exchange.failed(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+        return reader.ended(Ending.CONNECTION, f"{type(error).__name__}: {error}")
 
 
 class _Connection(asyncio.Protocol):
-    """TCP connection that passes bytes with their arrival time to the current exchange."""
+    """TCP connection that passes bytes with their arrival time to the current reader."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._reader: CompletionReader | None = None
         self._over: asyncio.Future[float] | None = None
         self.closed = False
 
@@ -235,27 +304,26 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if self._exchange is None or self._over is None or self._over.done():
+        if self._reader is None or self._over is None or self._over.done():
             self.close()  # unexpected bytes: the connection is out of step
             return
         try:
-            self._exchange.feed(data, now)
+            self._reader.feed(data, now)
         except httptools.HttpParserError as error:
             self._over.set_exception(ConnectionError(f"not HTTP: {error}"))
             return
-        if self._exchange.over:
+        if self._reader.over:
             self._over.set_result(now)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        now = time.perf_counter()
         self.closed = True
-        if self._exchange is None or self._over is None or self._over.done():
+        if self._reader is None or self._over is None or self._over.done():
             return
         if exc is not None:
             self._over.set_exception(ConnectionError(f"{type(exc).__name__}: {exc}"))
             return
-        self._exchange.end_of_connection(now)
-        self._over.set_result(now)
+        self._reader.end_of_connection()
+        self._over.set_result(time.perf_counter())
 
     def close(self) -> None:
         """Close at once, as a client that disconnects does."""
@@ -263,7 +331,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def send(self, payload: bytes, exchange: Exchange) -> float:
+    async def send(self, payload: bytes, reader: CompletionReader) -> float:
         """Send a request and wait until the response ends or the client disconnects; return that time.
 
         Raises:
@@ -271,8 +339,7 @@ class _Connection(asyncio.Protocol):
         """
         if self._transport is None or self.closed:
             raise ConnectionError("the connection is closed")
-        self._exchange = exchange
-        self._over = asyncio.get_running_loop().create_future()
+        self._reader, self._over = reader, asyncio.get_running_loop().create_future()
         self._transport.write(payload)
         return await self._over
 
@@ -286,26 +353,22 @@ class AsyncClient:
         self._idle: list[_Connection] = []
 
     async def complete(
-        self,
-        request: CompletionRequest,
-        *,
-        model: str | None,
-        intended_seconds: float | None = None,
-        reader: CompletionReader | None = None,
+        self, request: CompletionRequest | CompletionReader, *, model: str | None, intended_seconds: float | None = None
     ) -> Outcome:
         """Send one completion and read it to its end. Every failure of the server is an outcome.
 
-        `reader`: shows the chunks of the stream while they arrive.
+        A caller that passes a reader sees the chunks of the stream while they arrive.
         """
-        payload = self.target.request_bytes("POST", COMPLETIONS_PATH, request.body(model))
-        exchange = Exchange(request, intended_seconds, reader)
+        reader = request if isinstance(request, CompletionReader) else CompletionReader(request, intended_seconds)
+        payload = self.target.request_bytes("POST", COMPLETIONS_PATH, reader.request.body(model))
+        reader.sent_seconds = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return exchange.finished(await self._send(payload, exchange))
+                return reader.finished(await self._send(payload, reader))
         except TimeoutError:
-            return exchange.failed(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
+            return reader.ended(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
         except OSError as error:
-            return exchange.failed(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+            return reader.ended(Ending.CONNECTION, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """Close the idle connections. Other connections close when their requests end."""
@@ -314,26 +377,26 @@ class AsyncClient:
         self._idle.clear()
         await asyncio.sleep(0)  # let the transports run their closing callbacks
 
-    async def _send(self, payload: bytes, exchange: Exchange) -> float:
+    async def _send(self, payload: bytes, reader: CompletionReader) -> float:
         self._idle = [connection for connection in self._idle if not connection.closed]
         is_fresh = not self._idle
         connection = await self._open() if is_fresh else self._idle.pop()
         try:
-            now = await connection.send(payload, exchange)
-            if exchange.status is None and not is_fresh:
+            now = await connection.send(payload, reader)
+            if reader.status is None and not is_fresh:
                 # The server closed an idle connection just as it was reused; nothing of the response had arrived.
                 connection = await self._open()
-                now = await connection.send(payload, exchange)
+                now = await connection.send(payload, reader)
         except BaseException:
             connection.close()
             raise
-        if exchange.complete and exchange.reusable and not connection.closed:
+        if reader.complete and reader.reusable and not connection.closed:
             self._idle.append(connection)
         else:
             connection.close()
         return now
 
     async def _open(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self.target.host, self.target.port)
+        create = asyncio.get_running_loop().create_connection
+        _, connection = await create(_Connection, self.target.host, self.target.port)
         return connection

@@ -1,10 +1,6 @@
-"""Seeded workloads made of real text.
+"""Seeded workloads made of real text. Request number i is a pure function of (spec, i).
 
-Request number i is a pure function of (spec, i). Two runs, or two clients that share a counter, therefore send the
-same requests.
-
-Token counts are approximate: prompts end at words, and only the service has the tokenizer. Reports use the exact
-counts in `usage`.
+Token counts are approximate, because prompts end at words. Reports use the exact counts in `usage`.
 """
 
 import argparse
@@ -71,18 +67,15 @@ class WorkloadSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "output_tokens", "num_prefixes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        least = {"prompt_tokens": 1, "output_tokens": 1, "num_prefixes": 1, "sigma": 0, "max_context_tokens": 8}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise ValueError(f"{name} must be at least {limit}, not {getattr(self, name)}")
         for name in ("prefix_share", "whole_share", "cancelling_share"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
         if self.whole_share + self.cancelling_share > 1.0:
             raise ValueError("whole_share and cancelling_share together must not exceed 1")
-        if self.sigma < 0.0:
-            raise ValueError(f"sigma must not be negative, not {self.sigma}")
-        if self.max_context_tokens < 8:
-            raise ValueError(f"max_context_tokens must be at least 8, not {self.max_context_tokens}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

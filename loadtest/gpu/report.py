@@ -1,5 +1,4 @@
-"""Report of `loadtest/gpu/suite.sh`: one JSON file, rewritten after every part, so that an interrupted run keeps its
-parts.
+"""Report of `loadtest/gpu/suite.sh`: one JSON file, rewritten after every part to survive an interrupted run.
 
     python -m loadtest.gpu.report --out FILE --part NAME --code N --seconds N --log FILE --result FILE
 

@@ -2,13 +2,11 @@
 
     python -m loadtest.peers.bench_peers --out docs/results/peers.json
 
-The benchmark creates an environment for each peer under .venv-peers (gigabytes, and ten minutes of compiling,
-once). It exports the model to each peer's format. Then it measures pairs, cell by cell, in rounds: Kvasir, a peer,
-Kvasir, the next peer. A ratio is taken within a pair.
+The benchmark installs each peer under .venv-peers and exports the model to its format, once. Then it measures pairs,
+cell by cell, in rounds: Kvasir, a peer, Kvasir, the next peer. A ratio is taken within a pair.
 
 Measured pairs are stored, so the same command continues an interrupted run. A peer that cannot be installed is
-listed with the reason. Run it on a quiet machine: engine threads wait for each other, so they are slowed by any other
-load.
+listed with the reason. Run it on a quiet machine.
 """
 
 import argparse
@@ -23,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, show
+from loadtest.measurement.benchmark_program import MeasurementFailed, benchmark_parser, read_arguments, show
 from loadtest.measurement.other_processes import ForeignWork
 from loadtest.measurement.provenance import other_work, provenance, quiet_or_warned, tell
 from loadtest.measurement.roofline import ProcessorProbe
@@ -35,76 +33,73 @@ from loadtest.peers.comparison_cells import (
     QUIET_CORES,
     STEADY_SHARE,
     Cell,
-    Kind,
     Pair,
     Progress,
     make_cells,
-    summarize,
+    random_prompts,
 )
-from loadtest.peers.engines import PEERS, Peer, Setting, our_engine, our_server
-from loadtest.peers.installation import PINS, ROOT, PeerUnavailable, Place, give_model, give_our_model, install
-from loadtest.peers.processes import Driver, Server, random_prompts
+from loadtest.peers.engines import OURS, PEERS, PINS, ROOT, Peer, PeerFiles, install
+from loadtest.peers.processes import DriverProcess, PeerServer
 
 _AGREED = 16  # first tokens of a completion that are compared
-_WARM_UP = "warm-up"  # replaces the name of a pair
-_LOOK_SECONDS = 0.25
+_LOOK_SECONDS, _PATIENCE_SECONDS = 0.25, 20.0  # of the wait for a quiet machine before each pair
 
 
-class Contest:
-    """Runner of the comparison: starts the engines that are needed, measures pairs, and stops the engines.
+class Comparison:
+    """Runner of the comparison: starts the engines that are needed, measures pairs, and stops the engines."""
 
-    Args:
-        arguments: directory, threads, patience, attempts.
-        kept: stored pairs, to which new pairs are added.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, kept: Progress) -> None:
-        self._place = Place(arguments.directory)
-        self._threads = arguments.threads
-        self._probe = ProcessorProbe(arguments.threads)
-        self._patience_seconds = arguments.patience
-        self._attempts = arguments.attempts
-        self._kept = kept
-        self._running: dict[tuple[str, bool], Driver | Server] = {}
-        self._warm: set[tuple[str, Kind, int]] = set()
+    def __init__(self, files: PeerFiles, threads: int, attempts: int, kept: Progress) -> None:
+        self._files, self._threads, self._attempts, self._kept = files, threads, attempts, kept
+        self._probe = ProcessorProbe(threads)
+        self._running: dict[tuple[str, bool], DriverProcess | PeerServer] = {}  # by name, and True for a server
+        self._warm: set[tuple[str, str, int]] = set()
 
     def measure(self, cell: Cell, peer: Peer, number: int) -> None:
         """Measure one pair, unless it is stored."""
         if self._kept.has(cell, peer.name, number):
             return
         try:
-            self._give_model(peer, cell)
-            for is_theirs in (False, True):
-                self._start(cell, peer, theirs=is_theirs)
+            for side in (OURS, peer):
+                side.write_model(self._files, cell)
+                self._start(cell, side)
             for attempt in range(self._attempts):
                 self._wait_for_quiet()
                 self._kept.add(self._pair(cell, peer, number, attempt))
                 if self._kept.has(cell, peer.name, number):
                     return
-        except PeerUnavailable as error:
-            self._kept.add(Pair(cell=cell.key, peer=peer.name, round=number, error=str(error)))
+        except MeasurementFailed as error:
+            lines = str(error).splitlines()
+            reason = ": ".join(dict.fromkeys((lines[0], lines[-1])))
+            self._kept.add(Pair(cell=cell.key, peer=peer.name, round=number, error=reason))
 
     def _pair(self, cell: Cell, peer: Peer, number: int, attempt: int) -> Pair:
         """Measure both sides with fresh prompts. The side that goes first alternates between rounds."""
         prompts = self._prompts(cell, f"{peer.name} {number} {attempt}")
         foreign, began = ForeignWork(), time.monotonic()
-        theirs_first = number % 2 == 1
-        gflops, figures = [self._probe.gflops()], []
-        for is_theirs in (theirs_first, not theirs_first):
-            figures.append(self._figures(cell, peer, prompts, theirs=is_theirs))
+        gflops, figures = [self._probe.gflops()], {}
+        for side in (OURS, peer) if number % 2 == 0 else (peer, OURS):
+            show(f"{cell.key} {side.name}")
+            figures[side.name] = self._figures(cell, side, prompts)
             gflops.append(self._probe.gflops())
         busy, took = round(foreign.cores(), 2), round(time.monotonic() - began, 1)
-        theirs, ours = figures if theirs_first else figures[::-1]
-        mine, other = ours.pop("token_ids", []), theirs.pop("token_ids", [])
-        if mine and other:
-            theirs["first_tokens_alike"] = float(_num_alike(mine[:_AGREED], other[:_AGREED]))
-        facts: dict[str, Any] = {"ours": ours, "theirs": theirs, "other_work_cores": busy, "seconds": took}
-        given = [round(each, 1) for each in gflops]
-        return Pair(cell=cell.key, peer=peer.name, round=number, gflops=given, **facts)
+        ours, theirs = figures[OURS.name], figures[peer.name]
+        pairs = zip(ours.pop("token_ids", [])[:_AGREED], theirs.pop("token_ids", [])[:_AGREED], strict=False)
+        if agreements := [mine == other for mine, other in pairs]:
+            theirs["first_tokens_alike"] = float([*agreements, False].index(False))
+        return Pair(
+            cell=cell.key,
+            peer=peer.name,
+            round=number,
+            ours=ours,
+            theirs=theirs,
+            other_work_cores=busy,
+            gflops=[round(each, 1) for each in gflops],
+            seconds=took,
+        )
 
     def _wait_for_quiet(self) -> None:
         """Wait until no other process is busy and the processors have their usual speed, up to the patience."""
-        deadline = time.monotonic() + self._patience_seconds
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             if (busy := other_work(_LOOK_SECONDS)) > QUIET_CORES:
                 fault = f"{busy:.1f} cores are busy"
@@ -116,33 +111,28 @@ class Contest:
                 show(f"on a busy machine: {fault}")
                 return
 
-    def _give_model(self, peer: Peer, cell: Cell) -> None:
-        give_our_model(self._place, cell.shape, cell.precision)
-        give_model(self._place, peer.environment, cell.shape, cell.precision)
-
-    def _start(self, cell: Cell, peer: Peer, *, theirs: bool) -> None:
-        """Start one side if it does not run, and warm it up for the cell."""
-        name, is_server = peer.name if theirs else "ours", cell.kind == "http"
-        running = self._running.get((name, is_server))
-        if running is None:
-            setting = Setting(place=self._place, shape=cell.shape, precision=cell.precision, threads=self._threads)
-            start = (peer.server if is_server else peer.engine) if theirs else (our_server if is_server else our_engine)
-            assert start is not None, "the peer supports this cell"
-            self._running[name, is_server] = start(setting)
-        warm = (name, cell.kind, cell.streams)
-        if warm not in self._warm:  # the first wave of a size is slower
+    def _start(self, cell: Cell, side: Peer) -> None:
+        """Start one side if it does not run, and warm it up for the cell: the first wave of a size is slower."""
+        key = (side.name, cell.kind == "http")
+        if key not in self._running:
+            if cell.kind == "http":
+                assert side.server is not None, "the peer supports this cell"
+                self._running[key] = PeerServer(side.server(self._files, cell, self._threads))
+            else:
+                self._running[key] = DriverProcess(side.engine(self._files, cell, self._threads), side.variables)
+        warm = (side.name, cell.kind, cell.streams)
+        if warm not in self._warm:
+            self._figures(dataclasses.replace(cell, output_tokens=2), side, self._prompts(cell, "warm-up"))
             self._warm.add(warm)
-            little = dataclasses.replace(cell, output_tokens=2)
-            self._figures(little, peer, self._prompts(cell, _WARM_UP), theirs=theirs)
 
-    def _figures(self, cell: Cell, peer: Peer, prompts: list[list[int]], *, theirs: bool) -> dict[str, Any]:
+    def _figures(self, cell: Cell, side: Peer, prompts: list[list[int]]) -> dict[str, Any]:
         """Measure one side. An engine that fails is stopped."""
-        name, is_server = peer.name if theirs else "ours", cell.kind == "http"
-        show(f"{cell.key} {name}")
+        key = (side.name, cell.kind == "http")
         try:
-            return self._running[name, is_server].measure(cell, prompts)
-        except PeerUnavailable:
-            self._end(name, is_server)
+            return self._running[key].measure(cell, prompts)
+        except MeasurementFailed:
+            self._running.pop(key).close()
+            self._warm.clear()
             raise
 
     def _prompts(self, cell: Cell, pair: str) -> list[list[int]]:
@@ -150,49 +140,41 @@ class Contest:
         seed = int.from_bytes(f"{cell.key} {pair}".encode(), "big")
         return random_prompts(cell, SHAPE_SIZES[cell.shape]["vocab_size"], seed)
 
-    def _end(self, name: str, is_server: bool) -> None:
-        self._running.pop((name, is_server)).close()
-        self._warm = {warm for warm in self._warm if warm[0] != name or (warm[1] == "http") != is_server}
-
-    def end_all(self) -> None:
+    def stop_all(self) -> None:
         """Stop all engines: before another model or precision, and at the end."""
-        for name, is_server in list(self._running):
-            self._end(name, is_server)
+        while self._running:
+            self._running.popitem()[1].close()
+        self._warm.clear()
 
 
-def _num_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return the number of equal tokens at the start."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
-
-
-def compare(arguments: argparse.Namespace, contest: Contest, rows: Sequence[tuple[Cell, Peer]]) -> bool:
-    """Measure every pair. Returns False if the minutes ran out."""
-    deadline = time.monotonic() + 60 * arguments.minutes
+def compare(
+    comparison: Comparison, rows: Sequence[tuple[Cell, Peer]], *, num_rounds: int, deadline_seconds: float
+) -> bool:
+    """Measure every pair. Return False if the deadline on the monotonic clock passed before."""
     for _, group in itertools.groupby(rows, key=lambda row: (row[0].shape, row[0].precision)):
-        of_a_model = list(group)
-        for number, (cell, peer) in itertools.product(range(arguments.rounds), of_a_model):
-            if time.monotonic() > deadline:
+        of_one_model = list(group)
+        for number, (cell, peer) in itertools.product(range(num_rounds), of_one_model):
+            if time.monotonic() > deadline_seconds:
                 return False
-            if peer.can(cell) and (peer.rounds is None or number < peer.rounds):
-                contest.measure(cell, peer, number)
-        contest.end_all()
+            if peer.supports(cell):
+                comparison.measure(cell, peer, number)
+        comparison.stop_all()
     return True
 
 
-def prepare(place: Place, peers: Sequence[Peer]) -> dict[str, str]:
-    """Install missing environments. Returns the environments that are unavailable, with reasons."""
+def install_all(files: PeerFiles, peers: Sequence[Peer]) -> dict[str, str]:
+    """Install missing environments. Return the reason of each peer that cannot be installed."""
     unavailable = {}
-    for environment in dict.fromkeys(peer.environment for peer in peers):
+    for peer in peers:
         try:
-            install(place, environment)
-        except PeerUnavailable as error:
-            unavailable[environment] = str(error)
+            install(files, peer.environment)
+        except MeasurementFailed as error:
+            unavailable[peer.name] = str(error)
     return unavailable
 
 
 def _pins(environment: str) -> list[str]:
-    paths = sorted(PINS.glob(f"{environment}*.txt"))
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line for path in sorted(PINS.glob(f"{environment}*.txt")) for line in path.read_text().splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -214,7 +196,6 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
         ("threads", os.cpu_count() or 1, "threads per engine"),
         ("attempts", 3, "attempts at a disturbed pair"),
         ("minutes", 600.0, "stop after N minutes; repeat the command to continue"),
-        ("patience", 20.0, "longest wait for a quiet machine before each pair, in seconds"),
     ):
         add(f"--{name}", type=type(default), default=default, metavar="N", help=f"{text} (default: {default:g})")
     text = "directory of environments, models and stored pairs"
@@ -229,22 +210,23 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
 def main(argv: Sequence[str] | None = None) -> int:
     """Install, measure, write JSON. Return the exit code: 0; 1 if the minutes ran out or an installation failed."""
     parser, arguments = _arguments(argv)
-    place, peers = Place(arguments.directory), [peer for peer in PEERS if peer.name in arguments.peers]
-    unavailable = prepare(place, peers)
+    files, peers = PeerFiles(arguments.directory), [peer for peer in PEERS if peer.name in arguments.peers]
+    unavailable = install_all(files, peers)
     if arguments.install_only:
-        for environment, reason in unavailable.items():
-            print(f"{environment}: {reason}", file=sys.stderr)
+        for name, reason in unavailable.items():
+            print(f"{name}: {reason}", file=sys.stderr)
         return 1 if unavailable else 0
     facts = provenance(parser.prog, arguments.given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     cells = make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
-    kept = Progress(place.directory / "progress.jsonl")
-    contest = Contest(arguments, kept)
+    kept = Progress(files.directory / "progress.jsonl")
+    comparison = Comparison(files, arguments.threads, arguments.attempts, kept)
     with ExitStack() as stack:
-        stack.callback(contest.end_all)
+        stack.callback(comparison.stop_all)
         # Run the exit callbacks, which stop the engines.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        available = [peer for peer in peers if peer.environment not in unavailable]
-        is_whole = compare(arguments, contest, list(itertools.product(cells, available)))
+        rows = list(itertools.product(cells, [peer for peer in peers if peer.name not in unavailable]))
+        deadline_seconds = time.monotonic() + 60 * arguments.minutes
+        is_whole = compare(comparison, rows, num_rounds=arguments.rounds, deadline_seconds=deadline_seconds)
     result = {
         "kind": "peers",
         "took_seconds": round(sum(pair.seconds for pair in kept.pairs), 1),
@@ -254,11 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             peer.name: {
                 "note": peer.note,
                 "pins": _pins(peer.environment),
-                "unavailable": unavailable.get(peer.environment),
+                "unavailable": unavailable.get(peer.name),
             }
             for peer in peers
         },
-        "cells": list(summarize(cells, [pair for pair in kept.pairs if pair.peer in arguments.peers])),
+        "cells": list(kept.summarize(cells, arguments.peers)),
     }
     tell(facts | result, arguments.out)
     return 0 if is_whole else 1

@@ -1,29 +1,39 @@
-"""Cells of the comparison with other engines, stored measurements, and ratios.
+"""Cells of the comparison with other engines, stored measurements, and ratios. Torch-free.
 
 Each pair of figures, Kvasir's and a peer's taken one right after the other, is appended to a file as a line of
-JSON. An interrupted comparison therefore continues where it stopped. Torch-free.
+JSON. An interrupted comparison therefore continues where it stopped.
 """
 
 import itertools
 import json
+import random
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from loadtest.measurement.spread import Spread
+from loadtest.measurement.spread import ratio_spread, spread
 
 Kind = Literal["decode", "prompt", "http"]
 KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
 PRECISIONS: Final = ("bfloat16", "int8", "float32")
 # Used as a precision: a bfloat16 file, and both servers started without flags.
 DEFAULTS: Final = "defaults"
-STREAMS: Final = (1, 4, 16, 64)
-HTTP_STREAMS: Final = (1, 16, 64)
-LONG_STREAMS: Final = (1, 4, 16)
-PROMPT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS_ALONE = 64, 128, 256
-LONG_CONTEXT, LONG_OUTPUT = 1024, 64
+PROMPT_TOKENS: Final = 64
+# Kind, streams, tokens of a prompt, tokens of a completion. The long ones have a mean context of 1,024 tokens.
+_DEFAULTS_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = tuple(
+    ("http", streams, PROMPT_TOKENS, 128) for streams in (1, 4, 16, 64)
+)
+_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = (
+    ("decode", 1, PROMPT_TOKENS, 256),
+    *(("decode", streams, PROMPT_TOKENS, 128) for streams in (4, 16, 64)),
+    *(size for size in _DEFAULTS_SIZES if size[1] != 4),
+    ("prompt", 1, 1024, 1),
+    *(("decode", streams, 992, 64) for streams in (1, 4, 16)),
+)
+_REQUESTS_PER_STREAM, _MIN_REQUESTS = 2, 3
+_MAX_SLOW_REQUESTS = 64  # for a server without flags
 # A pair is measured again if other processes used more cores, or if the processors gave a smaller share of their usual
 # speed.
 QUIET_CORES: Final = 0.2
@@ -55,17 +65,17 @@ class Cell:
         """Tokens of a sequence in the middle of its completion."""
         return self.prompt_tokens + self.output_tokens // 2
 
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts that a measurement of this cell uses."""
+        if self.kind != "http":
+            return self.streams
+        wanted = max(_MIN_REQUESTS, _REQUESTS_PER_STREAM * self.streams)
+        return min(wanted, _MAX_SLOW_REQUESTS) if self.precision == DEFAULTS else wanted
+
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
     """Return the requested cells, shape by shape. `DEFAULTS` has cells of kind http only."""
-    rows: list[tuple[Kind, int, int, int]] = [
-        ("decode", streams, PROMPT_TOKENS, OUTPUT_TOKENS_ALONE if streams == 1 else OUTPUT_TOKENS)
-        for streams in STREAMS
-    ]
-    rows += [("http", streams, PROMPT_TOKENS, OUTPUT_TOKENS) for streams in HTTP_STREAMS]
-    rows.append(("prompt", 1, LONG_CONTEXT, 1))
-    rows += [("decode", streams, LONG_CONTEXT - LONG_OUTPUT // 2, LONG_OUTPUT) for streams in LONG_STREAMS]
-    defaults: list[tuple[Kind, int, int, int]] = [("http", n, PROMPT_TOKENS, OUTPUT_TOKENS) for n in STREAMS]
     return [
         Cell(
             shape=shape,
@@ -76,9 +86,18 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
             output_tokens=output,
         )
         for shape, precision in itertools.product(shapes, precisions)
-        for kind, streams, prompt, output in (defaults if precision == DEFAULTS else rows)
+        for kind, streams, prompt, output in (_DEFAULTS_SIZES if precision == DEFAULTS else _SIZES)
         if kind in kinds
     ]
+
+
+def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
+    """Return a measurement's prompts: random token ids, so that no prefix is cached.
+
+    The vocabulary's last id is left out, because it may end a text.
+    """
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size - 1) for _ in range(cell.prompt_tokens)] for _ in range(cell.num_prompts)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,31 +122,18 @@ class Pair:
 
 
 class Progress:
-    """Append-only file of measured pairs."""
+    """Append-only file of measured pairs. A last line that a crash cut off is skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.pairs: list[Pair] = []
-        if path.is_file():
-            # Skip a line that was cut off by a crash.
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-            self.pairs = [Pair(**json.loads(line)) for line in lines]
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+        self.pairs = [Pair(**json.loads(line)) for line in lines]
 
     @property
     def usual_gflops(self) -> float:
         """Median of all processor probes; 0 before the first."""
-        return _usual_gflops(self.pairs)
-
-    def has(self, cell: Cell, peer: str, number: int) -> bool:
-        """Return True if this pair was measured undisturbed. Disturbed and failed pairs are measured again."""
-        own = (pair for pair in self.pairs if (pair.cell, pair.peer, pair.round) == (cell.key, peer, number))
-        usual = _usual_gflops(self.pairs)
-        return any(
-            pair.other_work_cores is not None
-            and pair.other_work_cores <= QUIET_CORES
-            and _share(pair, usual) >= STEADY_SHARE
-            for pair in own
-        )
+        probes = [probe for pair in self.pairs for probe in pair.gflops]
+        return statistics.median(probes) if probes else 0.0
 
     def add(self, pair: Pair) -> None:
         """Store a pair, in memory and in the file."""
@@ -136,31 +142,62 @@ class Progress:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(pair)) + "\n")
 
+    def has(self, cell: Cell, peer: str, number: int) -> bool:
+        """Return True if this pair was measured undisturbed. Disturbed and failed pairs are measured again."""
+        usual = self.usual_gflops
+        return any(
+            pair.other_work_cores is not None
+            and pair.other_work_cores <= QUIET_CORES
+            and _speed_share(pair, usual) >= STEADY_SHARE
+            for pair in self._of(cell, peer)
+            if pair.round == number
+        )
 
-def summarize(cells: Iterable[Cell], pairs: Sequence[Pair]) -> Iterator[dict[str, Any]]:
-    """Yield a JSON-ready row per cell: for each peer both medians, and the median of the ratios within pairs.
+    def summarize(self, cells: Sequence[Cell], peers: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield a JSON-ready row per cell: for each peer both medians, and the median of the ratios within pairs.
 
-    If a pair was measured several times, the least disturbed one counts. A peer without a pair has its last error,
-    or is absent.
-    """
-    usual = _usual_gflops(pairs)
-    for cell in cells:
-        peers: dict[str, Any] = {}
-        for name in dict.fromkeys(pair.peer for pair in pairs if pair.cell == cell.key):
-            own = [pair for pair in pairs if (pair.cell, pair.peer) == (cell.key, name)]
-            best = _least_disturbed(own, usual)
-            if not best:
-                peers[name] = {"error": own[-1].error}
-                continue
-            ours, theirs = [pair.ours or {} for pair in best], [pair.theirs or {} for pair in best]
-            peers[name] = {
-                "ours": _spreads(ours),
-                "theirs": _spreads(theirs),
-                "ratio": Spread.of_ratios(_rates(ours), _rates(theirs)).to_dict(),
-                "other_work_cores": [pair.other_work_cores for pair in best],
-                "processors_share": [round(_share(pair, usual), 2) for pair in best],
-            }
-        yield {**asdict(cell), "context_length": cell.context_length, "peers": peers}
+        If a pair was measured several times, the least disturbed one counts. A peer without a pair has its last error,
+        or is absent.
+        """
+        usual = self.usual_gflops
+        for cell in cells:
+            measured = {peer: found for peer in peers if (found := self._of(cell, peer))}
+            rows = {peer: _summary(found, usual) for peer, found in measured.items()}
+            yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
+
+    def _of(self, cell: Cell, peer: str) -> list[Pair]:
+        return [pair for pair in self.pairs if (pair.cell, pair.peer) == (cell.key, peer)]
+
+
+def _speed_share(pair: Pair, usual: float) -> float:
+    """Return the lowest probe of a pair relative to the usual speed; 1 without probes."""
+    return min(pair.gflops) / usual if pair.gflops else 1.0
+
+
+def _summary(pairs: Sequence[Pair], usual: float) -> dict[str, Any]:
+    # Of each round, the least disturbed pair. Pairs at the processors' usual speed come first.
+    best: dict[int, tuple[bool, float, Pair]] = {}
+    for pair in pairs:
+        if pair.other_work_cores is not None:
+            rank = (_speed_share(pair, usual) < STEADY_SHARE, pair.other_work_cores)
+            if pair.round not in best or rank < best[pair.round][:2]:
+                best[pair.round] = (*rank, pair)
+    if not best:
+        return {"error": pairs[-1].error}
+    chosen = [best[number][2] for number in sorted(best)]
+    ours, theirs = [pair.ours or {} for pair in chosen], [pair.theirs or {} for pair in chosen]
+    return {
+        "ours": _spreads(ours),
+        "theirs": _spreads(theirs),
+        "ratio": ratio_spread(*([figures["tokens_per_second"] for figures in side] for side in (ours, theirs))),
+        "other_work_cores": [pair.other_work_cores for pair in chosen],
+        "processors_share": [round(_speed_share(pair, usual), 2) for pair in chosen],
+    }
+
+
+def _spreads(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
+    names = [name for name in figures[0] if all(name in figure for figure in figures)]
+    return {name: spread(figure[name] for figure in figures) for name in names}
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
@@ -168,34 +205,3 @@ def is_sound(figure: Mapping[str, Any]) -> bool:
     if "ratio" not in figure:
         return False
     return bool(max(figure["other_work_cores"]) <= QUIET_CORES and min(figure["processors_share"]) >= STEADY_SHARE)
-
-
-def _usual_gflops(pairs: Iterable[Pair]) -> float:
-    probes = list(itertools.chain.from_iterable(pair.gflops for pair in pairs))
-    return statistics.median(probes) if probes else 0.0
-
-
-def _share(pair: Pair, usual: float) -> float:
-    """Return the lowest probe of a pair relative to the usual speed; 1 without probes."""
-    return min(pair.gflops) / usual if pair.gflops else 1.0
-
-
-def _least_disturbed(pairs: Sequence[Pair], usual: float) -> list[Pair]:
-    """Return the least disturbed pair of each round. Pairs at the processors' usual speed come first."""
-
-    def disturbed(pair: Pair) -> tuple[bool, float]:
-        assert pair.other_work_cores is not None, "the pair has figures"
-        return _share(pair, usual) < STEADY_SHARE, pair.other_work_cores
-
-    measured = [pair for pair in pairs if pair.other_work_cores is not None]
-    rounds = sorted({pair.round for pair in measured})
-    return [min((pair for pair in measured if pair.round == number), key=disturbed) for number in rounds]
-
-
-def _rates(figures: Sequence[dict[str, float]]) -> list[float]:
-    return [figure["tokens_per_second"] for figure in figures]
-
-
-def _spreads(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
-    names = [name for name in figures[0] if all(name in figure for figure in figures)]
-    return {name: Spread(tuple(figure[name] for figure in figures)).to_dict() for name in names}

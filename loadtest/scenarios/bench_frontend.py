@@ -2,14 +2,9 @@
 
     python -m loadtest.scenarios.bench_frontend --checkpoint checkpoints/NAME --out docs/results/frontend.json
 
-The engine returns the same token for every sequence, at once or at a set pace. What remains is JSON,
-server-sent events and socket writes. All of it runs in the API process, except the engine's own messages.
-
-"tokens_per_second_on_one_core" is tokens divided by CPU time of the API process: its throughput with a core to
-itself. The clients are a separate process.
-
-Steps of an engine faster than the API process pile up, so several tokens of a stream leave in one write, each as
-its own event. With `--step-ms`, at a pace that one core can follow, every token is written alone.
+"tokens_per_second_on_one_core" is tokens divided by CPU time of the API process: JSON, events and socket writes. The
+clients are a separate process. With an instant engine, several tokens of a stream leave in one write. With
+`--step-ms`, at a pace that one core can follow, every token is written alone.
 """
 
 import argparse
@@ -31,15 +26,6 @@ _PROGRAM = "loadtest.scenarios.bench_frontend"
 _TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
-class InstantService(ServiceProcess):
-    """The service with `loadtest.scenarios.instant_engine` in its worker."""
-
-    def __init__(self, checkpoint: Path, step_ms: float) -> None:
-        super().__init__(checkpoint)
-        program = ["env", f"{STEP_MS}={step_ms}", sys.executable, "-m", _PROGRAM, "serve"]
-        self.command = [*program, *self.command[2:]]  # in place of `kvasir serve`
-
-
 def _measure(service: ServiceProcess, num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, Run]:
     """Return the CPU seconds of the API process for one load, and the clients' outcomes."""
     requests = [
@@ -55,23 +41,27 @@ def _measure(service: ServiceProcess, num_streams: int, num_requests: int, num_t
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every number of streams at every pace, after a warm-up load."""
     levels = []
+    num_tokens = arguments.output_tokens
     for step_ms in arguments.step_ms:
-        with InstantService(arguments.checkpoint, step_ms) as service:
+        command = ["env", f"{STEP_MS}={step_ms}", sys.executable, "-m", _PROGRAM, "serve"]
+        with ServiceProcess([*command, "--checkpoint", str(arguments.checkpoint)]) as service:
             service.wait_first_token()
-            _measure(service, 1, arguments.requests_per_stream, arguments.output_tokens)
+            _measure(service, 1, arguments.requests_per_stream, num_tokens)
             for num_streams in arguments.streams:
                 show(f"{num_streams} streams, {step_ms:g} ms between steps")
-                load = num_streams, num_streams * arguments.requests_per_stream, arguments.output_tokens
-                spent, runs = zip(*(_measure(service, *load) for _ in range(arguments.repeats)), strict=True)
-                tokens = load[1] * load[2]
+                count = num_streams * arguments.requests_per_stream
+                loads = [_measure(service, num_streams, count, num_tokens) for _ in range(arguments.repeats)]
+                tokens = count * num_tokens
                 levels.append(
                     {
                         "step_ms": step_ms,
-                        **dict(zip(("num_streams", "num_requests", "num_tokens"), load, strict=True)),
-                        "tokens_per_second_on_one_core": spread(tokens / seconds for seconds in spent),
-                        "cpu_us_per_token": spread(1e6 * seconds / tokens for seconds in spent),
-                        "tokens_per_second": spread(tokens / run.duration_seconds for run in runs),
-                        "client_cpu_share": spread(run.client_cpu_share for run in runs),
+                        "num_streams": num_streams,
+                        "num_requests": count,
+                        "num_tokens": num_tokens,
+                        "tokens_per_second_on_one_core": spread(tokens / seconds for seconds, _ in loads),
+                        "cpu_us_per_token": spread(1e6 * seconds / tokens for seconds, _ in loads),
+                        "tokens_per_second": spread(tokens / run.duration_seconds for _, run in loads),
+                        "client_cpu_share": spread(run.client_cpu_share for _, run in loads),
                     }
                 )
     return {"kind": "frontend", "levels": levels}
@@ -89,9 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--streams", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
     text = "time between steps, 0: instant (default: 0 4)"
     add("--step-ms", type=float, nargs="+", default=[0.0, 4.0], metavar="MS", help=text)
-    add("--requests-per-stream", type=int, default=8, metavar="N", help="default: %(default)s")
-    add("--output-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
-    add("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
+    for name, default in (("requests-per-stream", 8), ("output-tokens", 200), ("repeats", 3)):
+        add(f"--{name}", type=int, default=default, metavar="N", help="default: %(default)s")
     arguments = read_arguments(parser, given)
     return run_benchmark(parser, arguments, lambda: measure(arguments))
 

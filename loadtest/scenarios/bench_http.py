@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.client import report, slo
+from loadtest.client import report
 from loadtest.client.service_discovery import discover
-from loadtest.client.slo import Slo
 from loadtest.client.sse_client import API_KEY_VARIABLE, AsyncClient, Target, api_key_given
 from loadtest.client.workload import Workload, add_workload_arguments, spec_from_arguments
 from loadtest.measurement.benchmark_program import show
@@ -26,7 +25,7 @@ BUSY_CLIENT_SHARE = 0.7
 OPEN_LOOP_REQUESTS = 64
 
 
-async def _bench(arguments: argparse.Namespace, limits: Slo) -> list[dict[str, Any]]:
+async def _bench(arguments: argparse.Namespace, limits: report.Slo) -> list[dict[str, Any]]:
     target = Target.parse(arguments.url, api_key=api_key_given())
     service = discover(target)
     workload = Workload(spec_from_arguments(arguments, service.max_context_tokens), service.passages)
@@ -79,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=120.0, metavar="S", help="timeout of a request in seconds (default: 120)")
     add("--out", type=Path, help="directory for results.json, report.md and report.png")
     add_workload_arguments(parser.add_argument_group("workload"))
-    slo.add_arguments(parser.add_argument_group("objectives"))
+    report.add_slo_arguments(parser.add_argument_group("objectives"))
     return parser
 
 
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.streams and not arguments.rate:
         arguments.streams = [1, 4, 16, 64]
     try:
-        limits = Slo.from_arguments(arguments)
+        limits = report.Slo.from_arguments(arguments)
         facts = provenance(parser.prog, given)
         results = [result | facts for result in asyncio.run(_bench(arguments, limits))]
     except ValueError as error:

@@ -2,14 +2,9 @@
 
     python -m loadtest.scenarios.bench_latency --out docs/results/latency.json -- --dtype bfloat16
 
-A short prompt that arrives while other streams decode waits for the running step and for its own step. Its TTFT is
-counted in steps: tokens that a stream received meanwhile.
-
-A long prompt makes steps longer while its chunks are computed. The streams' ITL in that time is reported beside
-their ITL right before, with the TTFT of the prompt. This is measured with each `--max-batched-tokens` as the only
-limit, and with each `--prompt-slowdown`.
-
-Prompts are random tokens, and no two are alike. Arguments after `--` go to `kvasir serve`.
+The TTFT of a short prompt is counted in engine steps: tokens that a stream received meanwhile. The streams' ITL during
+a long prompt is compared with their ITL right before. Each `--max-batched-tokens` is measured as the only limit, and
+each `--prompt-slowdown`. Prompts are random tokens. Arguments after `--` go to `kvasir serve`.
 """
 
 import argparse
@@ -17,24 +12,25 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import math
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loadtest.client.outcome import CompletionReader, Ending
-from loadtest.client.sse_client import AsyncClient, Target
+import numpy as np
+
+from loadtest.client.outcome import Ending
+from loadtest.client.sse_client import AsyncClient, CompletionReader, Target
 from loadtest.client.workload import CompletionRequest
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.shape_names import SHAPE_SIZES
 from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess
+from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, kvasir_serve
 from service.config.settings import ModelSettings
 
 _CONTEXT = 8192
@@ -57,38 +53,33 @@ def gaps_within(streams: Sequence[Sequence[float]], start: float, end: float) ->
     return [later - earlier for earlier, later in pairs if later > start and earlier < end]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that `share` of the values do not exceed (nearest rank, no interpolation)."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptArrival:
+    """One arrival. steps: engine steps until its first token. before, during: gaps of the streams, in seconds."""
+
+    ttft_seconds: float
+    steps: int
+    before: list[float]
+    during: list[float]
 
 
-@dataclass(slots=True)
-class Arrivals:
-    """Figures of several arrivals, one after the other.
-
-    steps: engine steps until the first token of each arrival. before, during: gaps of the streams, in seconds.
-    """
-
-    ttft_seconds: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    before: list[list[float]] = field(default_factory=list)
-    during: list[list[float]] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary: a value per arrival, gaps as their 99th percentiles."""
-        before = [1e3 * percentile(gaps, 0.99) for gaps in self.before]
-        during = [1e3 * percentile(gaps, 0.99) for gaps in self.during]
-        return {
-            "ttft_ms": spread(1e3 * seconds for seconds in self.ttft_seconds),
-            "steps": spread(map(float, self.steps)),
-            "itl_p50_ms_before": 1e3 * statistics.median(gap for gaps in self.before for gap in gaps),
-            "itl_p99_ms_before": spread(before),
-            "itl_p99_ms_during": spread(during),
-            "itl_p99_ratio": ratio_spread(during, before),
-        }
+def summarize(arrivals: Sequence[PromptArrival]) -> dict[str, Any]:
+    """Return a JSON-ready dictionary: a value per arrival, gaps as their 99th percentiles (nearest rank)."""
+    before, during = (
+        [1e3 * float(np.percentile(gaps, 99, method="inverted_cdf")) for gaps in sides]
+        for sides in zip(*((arrival.before, arrival.during) for arrival in arrivals), strict=True)
+    )
+    return {
+        "ttft_ms": spread(1e3 * arrival.ttft_seconds for arrival in arrivals),
+        "steps": spread(float(arrival.steps) for arrival in arrivals),
+        "itl_p50_ms_before": 1e3 * statistics.median(gap for arrival in arrivals for gap in arrival.before),
+        "itl_p99_ms_before": spread(before),
+        "itl_p99_ms_during": spread(during),
+        "itl_p99_ratio": ratio_spread(during, before),
+    }
 
 
-class Load(NamedTuple):
+class ArrivalLoad(NamedTuple):
     """A number of streams, and prompts that arrive one after the other."""
 
     num_streams: int
@@ -97,9 +88,9 @@ class Load(NamedTuple):
     seed: int
 
 
-async def measure(target: Target, load: Load, *, vocab_size: int) -> Arrivals:
+async def measure(target: Target, load: ArrivalLoad, *, vocab_size: int) -> list[PromptArrival]:
     """Let prompts arrive while streams decode, at random moments of a step."""
-    rng, seen = random.Random(load.seed), Arrivals()
+    rng, seen = random.Random(load.seed), []
     client = AsyncClient(target, timeout_seconds=3600)
 
     def request(num_tokens: int, max_tokens: int) -> CompletionRequest:
@@ -108,20 +99,18 @@ async def measure(target: Target, load: Load, *, vocab_size: int) -> Arrivals:
         seed = rng.randrange(2**31)
         return CompletionRequest(index=0, prompt=prompt, max_tokens=max_tokens, seed=seed, return_token_ids=True)
 
-    async def begin(stream: CompletionRequest) -> tuple[CompletionReader, asyncio.Task[Any]]:
-        reader = CompletionReader(stream)
-        task = asyncio.create_task(client.complete(stream, model=None, reader=reader))
-        while not reader.chunk_seconds:
-            if task.done():
-                raise ServiceFailed(f"a stream ended without a token: {task.result().detail}")
-            await asyncio.sleep(_POLL_SECONDS)
-        return reader, task
-
-    streams: list[tuple[CompletionReader, asyncio.Task[Any]]] = []
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        times = []
         for _ in range(load.num_streams):  # one by one: together they would exceed the queue limit
-            streams.append(await begin(request(_SHORT_TOKENS, _CONTEXT - 2 * _SHORT_TOKENS)))
-        times = [reader.chunk_seconds for reader, _ in streams]
+            reader = CompletionReader(request(_SHORT_TOKENS, _CONTEXT - 2 * _SHORT_TOKENS))
+            task = asyncio.create_task(client.complete(reader, model=None))
+            stack.callback(task.cancel)
+            while not reader.chunk_seconds:
+                if task.done():
+                    raise ServiceFailed(f"a stream ended without a token: {task.result().detail}")
+                await asyncio.sleep(_POLL_SECONDS)
+            times.append(reader.chunk_seconds)
         for _ in range(load.num_arrivals):
             began = time.perf_counter()
             await asyncio.sleep(_QUIET_SECONDS * rng.uniform(1.0, 1.5))
@@ -130,33 +119,31 @@ async def measure(target: Target, load: Load, *, vocab_size: int) -> Arrivals:
                 raise ServiceFailed(f"a prompt ended with {arrival.ending.value}: {arrival.detail}")
             await asyncio.sleep(_QUIET_SECONDS)  # lets gaps that began before the first token end
             sent, first = arrival.sent_seconds, arrival.chunk_seconds[0]
-            seen.ttft_seconds.append(first - sent)
-            seen.steps.append(steps_between(times, sent, first))
-            seen.before.append(gaps_within(times, began, sent))
-            seen.during.append(gaps_within(times, sent, first))
-    finally:
-        for _, task in streams:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        await client.close()
+            seen.append(
+                PromptArrival(
+                    ttft_seconds=first - sent,
+                    steps=steps_between(times, sent, first),
+                    before=gaps_within(times, began, sent),
+                    during=gaps_within(times, sent, first),
+                )
+            )
     return seen
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure short prompts with the default settings, then long prompts with each limit."""
     vocab_size = SHAPE_SIZES[arguments.shape]["vocab_size"]
-    short = Load(arguments.short_streams, _SHORT_TOKENS, arguments.short_arrivals, arguments.seed)
-    long = Load(arguments.long_streams, arguments.prompt_tokens, arguments.arrivals, arguments.seed)
+    short = ArrivalLoad(arguments.short_streams, _SHORT_TOKENS, arguments.short_arrivals, arguments.seed)
+    long = ArrivalLoad(arguments.long_streams, arguments.prompt_tokens, arguments.arrivals, arguments.seed)
 
-    def run(checkpoint: Path, load: Load, *flags: str) -> dict[str, Any]:
+    def run(checkpoint: Path, load: ArrivalLoad, *flags: str) -> dict[str, Any]:
         show(" ".join([f"prompts of {load.prompt_tokens} tokens", *flags]))
-        with ServiceProcess(checkpoint, [*arguments.serve, *flags]) as service:
+        with ServiceProcess(kvasir_serve(checkpoint, [*arguments.serve, *flags])) as service:
             service.wait_first_token()
             # Warm up: the first long prompt touches memory for the first time.
-            warm = Load(1, load.prompt_tokens, 1, load.seed + 1)
+            warm = ArrivalLoad(1, load.prompt_tokens, 1, load.seed + 1)
             asyncio.run(measure(service.target, warm, vocab_size=vocab_size))
-            return asyncio.run(measure(service.target, load, vocab_size=vocab_size)).to_dict()
+            return summarize(asyncio.run(measure(service.target, load, vocab_size=vocab_size)))
 
     # None stands for no limit: JSON has no infinity.
     limits: list[tuple[int, float | None]] = [(budget, None) for budget in arguments.budgets]

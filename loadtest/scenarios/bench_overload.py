@@ -5,52 +5,49 @@
 The loads run one after the other on one service:
 
 1. A ramp of closed loops finds the highest throughput.
-2. Saturation: a closed loop with a stream for each slot (`--max-num-running`), so that no request waits. It gives
-the TTFT at full load.
+2. Saturation: a closed loop with a stream for each slot (`--max-num-running`) gives the TTFT at full load.
 3. Overload: Poisson arrivals at four times the highest rate seen so far, all with one API key. Two users of
-OpenAI's Python SDK run beside them. One has its own key and the SDK's default retries. The other has the key of the
-flood and more retries.
-4. Saturation again. Overload is compared with both saturation loads together, so that drift of the machine's speed
-cancels.
+OpenAI's Python SDK run beside them: one with another key and the SDK's default retries, one with the same key and more
+retries.
+4. Saturation again, so that drift of the machine's speed cancels.
 
-Client and service share a machine, so each is pinned to its own processors, the same in all loads. With two
-processors, the API process and the model share one. That is the hardest case: rejecting requests then takes CPU
-from the model.
+Client and service are pinned to different processors, the same in all loads.
 """
 
 import argparse
 import asyncio
 import dataclasses
 import itertools
-import json
+import multiprocessing
 import os
 import secrets
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
-import psutil
+import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.service_discovery import discover
-from loadtest.client.sse_client import API_KEY_VARIABLE, AsyncClient, Target
+from loadtest.client.sse_client import AsyncClient, Target
 from loadtest.client.workload import Workload, WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.other_processes import ForeignWork
 from loadtest.scenarios.closed_and_open_loop import Run, arrivals, run_closed, run_open
-from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, cpu_seconds
+from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds, kvasir_serve
 from service.config.settings import ServeSettings, SettingsError, read_settings
 
-_ERRORS = "llm_retry_after_error_seconds"
+_RETRY_AFTER_ERRORS = "llm_retry_after_error_seconds"
 # A Retry-After counts as right if a slot is free within this time of it.
 _RIGHT_SECONDS = 0.5
 # Memory growth counts from here, in seconds: before, caches and pools fill.
@@ -61,7 +58,7 @@ _WORKLOAD_FIELDS = ("kind", "prompt_tokens", "output_tokens", "sigma", "seed")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TimedLoad:
     """One load, and the bounds of its steady part in seconds of `time.perf_counter()`.
 
     Throughput counts the tokens of finished completions that arrived in the steady part. A completion that extends
@@ -80,16 +77,14 @@ class Load:
     @property
     def steady(self) -> list[Outcome]:
         """Outcomes of requests with an intended send in the steady part."""
-        return [o for o in self.run.outcomes if self._is_inside(o.intended_seconds)]
+        return [outcome for outcome in self.run.outcomes if self._is_inside(outcome.intended_seconds)]
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of successful completions that arrived in the steady part, per second."""
         done = (o for o in self.run.outcomes if o.ending is Ending.OK and o.chunk_seconds)
-        shares = (
-            (o.completion_tokens, sum(map(self._is_inside, o.chunk_seconds)) / len(o.chunk_seconds)) for o in done
-        )
-        return sum(tokens * share for tokens, share in shares) / self.seconds
+        tokens = (o.completion_tokens * sum(map(self._is_inside, o.chunk_seconds)) / len(o.chunk_seconds) for o in done)
+        return sum(tokens) / self.seconds
 
     @property
     def requests_per_second(self) -> float:
@@ -107,7 +102,7 @@ class Load:
             "seconds": round(self.seconds, 1),
             "sent": len(self.steady),
             "sent_per_second": round(len(self.steady) / self.seconds, 2),
-            "endings": dict(Counter(o.ending.value for o in self.steady)),
+            "endings": dict(Counter(outcome.ending.value for outcome in self.steady)),
             "failures": dict(failures),
             "requests_per_second": round(self.requests_per_second, 2),
             "tokens_per_second": round(self.tokens_per_second, 1),
@@ -116,46 +111,33 @@ class Load:
         }
 
 
-def ttft_of(loads: Sequence[Load], percentile: float) -> float | None:
+def ttft_of(loads: Sequence[TimedLoad], percentile: float) -> float | None:
     """Return a percentile of the TTFT over several loads, or None without a successful request."""
     outcomes = (outcome for load in loads for outcome in load.steady if outcome.ending is Ending.OK)
     ttfts = [outcome.ttft_seconds for outcome in outcomes if outcome.ttft_seconds is not None]
     return float(np.percentile(ttfts, percentile)) if ttfts else None
 
 
-@dataclass(slots=True)
-class Watch:
-    """Sampler of memory and CPU time of the service's parts during a load."""
-
-    parts: dict[str, list[psutil.Process]]
-    rss_mib: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    cpu_share: dict[str, float] = field(default_factory=dict)
-
-    async def run(self, seconds: float) -> None:
-        """Sample once a second."""
-        began = time.perf_counter()
-        before = {part: cpu_seconds(processes) for part, processes in self.parts.items()}
-        while (now := time.perf_counter() - began) < seconds:
-            for part, processes in self.parts.items():
-                rss = sum(process.memory_info().rss for process in processes) / 2**20
-                self.rss_mib.setdefault(part, []).append((now, rss))
-            await asyncio.sleep(1.0)
-        for part, processes in self.parts.items():
-            self.cpu_share[part] = (cpu_seconds(processes) - before[part]) / (time.perf_counter() - began)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return {part: self._summary(part, samples) for part, samples in self.rss_mib.items()}
-
-    def _summary(self, part: str, samples: list[tuple[float, float]]) -> dict[str, float]:
-        settled = [sample for sample in samples if sample[0] >= _MEMORY_SETTLES] or samples
-        return {
+async def watch_processes(service: ServiceProcess, seconds: float) -> dict[str, Any]:
+    """Sample memory and CPU time of the API process and the worker, once a second."""
+    parts = {"api": service.api_processes(), "worker": service.worker_processes()}
+    samples: dict[str, list[tuple[float, float]]] = {part: [] for part in parts}
+    before, began = {part: cpu_seconds(processes) for part, processes in parts.items()}, time.perf_counter()
+    while (now := time.perf_counter() - began) < seconds:
+        for part, processes in parts.items():
+            samples[part].append((now, sum(process.memory_info().rss for process in processes) / 2**20))
+        await asyncio.sleep(1.0)
+    wall, figures = time.perf_counter() - began, {}
+    for part, processes in parts.items():
+        settled = [sample for sample in samples[part] if sample[0] >= _MEMORY_SETTLES] or samples[part]
+        figures[part] = {
             "first_mib": round(settled[0][1], 1),
             "last_mib": round(settled[-1][1], 1),
-            "most_mib": round(max(rss for _, rss in samples), 1),
+            "most_mib": round(max(rss for _, rss in samples[part]), 1),
             "growth_mib_per_minute": round(growth_per_minute(settled), 3),
-            "cpu_share": round(self.cpu_share[part], 3),
+            "cpu_share": round((cpu_seconds(processes) - before[part]) / wall, 3),
         }
+    return figures
 
 
 def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
@@ -168,14 +150,13 @@ def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
 def running(arguments: argparse.Namespace, flood: str, polite: str) -> Iterator[ServiceProcess]:
     """Run the service with these API keys on its own processors, and this process on the other ones."""
     cores = sorted(os.sched_getaffinity(0))
-    ours, theirs = cores[:1], cores[1:] or cores
     with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
         file.write(f"flood: {flood}\npolite: {polite}\n")
         file.flush()
-        service = ServiceProcess(arguments.checkpoint, ["--api-keys-file", file.name, *arguments.serve])
+        command = kvasir_serve(arguments.checkpoint, ["--api-keys-file", file.name, *arguments.serve])
+        service = ServiceProcess(["taskset", "--cpu-list", ",".join(map(str, cores[1:] or cores)), *command])
         service.target = dataclasses.replace(service.target, api_key=flood)
-        service.command = ["taskset", "--cpu-list", ",".join(map(str, theirs)), *service.command]
-        os.sched_setaffinity(0, ours)
+        os.sched_setaffinity(0, cores[:1])
         try:
             with service:
                 service.wait_first_token()
@@ -184,9 +165,11 @@ def running(arguments: argparse.Namespace, flood: str, polite: str) -> Iterator[
             os.sched_setaffinity(0, cores)
 
 
-def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
-    """Return a workload that fits the service."""
-    discovered = discover(target)
+async def measure(
+    arguments: argparse.Namespace, service: ServiceProcess, polite: str, num_slots: int
+) -> dict[str, Any]:
+    """Run the loads one after the other and return their figures."""
+    discovered = discover(service.target)
     # Requests of one length that begin together also end together, and the load would come in waves.
     spec = WorkloadSpec(
         kind=WorkloadKind.LOGNORMAL,
@@ -195,26 +178,18 @@ def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
         max_context_tokens=discovered.max_context_tokens or WorkloadSpec().max_context_tokens,
         seed=arguments.seed,
     )
-    return Workload(spec, discovered.passages)
-
-
-async def measure(
-    arguments: argparse.Namespace, service: ServiceProcess, polite: str, num_slots: int
-) -> dict[str, Any]:
-    """Run the loads one after the other and return their figures."""
-    workload = _workload(arguments, service.target)
-    requests = map(workload.request, itertools.count())
+    requests = map(Workload(spec, discovered.passages).request, itertools.count())
     client, settle, others = AsyncClient(service.target), arguments.settle_seconds, {}
 
-    async def load(label: str, seconds: float, send: Callable[[float], Awaitable[Run]]) -> Load:
+    async def load(label: str, seconds: float, send: Callable[[float], Awaitable[Run]]) -> TimedLoad:
         """Run a load whose steady part takes `seconds`, and record the CPU use of other processes."""
         show(label)
         foreign, began = ForeignWork(), time.perf_counter()
         run = await send(settle + seconds)
         others[label] = round(foreign.cores(), 3)
-        return Load(run, began + settle, began + settle + seconds)
+        return TimedLoad(run, began + settle, began + settle + seconds)
 
-    async def closed(label: str, num_streams: int, seconds: float) -> Load:
+    async def closed(label: str, num_streams: int, seconds: float) -> TimedLoad:
         def send(total: float) -> Awaitable[Run]:
             end = time.perf_counter() + total
             timely = itertools.takewhile(lambda _: time.perf_counter() < end, requests)
@@ -225,19 +200,24 @@ async def measure(
     levels = [(n, await closed(f"{n} streams", n, arguments.level_seconds)) for n in arguments.streams]
     saturation = await closed("saturation", num_slots, arguments.saturation_seconds)
     rate = arguments.times * max(calm.requests_per_second for calm in (saturation, *(level for _, level in levels)))
-    watch = Watch({"api": service.api_processes(), "worker": service.worker_processes()})
     before = scrape(service.target)
 
     def flood(total: float) -> Awaitable[Run]:
         offsets = itertools.takewhile(lambda offset: offset < total, arrivals(rate, arguments.seed))
         return run_open(client, requests, model=None, offsets=offsets)
 
-    overload, _, *users = await asyncio.gather(
-        load("overload", arguments.seconds, flood),
-        watch.run(settle + arguments.seconds),
-        sdk_user(service.target, polite, arguments.seconds, _SDK_DEFAULT_RETRIES),
-        sdk_user(service.target, client.target.api_key or "", arguments.seconds, _SDK_MORE_RETRIES),
-    )
+    # Separate processes, so that an SDK user does not wait for the other clients.
+    with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        users = [(polite, _SDK_DEFAULT_RETRIES), (client.target.api_key or "", _SDK_MORE_RETRIES)]
+        callers = (
+            asyncio.wrap_future(pool.submit(call_by_sdk, service.target.url, key, arguments.seconds, retries))
+            for key, retries in users
+        )
+        overload, processes, own_key, key_of_the_flood = await asyncio.gather(
+            load("overload", arguments.seconds, flood),
+            watch_processes(service, settle + arguments.seconds),
+            *callers,
+        )
     after = scrape(service.target)
     again = await closed("saturation again", num_slots, arguments.saturation_seconds)
     await client.close()
@@ -246,10 +226,10 @@ async def measure(
         "saturation": {"streams": num_slots, **saturation.to_dict()},
         "saturation_again": {"streams": num_slots, **again.to_dict()},
         "overload": {"times": arguments.times, "rate": round(rate, 2), **overload.to_dict()},
-        "service": watch.to_dict(),
-        "sdk": {"own_key": users[0], "key_of_the_flood": users[1]},
-        "retry_after": accuracy(before, after),
-        "workload": {name: getattr(workload.spec, name) for name in _WORKLOAD_FIELDS},
+        "service": processes,
+        "sdk": {"own_key": own_key, "key_of_the_flood": key_of_the_flood},
+        "retry_after": retry_after_errors(before, after),
+        "workload": {name: getattr(spec, name) for name in _WORKLOAD_FIELDS},
         "other_work_cores_during": others,
     }
     both = (saturation.tokens_per_second + again.tokens_per_second) / 2  # both have the same length
@@ -257,7 +237,7 @@ async def measure(
     return figures | {"aims": aims(figures, peak, [saturation, again], overload)}
 
 
-def aims(figures: dict[str, Any], peak: float, saturations: Sequence[Load], overload: Load) -> dict[str, Any]:
+def aims(figures: dict[str, Any], peak: float, saturations: Sequence[TimedLoad], overload: TimedLoad) -> dict[str, Any]:
     """Return each aim with its measured value, and whether it is met."""
     calm, full = ttft_of(saturations, 99), ttft_of([overload], 99)
     ratio = round(full / calm, 3) if calm and full else None
@@ -278,29 +258,25 @@ def aims(figures: dict[str, Any], peak: float, saturations: Sequence[Load], over
     return {name: dict(zip(("value", "aim", "met"), row, strict=True)) for name, row in rows.items()}
 
 
-def accuracy(before: str, after: str) -> dict[str, Any]:
-    """Return the error of Retry-After estimates, from the service's own metric."""
-    buckets = histogram_between(before, after, _ERRORS)
-    total = sum(count for _, count in buckets)
-    right = sum(count for bound, count in buckets if -_RIGHT_SECONDS < bound <= _RIGHT_SECONDS)
+def retry_after_errors(before: str, after: str) -> dict[str, Any]:
+    """Return the error of Retry-After estimates, from two scrapes of the service's histogram."""
+    first, last = _cumulative_buckets(before), _cumulative_buckets(after)
+    cumulative = [last[bound] - first.get(bound, 0) for bound in sorted(last)]
+    counts = dict(zip(sorted(last), (b - a for a, b in itertools.pairwise([0, *cumulative])), strict=True))
+    total, right = (
+        sum(counts.values()),
+        sum(n for bound, n in counts.items() if -_RIGHT_SECONDS < bound <= _RIGHT_SECONDS),
+    )
     return {
         "promises_watched": total,
         f"share_within_{_RIGHT_SECONDS:g}_s": round(right / total, 4) if total else None,
-        "error_seconds": {f"{bound:g}": count for bound, count in buckets if count},
+        "error_seconds": {f"{bound:g}": count for bound, count in counts.items() if count},
     }
 
 
-def histogram_between(before: str, after: str, name: str) -> list[tuple[float, int]]:
-    """Return what a Prometheus histogram gained between two scrapes: (upper bound, count), not cumulative."""
-    first, last = _buckets(before, name), _buckets(after, name)
-    counts = [(bound, count - first.get(bound, 0)) for bound, count in sorted(last.items())]
-    lower = [0, *(count for _, count in counts)]
-    return [(bound, count - below) for (bound, count), below in zip(counts, lower[:-1], strict=True)]
-
-
-def _buckets(text: str, name: str) -> dict[float, int]:
-    lines = (line for line in text.splitlines() if line.startswith(f"{name}_bucket{{"))
-    return {float(line.partition('le="')[2].partition('"')[0]): round(float(line.rpartition(" ")[2])) for line in lines}
+def _cumulative_buckets(text: str) -> dict[float, int]:
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {float(s.labels["le"]): round(s.value) for s in samples if s.name == f"{_RETRY_AFTER_ERRORS}_bucket"}
 
 
 def scrape(target: Target) -> str:
@@ -309,17 +285,42 @@ def scrape(target: Target) -> str:
         return str(response.read().decode())
 
 
-async def sdk_user(target: Target, key: str, seconds: float, retries: int) -> dict[str, Any]:
-    """Run a user of the SDK in a separate process. Raises ServiceFailed if the process fails."""
-    program = [sys.executable, "-m", "loadtest.scenarios.sdk_caller", target.url, str(seconds), str(retries)]
-    process = await asyncio.create_subprocess_exec(
-        *program, env={**os.environ, API_KEY_VARIABLE: key}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    out, err = await process.communicate()
-    if process.returncode:
-        raise ServiceFailed(f"the SDK user's process failed: {err.decode()[-2000:]}")
-    figures: dict[str, Any] = json.loads(out)
-    return figures
+def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[str, Any]:
+    """Send streamed completions one after the other by OpenAI's SDK. Return the figures of this user.
+
+    errors: exceptions that the caller saw, by name. refusals: responses of 4xx and 5xx that the SDK's retries hid.
+    tokens_per_second: chunks with text; each is a token unless text was held back.
+    """
+    statuses: Counter[int] = Counter()
+    errors: Counter[str] = Counter()
+    ttfts: list[float] = []
+    num_tokens, end = 0, time.perf_counter() + seconds
+    with httpx.Client(event_hooks={"response": [lambda response: statuses.update([response.status_code])]}) as http:
+        client = openai.OpenAI(
+            base_url=f"{url}/v1",
+            api_key=key,
+            max_retries=max_retries,
+            http_client=http,  # type: ignore[arg-type]  # newer versions name another package with the same interface
+        )
+        model, prompt = client.models.list().data[0].id, "Once upon a time, in a kingdom by the sea,"
+        while time.perf_counter() < end:
+            began = time.perf_counter()
+            try:
+                first = None
+                for chunk in client.completions.create(model=model, prompt=prompt, max_tokens=16, stream=True):
+                    first = time.perf_counter() - began if first is None else first
+                    num_tokens += bool(chunk.choices and chunk.choices[0].text)
+                ttfts.append(time.perf_counter() - began if first is None else first)
+            except openai.OpenAIError as error:
+                errors[f"{type(error).__name__}: {error}"[:120]] += 1
+    return {
+        "max_retries": max_retries,
+        "completions": len(ttfts),
+        "tokens_per_second": round(num_tokens / seconds, 2),
+        "errors": dict(errors),
+        "refusals": {str(status): count for status, count in sorted(statuses.items()) if status >= 400},
+        "seconds_to_first_chunk": {f"p{p}": float(np.percentile(ttfts, p)) for p in (50, 90, 99) if ttfts},
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

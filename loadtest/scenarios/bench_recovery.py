@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
-from loadtest.client.outcome import CompletionReader, Ending, Outcome
-from loadtest.client.sse_client import AsyncClient
+from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.sse_client import AsyncClient, CompletionReader
 from loadtest.client.workload import CompletionRequest
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.spread import spread
-from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess
+from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, kvasir_serve
 
 # Wait for processes that start after the service is ready, such as a standby.
 _SETTLE_SECONDS = 4.0
@@ -34,13 +34,13 @@ async def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills
     Returns the outcomes, and the time of the kill.
     """
     client = AsyncClient(service.target, timeout_seconds=300)
-    requests = [
-        CompletionRequest(index=number, prompt=f"There was a dog {number}", max_tokens=num_tokens, seed=number)
+    readers = [
+        CompletionReader(
+            CompletionRequest(index=number, prompt=f"There was a dog {number}", max_tokens=num_tokens, seed=number)
+        )
         for number in range(count)
     ]
-    readers = [CompletionReader(request) for request in requests]
-    pairs = zip(requests, readers, strict=True)
-    streams = asyncio.gather(*(client.complete(request, model=None, reader=reader) for request, reader in pairs))
+    streams = asyncio.gather(*(client.complete(reader, model=None) for reader in readers))
     while kills and any(len(reader.chunk_seconds) < num_tokens // 3 for reader in readers) and not streams.done():
         await asyncio.sleep(0.01)
     killed = time.perf_counter()
@@ -68,7 +68,7 @@ def measure(arguments: argparse.Namespace, flag: str) -> dict[str, Any]:
     The service exits after more than five worker deaths in a minute: keep levels times repeats below that.
     """
     levels = []
-    with ServiceProcess(arguments.checkpoint, (flag, *arguments.serve)) as service:
+    with ServiceProcess(kvasir_serve(arguments.checkpoint, [flag, *arguments.serve])) as service:
         service.wait_first_token()
         time.sleep(_SETTLE_SECONDS)
         standbys = [process.memory_full_info().uss for process in _named(service, "kvasir-standby")]

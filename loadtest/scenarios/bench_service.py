@@ -2,23 +2,18 @@
 
     python -m loadtest.scenarios.bench_service --checkpoint checkpoints/NAME --out docs/results/service.json
 
-It starts `kvasir serve` on a free port. HTTP throughput and the throughput of the same engine in this process are
-measured in turn, with the same prompts, lengths, settings and number of streams. Their ratio is the cost of HTTP,
-queues and tokenization. The side that is not measured is idle.
-
-Arguments after `--` go to `kvasir serve` and to the engine in this process.
+HTTP throughput of `kvasir serve` and the throughput of the same engine in this process are measured in turn, with the
+same prompts, settings and number of streams. Arguments after `--` go to the service and to the engine.
 """
 
 import argparse
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from loadtest.client.service_discovery import discover, fetch_json
 from loadtest.client.sse_client import Target
@@ -28,7 +23,7 @@ from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.scenarios.closed_and_open_loop import Run, complete_all
-from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds, has_torch
+from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds, has_torch, kvasir_serve
 from model.sampling.params import SamplingParams
 from service.config.settings import ServeSettings, read_settings
 from service.ipc.messages import Submit
@@ -41,7 +36,7 @@ _WORKLOAD_FACTS = ("prompt_tokens", "output_tokens", "temperature", "ignore_eos"
 
 def measure_start(checkpoint: Path, serve: Sequence[str]) -> float:
     """Return the seconds from the start of the process to the first token of its first stream."""
-    with ServiceProcess(checkpoint, serve) as service:
+    with ServiceProcess(kvasir_serve(checkpoint, serve)) as service:
         return service.wait_first_token()
 
 
@@ -62,53 +57,37 @@ def measure_idle(service: ServiceProcess, seconds: float) -> dict[str, Any]:
 
 def measure_footprint(service: ServiceProcess) -> list[dict[str, Any]]:
     """Return for each process its part, resident memory in MB (10^6 bytes), threads, and whether torch is mapped."""
-    api, workers = service.api_processes(), service.worker_processes()
-
-    def part(process: psutil.Process) -> str:
-        if process in api:
-            return "api"
-        if process in workers:
-            return "worker"
-        return "main" if process == service.process else "other"
-
+    parts = dict.fromkeys(service.all_processes(), "other") | {service.process: "main"}
+    parts |= dict.fromkeys(service.worker_processes(), "worker") | dict.fromkeys(service.api_processes(), "api")
     return [
         {
-            "part": part(process),
+            "part": part,
             "rss_mb": process.memory_info().rss / 1e6,
             "threads": process.num_threads(),
             "torch": has_torch(process),
         }
-        for process in service.all_processes()
+        for process, part in parts.items()
     ]
 
 
-@dataclass(slots=True)
-class Level:
-    """A number of streams, measured several times over HTTP and in-process."""
-
-    num_streams: int
-    http: list[Run] = field(default_factory=list)
-    engine: list[EngineRun] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary. Latencies are pooled over the repeats."""
-        http = [run.tokens_per_second for run in self.http]
-        engine = [run.tokens_per_second for run in self.engine]
-        outcomes = [outcome for run in self.http for outcome in run.outcomes]
-        lengths = [outcome.prompt_tokens for outcome in outcomes]
-        return {
-            "streams": self.num_streams,
-            "requests": len(self.http[0].outcomes),
-            "prompt_tokens": {"median": float(np.median(lengths)), "min": min(lengths), "max": max(lengths)},
-            "http_tokens_per_second": spread(http),
-            "engine_tokens_per_second": spread(engine),
-            "ratio": ratio_spread(http, engine),
-            "client_cpu_share": spread(run.client_cpu_share for run in self.http),
-            "http_ttft_ms": _percentiles([o.ttft_seconds for o in outcomes if o.ttft_seconds is not None]),
-            "engine_ttft_ms": _percentiles([s for run in self.engine for s in run.ttft_seconds]),
-            "http_itl_ms": _percentiles([gap for o in outcomes for gap in o.itl_seconds]),
-            "http_e2e_ms": _percentiles([o.e2e_seconds for o in outcomes]),
-        }
+def summarize(num_streams: int, http: Sequence[Run], engine: Sequence[EngineRun]) -> dict[str, Any]:
+    """Return the figures of one number of streams, measured several times. Latencies are pooled over the repeats."""
+    http_rates, engine_rates = ([run.tokens_per_second for run in runs] for runs in (http, engine))
+    outcomes = [outcome for run in http for outcome in run.outcomes]
+    lengths = [outcome.prompt_tokens for outcome in outcomes]
+    return {
+        "streams": num_streams,
+        "requests": len(http[0].outcomes),
+        "prompt_tokens": {"median": float(np.median(lengths)), "min": min(lengths), "max": max(lengths)},
+        "http_tokens_per_second": spread(http_rates),
+        "engine_tokens_per_second": spread(engine_rates),
+        "ratio": ratio_spread(http_rates, engine_rates),
+        "client_cpu_share": spread(run.client_cpu_share for run in http),
+        "http_ttft_ms": _percentiles([o.ttft_seconds for o in outcomes if o.ttft_seconds is not None]),
+        "engine_ttft_ms": _percentiles([seconds for run in engine for seconds in run.ttft_seconds]),
+        "http_itl_ms": _percentiles([gap for outcome in outcomes for gap in outcome.itl_seconds]),
+        "http_e2e_ms": _percentiles([outcome.e2e_seconds for outcome in outcomes]),
+    }
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
@@ -135,7 +114,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = read_settings(ServeSettings, flags, command="serve", summary="")
     show("start")
     starts = [measure_start(arguments.checkpoint, arguments.serve) for _ in range(arguments.start_repeats)]
-    with ServiceProcess(arguments.checkpoint, arguments.serve) as service:
+    with ServiceProcess(kvasir_serve(arguments.checkpoint, arguments.serve)) as service:
         service.wait_first_token()
         show("idle")
         idle = measure_idle(service, arguments.idle_seconds)
@@ -149,22 +128,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         numbered = map(Workload(spec, discover(service.target).passages).request, itertools.count())
 
-        def measure_both(level: Level, num_requests: int, *, http_first: bool) -> None:
+        def measure_both(num_streams: int, num_requests: int, *, http_first: bool) -> tuple[Run, EngineRun]:
             """Measure each side once, with the same fresh requests."""
             requests = list(itertools.islice(numbered, num_requests))
             submits = [_submit(service.target, request) for request in requests]
-            for is_http in (http_first, not http_first):
-                if is_http:
-                    level.http.append(complete_all(service.target, requests, num_streams=level.num_streams))
-                else:
-                    level.engine.append(run_closed(contestant.engine, submits, num_streams=level.num_streams))
+            if http_first:
+                http = complete_all(service.target, requests, num_streams=num_streams)
+            engine = run_closed(contestant.engine, submits, num_streams=num_streams)
+            if not http_first:
+                http = complete_all(service.target, requests, num_streams=num_streams)
+            return http, engine
 
-        measure_both(Level(4), 8, http_first=True)  # warm-up of both sides
-        levels = [Level(streams) for streams in arguments.streams]
-        for repeat, level in itertools.product(range(arguments.repeats), levels):
-            show(f"{level.num_streams} streams")
-            count = max(arguments.requests_per_stream * level.num_streams, arguments.min_requests)
-            measure_both(level, count, http_first=repeat % 2 == 0)
+        measure_both(4, 8, http_first=True)  # warm-up of both sides
+        runs: dict[int, list[tuple[Run, EngineRun]]] = {streams: [] for streams in arguments.streams}
+        for repeat, streams in itertools.product(range(arguments.repeats), arguments.streams):
+            show(f"{streams} streams")
+            count = max(arguments.requests_per_stream * streams, arguments.min_requests)
+            runs[streams].append(measure_both(streams, count, http_first=repeat % 2 == 0))
         footprint = measure_footprint(service)
     workload = {name: getattr(spec, name) for name in _WORKLOAD_FACTS}
     return {
@@ -174,7 +154,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "start_seconds": spread(starts),
         "idle": idle,
         "processes": footprint,
-        "levels": [level.to_dict() for level in levels],
+        "levels": [summarize(streams, *zip(*pairs, strict=True)) for streams, pairs in runs.items()],
     }
 
 

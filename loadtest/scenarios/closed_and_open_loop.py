@@ -1,8 +1,7 @@
 """Closed and open loop of completions over HTTP.
 
-Closed loop: each of N clients sends its next request when its last has ended. It measures throughput and hides
-overload, because a slow server receives fewer requests. Open loop: requests arrive at random times (Poisson),
-independent of the server. Latency counts from the time at which a request should have been sent.
+Closed loop: each of N clients sends its next request when its last has ended, so a slow server receives fewer
+requests. Open loop: requests arrive at random times (Poisson). Latency counts from the intended send.
 """
 
 import asyncio

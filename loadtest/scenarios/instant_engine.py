@@ -1,7 +1,6 @@
-"""An engine that computes nothing: every sequence gets one token per step, at once or at a set pace, until
-`max_tokens`.
+"""Worker with an engine that computes nothing: every sequence gets one token per step until `max_tokens`.
 
-It runs in the worker of a real service, so that everything around the engine can be measured.
+It runs in a real service, so that everything around the engine can be measured.
 """
 
 import logging
@@ -18,9 +17,7 @@ from service.server import build_server
 from service.supervisor.supervisor import StartError
 from service.worker.worker import Worker
 
-_BLOCK_SIZE = 16
 _NUM_BLOCKS = 2**16
-_TEXT = " the"
 # Passed by the environment, the only thing that the worker process inherits from the benchmark.
 STEP_MS = "KVASIR_BENCH_STEP_MS"
 
@@ -59,37 +56,36 @@ class InstantEngine:
             before(list(self._live))
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
         self._next_step_seconds = time.monotonic() + self._step_seconds
-        events = [self._next(submit, done) for submit, done in list(self._live.values())]
-        return SimpleNamespace(events=events, stats=_stats(len(self._live), len(events)))
+        events = [self._next_token(submit, done) for submit, done in list(self._live.values())]
+        stats = dict.fromkeys(StepStats.__struct_fields__, 0) | {
+            "num_running": len(self._live),
+            "max_num_running": self.max_num_running,
+            "num_blocks": _NUM_BLOCKS,
+            "num_free_blocks": _NUM_BLOCKS,
+            "batch_size": len(events),
+            "num_completion_tokens": len(events),
+        }
+        return SimpleNamespace(events=events, stats=StepStats(**stats))
 
-    def _next(self, submit: Submit, done: int) -> TokenDelta:
-        ends = done + 1 >= submit.params.max_tokens
-        if ends:
+    def _next_token(self, submit: Submit, done: int) -> TokenDelta:
+        finish = None
+        self._live[submit.uid] = (submit, done + 1)
+        if done + 1 >= submit.params.max_tokens:
             del self._live[submit.uid]
-        else:
-            self._live[submit.uid] = (submit, done + 1)
+            fields: dict[str, Any] = dict.fromkeys(Finish.__struct_fields__, 0)
+            fields |= {"reason": FinishReason.LENGTH, "stop_reason": None, "error": None}
+            fields |= {"num_prompt_tokens": len(submit.prompt_token_ids), "num_completion_tokens": done + 1}
+            finish = Finish(**fields)
         return TokenDelta(
             uid=submit.uid,
             attempt=submit.attempt,
             index=done,
             token_ids=(self._token_id,),
-            text=_TEXT,
+            text=" the",
             logprobs=None,
             prompt_logprobs=None,
-            finish=_finish(submit, done + 1) if ends else None,
+            finish=finish,
         )
-
-
-def _stats(num_running: int, num_tokens: int) -> StepStats:
-    used = {
-        "num_running": num_running,
-        "max_num_running": InstantEngine.max_num_running,
-        "num_blocks": _NUM_BLOCKS,
-        "num_free_blocks": _NUM_BLOCKS,
-        "batch_size": num_tokens,
-        "num_completion_tokens": num_tokens,
-    }
-    return StepStats(**dict.fromkeys(StepStats.__struct_fields__, 0) | used)
 
 
 class InstantAPI(Worker):
@@ -99,19 +95,16 @@ class InstantAPI(Worker):
         """Build the engine, see `Worker.build`."""
         from service.worker.engine_factory import EngineFacts  # imports torch, which the API process must not hold
 
+        names = dict.fromkeys(("device", "attention", "dtype", "matrices", "kv_cache_dtype"), "none")
         facts = EngineFacts(
-            device="none",
-            attention="none",
+            **names,
             kernel_level=None,
             reasons={},
-            dtype="none",
-            matrices="none",
             threads=1,
             max_context_length=self.manifest.config.max_context_length,
             num_blocks=_NUM_BLOCKS,
-            block_size=_BLOCK_SIZE,
+            block_size=16,
             kv_cache_bytes=0,
-            kv_cache_dtype="none",
         )
         return InstantEngine(token_id=0, step_seconds=float(os.environ.get(STEP_MS, "0")) / 1000.0), facts
 
@@ -125,10 +118,3 @@ def serve_instantly(argv: Sequence[str]) -> int:
     except (SettingsError, StartError) as error:
         logging.getLogger(__name__).error("%s", error)
         return 1
-
-
-def _finish(submit: Submit, num_tokens: int) -> Finish:
-    reason, num_prompt_tokens = FinishReason.LENGTH, len(submit.prompt_token_ids)
-    counts = {"num_prompt_tokens": num_prompt_tokens, "num_completion_tokens": num_tokens}
-    empty: dict[str, Any] = dict.fromkeys(Finish.__struct_fields__, 0) | {"stop_reason": None, "error": None}
-    return Finish(**empty | counts | {"reason": reason})

@@ -1,4 +1,4 @@
-"""`kvasir serve` as a child process on a free port, and its processes' figures from the operating system."""
+"""A server as a child process on a free port, and its processes' figures from the operating system."""
 
 import io
 import socket
@@ -25,32 +25,43 @@ _FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_token
 
 
 class ServiceFailed(MeasurementFailed):
-    """The service did not start, or died. The message ends with the last lines of its log."""
+    """The server did not start, or died. The message ends with the last lines of its log."""
+
+
+def kvasir_serve(checkpoint: Path, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the command of the service, without a port."""
+    kvasir = Path(sys.executable).with_name("kvasir")
+    return [str(kvasir), "serve", "--checkpoint", str(checkpoint), *arguments]
 
 
 class ServiceProcess:
-    """Context manager that runs the service for the length of its block.
+    """Context manager that runs a server with OpenAI's completions API for the length of its block.
 
-    `arguments` are added to `kvasir serve --checkpoint ... --port ...`.
+    Args:
+        command: the command; `--port` with a free port is added.
     """
 
-    def __init__(self, checkpoint: Path, arguments: Sequence[str] = ()) -> None:
-        self.target = Target("127.0.0.1", free_port(), api_key_given())  # the service reads the same variable
-        kvasir = Path(sys.executable).with_name("kvasir")
-        self.command = [str(kvasir), "serve", "--checkpoint", str(checkpoint), "--port", str(self.target.port)]
-        self.command += arguments
+    def __init__(self, command: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.target = Target("127.0.0.1", port, api_key_given())  # Kvasir reads the same variable
+        self.command = [*command, "--port", str(port)]
         self._started_seconds = 0.0
         self._process: psutil.Popen | None = None
         self._log: IO[str] = io.StringIO()
 
     def __enter__(self) -> Self:
-        log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+", errors="replace")
         self._started_seconds = time.perf_counter()
-        self._process, self._log = psutil.Popen(self.command, stdout=log, stderr=subprocess.STDOUT), log
+        try:
+            self._process = psutil.Popen(self.command, stdout=self._log, stderr=subprocess.STDOUT)
+        except OSError as error:
+            raise ServiceFailed(f"{self.command[0]}: {error.strerror}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the service with SIGTERM, as an operator would. Processes that remain are killed."""
+        """Stop the server with SIGTERM, as an operator would. Processes that remain are killed."""
         processes = self.all_processes()
         if self.process.is_running():
             self.process.terminate()
@@ -63,7 +74,7 @@ class ServiceProcess:
 
     @property
     def process(self) -> psutil.Popen:
-        """The service's main process. Raises ServiceFailed if it was not started."""
+        """The server's main process. Raises ServiceFailed if it was not started."""
         if self._process is None:
             raise ServiceFailed("the service was not started")
         return self._process
@@ -85,15 +96,11 @@ class ServiceProcess:
                     time.sleep(_POLL_SECONDS)
                     continue
                 fault = f"the service served nothing within {START_SECONDS:g} s ({outcome.detail})"
-            raise ServiceFailed(f"{fault}\n{self.log_tail()}")
-
-    def log_tail(self) -> str:
-        """Return the last lines of the service's log."""
-        self._log.seek(0)
-        return "".join(self._log.readlines()[-20:])
+            self._log.seek(0)
+            raise ServiceFailed("\n".join([fault, *self._log.read().splitlines()[-20:]]))
 
     def all_processes(self) -> list[psutil.Process]:
-        """Return the service's main process and all its descendants."""
+        """Return the server's main process and all its descendants."""
         if not self.process.is_running():
             return []
         return [self.process, *self.process.children(recursive=True)]
@@ -114,8 +121,7 @@ class ServiceProcess:
 
     def worker_processes(self) -> list[psutil.Process]:
         """Return the processes that have torch mapped, except the standby: they run the engine."""
-        named = ((process, process.name()) for process in self.all_processes())
-        return [process for process, name in named if name != "kvasir-standby" and has_torch(process)]
+        return [p for p in self.all_processes() if p.name() != "kvasir-standby" and has_torch(p)]
 
 
 def has_torch(process: psutil.Process) -> bool:
@@ -128,10 +134,3 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     """Return the user and system CPU time that the processes have used so far."""
     times = [process.cpu_times() for process in processes]
     return float(sum(used.user + used.system for used in times))
-
-
-def free_port() -> int:
-    """Return a TCP port that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The asyncio bench: its two loops, its command line, its exit codes."""
+"""bench_http: closed and open loop, command line, exit codes."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ def closed(server: StubServer, *, count: int, num_streams: int) -> Run:
     return asyncio.run(main())
 
 
-def test_a_closed_loop_never_has_more_at_once_than_streams() -> None:
+def test_a_closed_loop_has_one_request_per_stream() -> None:
     with StubServer(Script(gap_seconds=0.002)) as server:
         run = closed(server, count=12, num_streams=3)
     assert sorted(outcome.index for outcome in run.outcomes) == list(range(12))
@@ -41,15 +41,15 @@ def test_a_closed_loop_never_has_more_at_once_than_streams() -> None:
     assert run.client_cpu_share > 0.0
 
 
-def test_a_refused_client_waits_as_it_is_asked() -> None:
+def test_a_rejected_client_waits_for_retry_after() -> None:
     with StubServer(lambda ordinal: Script(status=429, retry_after="1") if ordinal == 0 else Script()) as server:
         run = closed(server, count=2, num_streams=1)
-    refused, served = run.outcomes
-    assert (refused.ending, served.ending) == (Ending.SHED, Ending.OK)
-    assert served.sent_seconds - refused.end_seconds >= 1.0
+    rejected, served = run.outcomes
+    assert (rejected.ending, served.ending) == (Ending.SHED, Ending.OK)
+    assert served.sent_seconds - rejected.end_seconds >= 1.0
 
 
-def test_an_open_loop_sends_when_it_is_time_whatever_the_server_does() -> None:
+def test_an_open_loop_sends_on_time_to_a_slow_server() -> None:
     async def main(server: StubServer) -> Run:
         client = AsyncClient(Target.parse(server.url))
         run = await closed_and_open_loop.run_open(client, some_requests(10), model=MODEL, offsets=arrivals(200.0, 3))
@@ -68,7 +68,7 @@ def test_an_open_loop_sends_when_it_is_time_whatever_the_server_does() -> None:
     assert times[-1] < min(outcome.end_seconds for outcome in run.outcomes)
 
 
-def test_arrivals_are_a_poisson_process_of_the_rate_and_the_seed() -> None:
+def test_arrivals_are_a_seeded_poisson_process() -> None:
     def take(rate: float, seed: int) -> list[float]:
         return list(itertools.islice(arrivals(rate, seed), 4000))
 
@@ -79,7 +79,7 @@ def test_arrivals_are_a_poisson_process_of_the_rate_and_the_seed() -> None:
     assert take(10.0, 1) == take(10.0, 1) != take(10.0, 2)
 
 
-def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_writes_a_result_per_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with StubServer() as server:
         code = bench_http.main(
             [
@@ -99,7 +99,7 @@ def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "| 4 streams | 8 | 8 |" in capsys.readouterr().out
 
 
-def test_a_key_is_sent_and_told_nowhere(
+def test_the_api_key_is_sent_and_never_printed_or_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret")
@@ -108,9 +108,9 @@ def test_a_key_is_sent_and_told_nowhere(
         assert bench_http.main(["--url", server.url, *flags]) == 0
         assert "sk-" not in repr(Target.parse(server.url, api_key="sk-Secret"))
     assert server.keys == ["Bearer sk-Secret"] * (2 + len(server.requests)), "models and tokens are asked for too"
-    told = [path.read_bytes() for path in tmp_path.iterdir()]
-    assert told
-    assert not any(b"sk-Secret" in each for each in told)
+    written = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert written
+    assert not any(b"sk-Secret" in each for each in written)
     assert "sk-Secret" not in "".join(capsys.readouterr())
     monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret\r\nX-Evil: 1")
     with pytest.raises(SystemExit):
@@ -124,7 +124,7 @@ def test_a_key_is_sent_and_told_nowhere(
     assert set(server.keys) == {None}
 
 
-def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_are_one_for_failures_and_two_for_no_service(capsys: pytest.CaptureFixture[str]) -> None:
     with StubServer(Script(status=503)) as server:
         assert bench_http.main(["--url", server.url, "--streams", "1", "--requests", "2"]) == 1
     assert bench_http.main(["--url", server.url, "--streams", "1", "--requests", "2"]) == 2

@@ -1,4 +1,4 @@
-"""The comparison with other engines, on engines that compute nothing: pairs, resuming, what cannot be had."""
+"""The comparison with other engines, on drivers that compute nothing."""
 
 import collections
 import dataclasses
@@ -11,15 +11,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from loadtest.peers import bench_peers, engines
-from loadtest.peers.comparison_cells import DEFAULTS, Cell, make_cells
-from loadtest.peers.engines import PEERS, Peer, Setting
-from loadtest.peers.installation import PeerUnavailable, Place, run
-from loadtest.peers.processes import Driver, Server, num_prompts, random_prompts
+from loadtest.client.sse_client import Target
+from loadtest.measurement.benchmark_program import MeasurementFailed
+from loadtest.peers import bench_peers, processes
+from loadtest.peers.comparison_cells import DEFAULTS, Cell, make_cells, random_prompts
+from loadtest.peers.engines import OURS, PEERS, Peer, PeerFiles, run
+from loadtest.peers.processes import DriverProcess, PeerServer
+from loadtest.scenarios.service_process import ServiceProcess
 from tests.loadtest.stub_server import Script, StubServer
 from tests.loadtest.test_bench_peers_cells import cell
 
-# A driver whose waves take as long as its argument says; it notes that it was started.
+# Driver whose waves take as many seconds as its first argument says.
 STUB = """
 import sys
 from pathlib import Path
@@ -36,26 +38,27 @@ serve(measure)
 """
 
 
-class Recorded(Driver):
-    """Remembers what it was asked."""
+class RecordedDriver(DriverProcess):
+    """Driver that records the prompts of each wave, with the third token of its stub."""
 
-    asked: ClassVar[list[tuple[str, list[list[int]], int]]] = []
-    third = 3
+    waves: ClassVar[list[tuple[str, list[list[int]], str]]] = []
+
+    def __init__(self, command: list[str], variables: dict[str, str]) -> None:
+        super().__init__(command, variables)
+        self.third = command[-1]
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """As any driver."""
-        self.asked.append((cell.key, prompts, self.third))
+        """Record the wave and measure it."""
+        self.waves.append((cell.key, prompts, self.third))
         return super().measure(cell, prompts)
 
 
-def driver(seconds: str, third: int = 3) -> Driver:
-    made = Recorded([sys.executable, "-c", STUB, seconds, str(third)], {})
-    made.third = third
-    return made
+def stub_command(seconds: str, third: int = 3) -> list[str]:
+    return [sys.executable, "-c", STUB, seconds, str(third)]
 
 
-def test_a_driver_s_figures() -> None:
-    stub = driver("2.0")
+def test_a_driver_returns_tokens_per_second_of_decode_and_prompt() -> None:
+    stub = DriverProcess(stub_command("2.0"), {})
     try:
         prompts = random_prompts(cell(), 100, 0)
         decode = stub.measure(cell(), prompts)
@@ -67,40 +70,47 @@ def test_a_driver_s_figures() -> None:
         stub.close()
 
 
-def test_a_driver_that_fails_says_why_and_lives() -> None:
-    stub = driver("fails")
+def test_a_driver_reports_a_failed_wave_and_serves_the_next() -> None:
+    stub = DriverProcess(stub_command("fails"), {})
     try:
         for _ in range(2):
-            with pytest.raises(PeerUnavailable, match=r"^ValueError: no such thing$"):
+            with pytest.raises(MeasurementFailed, match=r"^ValueError: no such thing$"):
                 stub.measure(cell(), [[1, 2, 3]])
     finally:
         stub.close()
 
 
-def test_a_driver_that_does_not_start_says_its_last_line() -> None:
-    with pytest.raises(PeerUnavailable, match="the engine ended: ImportError: no engine here"):
-        Driver([sys.executable, "-c", "raise ImportError('no engine here')"], {})
-    with pytest.raises(PeerUnavailable, match="No such file"):
-        Driver(["/nowhere/python"], {})
+def test_a_driver_that_does_not_start_is_reported_with_its_last_line() -> None:
+    with pytest.raises(MeasurementFailed, match="the engine ended: ImportError: no engine here"):
+        DriverProcess([sys.executable, "-c", "raise ImportError('no engine here')"], {})
+    with pytest.raises(MeasurementFailed, match="No such file"):
+        DriverProcess(["/nowhere/python"], {})
 
 
-@pytest.mark.parametrize(("streams", "number"), [(1, 3), (16, 32), (64, 64)])
-def test_servers_without_flags_get_fewer_requests(streams: int, number: int) -> None:
-    (taken,) = (each for each in make_cells(["S"], [DEFAULTS], ["http"]) if each.streams == streams)
-    assert num_prompts(taken) == number
-    assert num_prompts(cell("http", streams=64)) == 128
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[StubServer], PeerServer]:
+    """Return a function that makes a PeerServer of a stub server, with an idle child process."""
+
+    class StubProcess(ServiceProcess):
+        def __init__(self, command: list[str]) -> None:
+            super().__init__(command)
+            self.target = Target("127.0.0.1", int(command[-1]))
+
+        def wait_first_token(self) -> float:
+            return 0.0
+
+    monkeypatch.setattr(processes, "ServiceProcess", StubProcess)
+    idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    return lambda stub: PeerServer([*idle, str(stub.port)])
 
 
-def test_a_server_is_loaded_by_as_many_clients_as_streams() -> None:
+def test_a_server_is_loaded_by_one_client_per_stream(served: Callable[[StubServer], PeerServer]) -> None:
     with StubServer(Script()) as stub:
-        idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-        server = Server(idle, stub.port, "/v1/models")
-        try:
-            taken = cell("http", streams=2)
-            prompts = random_prompts(taken, 100, 0)
-            figures = server.measure(taken, prompts)
-        finally:
-            server.close()
+        server = served(stub)
+        taken = cell("http", streams=2)
+        prompts = random_prompts(taken, 100, 0)
+        figures = server.measure(taken, prompts)
+        server.close()
         assert [request.body["prompt"] for request in stub.requests] == prompts
         assert {request.body["max_tokens"] for request in stub.requests} == {5}
         assert {request.body["temperature"] for request in stub.requests} == {0.0}
@@ -109,129 +119,107 @@ def test_a_server_is_loaded_by_as_many_clients_as_streams() -> None:
     assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
 
 
-def test_a_server_that_refuses_is_no_figure() -> None:
+def test_a_failed_request_fails_the_measurement(served: Callable[[StubServer], PeerServer]) -> None:
     with StubServer(Script(status=500)) as stub:
-        server = Server([sys.executable, "-c", "import sys; sys.stdin.read()"], stub.port, "/v1/models")
-        try:
-            with pytest.raises(PeerUnavailable, match="request 0 ended with http_error"):
-                server.measure(cell("http", streams=1), [[1, 2, 3]])
-        finally:
-            server.close()
+        server = served(stub)
+        with pytest.raises(MeasurementFailed, match="request 0 ended with http_error"):
+            server.measure(cell("http", streams=1), [[1, 2, 3]])
+        server.close()
 
 
-def test_a_server_that_ends_says_its_last_line() -> None:
-    with pytest.raises(PeerUnavailable, match="the server ended: no model"):
-        Server([sys.executable, "-c", "import sys; sys.exit('no model')"], 1, "/health")
-
-
-def test_prompts_depend_on_the_seed_alone_and_no_two_are_alike() -> None:
-    taken = cell("decode", streams=20)
-    first, again = random_prompts(taken, 50, 1), random_prompts(taken, 50, 1)
-    assert first == again
-    assert len(set(map(tuple, first))) == 20
-    assert first != random_prompts(taken, 50, 2)
-    assert max(map(max, random_prompts(taken, 3, 0))) == 1  # the last id ends a text
-
-
-def test_a_peer_is_asked_for_what_it_can() -> None:
-    peer = Peer(name="a", environment="a", precisions=("int8", "float32"), engine=lambda _: driver("1"), note="")
-    assert peer.can(cell())
-    assert not peer.can(cell("http"))  # it has no server
-    assert not peer.can(dataclasses.replace(cell(), precision="bfloat16"))
+def test_a_server_that_ends_is_reported_with_its_last_line() -> None:
+    with pytest.raises(MeasurementFailed, match=r"exited with code 1\nno model$"):
+        PeerServer([sys.executable, "-c", "import sys; sys.exit('no model')"])
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
-def test_every_peer_is_asked_for_every_cell_of_both_floating_precisions(precision: str, kind: Any) -> None:
-    for asked in make_cells(["S", "M"], [precision], [kind]):
-        assert [peer.name for peer in PEERS if not peer.can(asked)] == []
+def test_every_peer_runs_every_cell_of_both_floating_precisions(precision: str, kind: Any) -> None:
+    for made in make_cells(["S", "M"], [precision], [kind]):
+        assert [peer.name for peer in PEERS if not peer.supports(made)] == []
+    http = dataclasses.replace(cell("http"), precision=precision)
+    assert [peer.name for peer in PEERS if peer.supports(http)] == ["llama.cpp"]
 
 
-def test_defaults_are_servers_without_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = make_cells(["S"], [DEFAULTS], ["decode", "http", "prompt"])
-    assert [(cell.kind, cell.streams) for cell in asked] == [("http", 1), ("http", 4), ("http", 16), ("http", 64)]
-    assert [peer.name for peer in PEERS if peer.can(asked[0])] == ["llama.cpp"]
-    started: list[list[str]] = []
-    monkeypatch.setattr(engines, "Server", lambda command, port, path: started.append(command[1:]))
-    setting = Setting(place=Place(tmp_path), shape="S", precision=DEFAULTS, threads=2)
-    engines.our_server(setting)
-    (llama,) = (peer for peer in PEERS if peer.name == "llama.cpp")
+def test_defaults_are_servers_without_flags(tmp_path: Path) -> None:
+    (made, *_) = make_cells(["S"], [DEFAULTS], ["http"])
+    (llama,) = (peer for peer in PEERS if peer.supports(made))
+    files = PeerFiles(tmp_path)
+    assert OURS.server is not None
     assert llama.server is not None
-    llama.server(setting)
-    (serve, _, our_port, *ours), (*theirs, their_port) = started
-    assert (serve, ours) == ("serve", ["--checkpoint", str(tmp_path / "models" / "S" / "ours_bfloat16")])
-    file = tmp_path / "models" / "S" / "llama_cpp_defaults.gguf"
-    assert theirs == ["-m", str(file), "--host", "127.0.0.1", "--port"]
-    assert our_port.isdecimal()
-    assert their_port.isdecimal()
+    checkpoint, gguf = (files.model(made, name) for name in ("ours_bfloat16", "llama_cpp_defaults.gguf"))
+    assert OURS.server(files, made, 2)[1:] == ["serve", "--checkpoint", str(checkpoint)]
+    assert llama.server(files, made, 2)[1:] == ["-m", str(gguf), "--host", "127.0.0.1"]
 
 
-def test_a_step_that_fails_is_a_reason() -> None:
-    with pytest.raises(PeerUnavailable, match="failed with exit code 3: at last"):
+def test_a_failed_command_is_reported_with_its_last_line() -> None:
+    with pytest.raises(MeasurementFailed, match="failed with exit code 3: at last"):
         run([sys.executable, "-c", "print('first'); print('at last'); raise SystemExit(3)"])
-    with pytest.raises(PeerUnavailable, match="/nowhere: No such file"):
+    with pytest.raises(MeasurementFailed, match="/nowhere: No such file"):
         run(["/nowhere"])
 
 
-class Disturbed:
-    """In place of `ForeignWork`: others' cores during one pair after the other."""
+class ScriptedWork:
+    """Replacement of `ForeignWork`: cores of other processes during one pair after the other."""
 
     cores_of_pairs: ClassVar[Iterator[float]]
 
     def cores(self) -> float:
-        """Of the next pair."""
+        """Return the cores of the next pair."""
         return next(self.cores_of_pairs)
 
 
-class Probed:
-    """In place of `ProcessorProbe`: what the processors give, look after look."""
+class ScriptedProbe:
+    """Replacement of `ProcessorProbe` with scripted speeds."""
 
-    told: ClassVar[Iterator[float]]
+    speeds: ClassVar[Iterator[float]]
 
     def __init__(self, threads: int) -> None:
         assert threads == 2
 
     def gflops(self) -> float:
-        """Of the next look."""
-        return next(self.told)
+        """Return the next speed."""
+        return next(self.speeds)
 
 
 @pytest.fixture
-def stubs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two peers in place of all: one whose engine is half as fast as ours, one that cannot be installed."""
-    started: list[str] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Use two peers, one half as fast as Kvasir and one that cannot be installed. Return the engines started."""
+    names: list[str] = []
 
-    def starts(name: str, seconds: str, third: int) -> Callable[[Setting], Driver]:
-        def start(setting: Setting) -> Driver:
-            started.append(f"{name} {setting.precision}")
-            return driver(seconds, third)
+    def peer(name: str, environment: str, seconds: str, third: int) -> Peer:
+        def engine(files: PeerFiles, made: Cell, threads: int) -> list[str]:
+            names.append(f"{name} {made.precision}")
+            return stub_command(seconds, third)
 
-        return start
+        return Peer(
+            name=name,
+            environment=environment,
+            precisions=("float32",),
+            write_model=lambda files, made: None,
+            engine=engine,
+            note="",
+        )
 
-    def install(place: Place, environment: str) -> None:
+    def install(files: PeerFiles, environment: str) -> None:
         if environment == "broken":
-            raise PeerUnavailable("no compiler")
+            raise MeasurementFailed("no compiler")
 
-    peers = (
-        Peer(name="slow", environment="half", precisions=("float32",), engine=starts("slow", "2.0", 9), note="half"),
-        Peer(name="none", environment="broken", precisions=("float32",), engine=starts("none", "1", 3), note="none"),
-    )
-    monkeypatch.setattr(bench_peers, "PEERS", peers)
+    monkeypatch.setattr(bench_peers, "PEERS", (peer("slow", "half", "2.0", 9), peer("none", "broken", "1", 3)))
+    monkeypatch.setattr(bench_peers, "OURS", peer("ours", "", "1.0", 3))
     monkeypatch.setattr(bench_peers, "install", install)
-    monkeypatch.setattr(bench_peers, "give_model", lambda *given: None)
+    monkeypatch.setattr(bench_peers, "DriverProcess", RecordedDriver)
     monkeypatch.setattr(bench_peers, "other_work", lambda seconds: 0.1)
-    monkeypatch.setattr(bench_peers, "ForeignWork", Disturbed)
-    monkeypatch.setattr(bench_peers, "ProcessorProbe", Probed)
-    Disturbed.cores_of_pairs = itertools.chain((1.5, 0.9), itertools.repeat(0.1))
-    Probed.told = itertools.repeat(800.0)
-    monkeypatch.setattr(bench_peers, "give_our_model", lambda *given: None)
-    monkeypatch.setattr(bench_peers, "our_engine", starts("ours", "1.0", 3))
+    monkeypatch.setattr(bench_peers, "ForeignWork", ScriptedWork)
+    monkeypatch.setattr(bench_peers, "ProcessorProbe", ScriptedProbe)
     monkeypatch.setattr(bench_peers, "_pins", lambda environment: [f"{environment}==1"])
-    return started
+    ScriptedWork.cores_of_pairs = itertools.chain((1.5, 0.9), itertools.repeat(0.1))
+    ScriptedProbe.speeds = itertools.repeat(800.0)
+    return names
 
 
 def compare(tmp_path: Path, *further: str) -> tuple[int, dict[str, Any]]:
-    """One comparison of a few cells: its exit code, its JSON."""
+    """Compare a few cells. Return the exit code and the JSON."""
     out = tmp_path / "peers.json"
     given = ["--out", str(out), "--directory", str(tmp_path), "--shapes", "S", "--precisions", "float32", "int8"]
     code = bench_peers.main(
@@ -240,10 +228,10 @@ def compare(tmp_path: Path, *further: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out.read_text())
 
 
-def test_a_comparison_and_its_resuming(tmp_path: Path, stubs: list[str]) -> None:
+def test_a_comparison_resumes_from_stored_pairs(tmp_path: Path, started: list[str]) -> None:
     code, first = compare(tmp_path, "--rounds", "1")
     assert code == 0
-    assert stubs == ["ours float32", "slow float32"]  # int8 is nobody's; what cannot be installed is not started
+    assert started == ["ours float32", "slow float32"]  # no stub supports int8, and an unavailable peer is not started
     assert first["peers"]["none"]["unavailable"] == "no compiler"
     assert first["peers"]["slow"]["pins"] == ["half==1"]
     float32 = [row for row in first["cells"] if row["precision"] == "float32"]
@@ -256,87 +244,88 @@ def test_a_comparison_and_its_resuming(tmp_path: Path, stubs: list[str]) -> None
         assert row["peers"]["slow"]["other_work_cores"] == [0.1]
     assert all(row["peers"] == {} for row in first["cells"] if row["precision"] == "int8")
 
-    stubs.clear()
+    started.clear()
     code, again = compare(tmp_path, "--rounds", "1")
-    assert (code, stubs) == (0, [])  # all was there
+    assert (code, started) == (0, [])  # all pairs were stored
     assert again["cells"] == first["cells"]
 
     code, more = compare(tmp_path, "--rounds", "2")
     assert code == 0
-    assert stubs == ["ours float32", "slow float32"]
+    assert started == ["ours float32", "slow float32"]
     assert {len(row["peers"]["slow"]["ratio"]["values"]) for row in more["cells"] if row["precision"] == "float32"} == {
         2
     }
 
 
-def test_a_disturbed_pair_is_taken_again_and_the_least_disturbed_counts(tmp_path: Path, stubs: list[str]) -> None:
-    _, told = compare(tmp_path, "--rounds", "1", "--attempts", "2")
-    pairs = [row["peers"]["slow"] for row in told["cells"] if row["precision"] == "float32"]
+def test_a_disturbed_pair_is_measured_again_and_the_least_disturbed_counts(tmp_path: Path, started: list[str]) -> None:
+    _, result = compare(tmp_path, "--rounds", "1", "--attempts", "2")
+    pairs = [row["peers"]["slow"] for row in result["cells"] if row["precision"] == "float32"]
     assert [pair["other_work_cores"] for pair in pairs][:2] == [[0.9], [0.1]]
     assert {len(pair["ratio"]["values"]) for pair in pairs} == {1}
 
-    _, told = compare(tmp_path, "--rounds", "1", "--attempts", "2")  # what was disturbed to the end is tried again
-    pairs = [row["peers"]["slow"] for row in told["cells"] if row["precision"] == "float32"]
+    _, result = compare(tmp_path, "--rounds", "1", "--attempts", "2")  # disturbed pairs are measured again
+    pairs = [row["peers"]["slow"] for row in result["cells"] if row["precision"] == "float32"]
     assert [pair["other_work_cores"] for pair in pairs][:2] == [[0.1], [0.1]]
 
 
-def test_a_pair_whose_processors_gave_less_is_taken_again(tmp_path: Path, stubs: list[str]) -> None:
-    Disturbed.cores_of_pairs = itertools.repeat(0.0)
+def test_a_pair_on_slow_processors_is_measured_again(tmp_path: Path, started: list[str]) -> None:
+    ScriptedWork.cores_of_pairs = itertools.repeat(0.0)
     low_in_between = (800.0, 800.0, 500.0, 800.0)  # while it waits, then before, between and after the pair
-    Probed.told = itertools.chain(low_in_between, itertools.repeat(790.0))
-    _, told = compare(tmp_path, "--rounds", "1", "--attempts", "2", "--kinds", "prompt")
+    ScriptedProbe.speeds = itertools.chain(low_in_between, itertools.repeat(790.0))
+    _, result = compare(tmp_path, "--rounds", "1", "--attempts", "2", "--kinds", "prompt")
     lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
     assert [line["gflops"] for line in lines] == [list(low_in_between[1:]), [790.0] * 3]
-    (row,) = (row["peers"]["slow"] for row in told["cells"] if row["precision"] == "float32")
+    (row,) = (row["peers"]["slow"] for row in result["cells"] if row["precision"] == "float32")
     assert row["processors_share"] == [1.0]
 
 
-def test_processors_that_give_less_are_waited_for(tmp_path: Path, stubs: list[str]) -> None:
-    Disturbed.cores_of_pairs = itertools.repeat(0.0)
-    Probed.told = itertools.chain([800.0] * 4, [400.0] * 3, itertools.repeat(750.0))
+def test_a_pair_waits_until_processors_have_their_usual_speed(tmp_path: Path, started: list[str]) -> None:
+    ScriptedWork.cores_of_pairs = itertools.repeat(0.0)
+    ScriptedProbe.speeds = itertools.chain([800.0] * 4, [400.0] * 3, itertools.repeat(750.0))
     compare(tmp_path, "--rounds", "2", "--attempts", "1", "--kinds", "prompt")
     lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
     assert [line["gflops"] for line in lines] == [[800.0] * 3, [750.0] * 3]
 
 
-def test_a_busy_machine_is_waited_for_but_not_for_ever(
-    tmp_path: Path, stubs: list[str], monkeypatch: pytest.MonkeyPatch
+def test_the_wait_for_a_quiet_machine_has_a_limit(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
     monkeypatch.setattr(bench_peers, "other_work", lambda seconds: looks.append(seconds) or 1.0)
-    compare(tmp_path, "--rounds", "1", "--attempts", "1", "--patience", "0", "--kinds", "prompt")
+    monkeypatch.setattr(bench_peers, "_PATIENCE_SECONDS", 0.0)
+    compare(tmp_path, "--rounds", "1", "--attempts", "1", "--kinds", "prompt")
     assert len(looks) == 1
 
 
-def test_both_sides_of_a_pair_get_the_same_prompts_and_no_other_pair_does(tmp_path: Path, stubs: list[str]) -> None:
-    Recorded.asked.clear()
+def test_both_sides_of_a_pair_get_the_same_fresh_prompts(tmp_path: Path, started: list[str]) -> None:
+    RecordedDriver.waves.clear()
     compare(tmp_path, "--rounds", "2")
-    who = collections.defaultdict(list)
-    for key, prompts, third in Recorded.asked:
-        who[json.dumps([key, prompts])].append(third)
-    assert {tuple(both) for both in who.values()} == {(3, 9), (9, 3)}  # in the second round the other goes first
+    thirds = collections.defaultdict(list)
+    for key, prompts, third in RecordedDriver.waves:
+        thirds[json.dumps([key, prompts])].append(third)
+    assert {tuple(both) for both in thirds.values()} == {("3", "9"), ("9", "3")}  # the order alternates
 
 
-def test_minutes_that_are_too_few_end_it_in_between(tmp_path: Path, stubs: list[str]) -> None:
-    code, told = compare(tmp_path, "--minutes", "0")
-    assert (code, stubs) == (1, [])
-    assert all(row["peers"] == {} for row in told["cells"])
+def test_a_comparison_out_of_minutes_exits_with_one(tmp_path: Path, started: list[str]) -> None:
+    code, result = compare(tmp_path, "--minutes", "0")
+    assert (code, started) == (1, [])
+    assert all(row["peers"] == {} for row in result["cells"])
 
 
-def test_installing_alone_says_what_cannot_be_had(
-    tmp_path: Path, stubs: list[str], capsys: pytest.CaptureFixture[str]
+def test_install_only_reports_unavailable_peers(
+    tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--directory", str(tmp_path), "--install-only", "--peers", "slow", "none"]
     assert bench_peers.main(given) == 1
-    assert "broken: no compiler" in capsys.readouterr().err
+    assert "none: no compiler" in capsys.readouterr().err
     assert bench_peers.main([*given[:-1]]) == 0
-    assert stubs == []
+    assert started == []
 
 
 @pytest.mark.parametrize(
-    "given", [["--rounds", "0"], ["--threads", "0"], ["--attempts", "0"], ["--peers", "nobody"], ["--shapes", "XL"]]
+    "given", [["--rounds", "0"], ["--threads", "0"], ["--attempts", "0"], ["--peers", "absent"], ["--shapes", "XL"]]
 )
-def test_what_cannot_be_compared_is_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         bench_peers.main(given)
     assert exit_.value.code == 2

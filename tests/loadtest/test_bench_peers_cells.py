@@ -1,10 +1,11 @@
-"""What is compared with other engines, what has been measured, and what counts of it."""
+"""Cells of the comparison with other engines, stored pairs, and ratios."""
 
 from pathlib import Path
 from typing import Any
 
-from loadtest.peers.comparison_cells import Cell, Pair, Progress, is_sound, make_cells, summarize
-from loadtest.peers.processes import num_prompts
+import pytest
+
+from loadtest.peers.comparison_cells import DEFAULTS, Cell, Pair, Progress, is_sound, make_cells, random_prompts
 
 
 def cell(kind: Any = "decode", streams: int = 2, output_tokens: int = 5) -> Cell:
@@ -13,17 +14,17 @@ def cell(kind: Any = "decode", streams: int = 2, output_tokens: int = 5) -> Cell
     )
 
 
-def test_the_cells() -> None:
+def test_each_precision_has_eleven_cells_of_three_kinds() -> None:
     cells = make_cells(["S"], ["int8"], ["decode", "http", "prompt"])
     assert len({made.key for made in cells}) == len(cells) == 4 + 3 + 1 + 3
     decode = [made for made in cells if made.kind == "decode"]
     assert [(made.streams, made.context_length) for made in decode][:4] == [(1, 192), (4, 128), (16, 128), (64, 128)]
     assert {made.context_length for made in decode[4:]} == {1024}
     assert {made.kind for made in make_cells(["S", "M"], ["int8"], ["http"])} == {"http"}
-    assert [num_prompts(made) for made in cells if made.kind == "http"] == [3, 32, 128]
+    assert [made.num_prompts for made in cells if made.kind == "http"] == [3, 32, 128]
 
 
-def test_ratios_are_taken_within_pairs() -> None:
+def test_ratios_are_taken_within_pairs(tmp_path: Path) -> None:
     pairs = [
         Pair(
             cell=cell().key,
@@ -37,14 +38,17 @@ def test_ratios_are_taken_within_pairs() -> None:
     ]
     pairs += [Pair(cell=cell().key, peer="b", round=0, error="no engine")]
     pairs += [Pair(cell=cell(streams=9).key, peer="a", round=0, error="of another cell")]
-    (row,) = summarize([cell()], pairs)
+    kept = Progress(tmp_path / "progress.jsonl")
+    kept.pairs = pairs
+    (row,) = kept.summarize([cell()], ["a", "b", "c"])
+    assert list(row["peers"]) == ["a", "b"]
     assert row["peers"]["a"]["ratio"]["median"] == 3.0  # of 2, 4 and 3, and not 10 over 5
     assert row["peers"]["a"]["ours"]["tokens_per_second"]["values"] == [10.0, 100.0, 9.0]
     assert row["peers"]["b"] == {"error": "no engine"}
     assert (row["streams"], row["context_length"]) == (2, 5)
 
 
-def test_what_was_measured_is_kept_and_what_failed_is_tried_again(tmp_path: Path) -> None:
+def test_measured_pairs_are_stored_and_failed_or_disturbed_ones_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "progress.jsonl"
     kept = Progress(path)
     figures = {"ours": {"x": 1.0}, "theirs": {"x": 2.0}}
@@ -62,9 +66,25 @@ def test_what_was_measured_is_kept_and_what_failed_is_tried_again(tmp_path: Path
     assert not again.has(cell(streams=1), "a", 0)
 
 
-def test_a_figure_is_sound_where_nothing_disturbed_its_pairs() -> None:
+def test_a_figure_is_sound_if_no_pair_was_disturbed() -> None:
     figure = {"ratio": {}, "other_work_cores": [0.0, 0.1], "processors_share": [1.0, 0.9]}
     assert is_sound(figure)
     assert not is_sound(figure | {"other_work_cores": [0.0, 0.3]})
     assert not is_sound(figure | {"processors_share": [1.0, 0.8]})
     assert not is_sound({"error": "none"})
+
+
+@pytest.mark.parametrize(("streams", "number"), [(1, 3), (16, 32), (64, 64)])
+def test_servers_without_flags_get_fewer_requests(streams: int, number: int) -> None:
+    cells = make_cells(["S"], [DEFAULTS], ["decode", "http", "prompt"])
+    assert [(made.kind, made.streams) for made in cells] == [("http", 1), ("http", 4), ("http", 16), ("http", 64)]
+    assert [made.num_prompts for made in cells if made.streams == streams] == [number]
+    assert cell("http", streams=64).num_prompts == 128
+
+
+def test_prompts_are_a_function_of_the_seed_and_all_differ() -> None:
+    taken = cell("decode", streams=20)
+    first = random_prompts(taken, 50, 1)
+    assert first == random_prompts(taken, 50, 1) != random_prompts(taken, 50, 2)
+    assert len(set(map(tuple, first))) == 20
+    assert max(map(max, random_prompts(taken, 3, 0))) == 1  # the last id ends a text

@@ -1,4 +1,4 @@
-"""The build of a peer from source, with steps that only say what they would do."""
+"""Installation of llama.cpp from source, with recorded commands in place of their work."""
 
 import tarfile
 from collections.abc import Sequence
@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.peers import installation
-from loadtest.peers.installation import LLAMA_PROGRAMS, PeerUnavailable, Place, install
+from loadtest.measurement.benchmark_program import MeasurementFailed
+from loadtest.peers import engines
+from loadtest.peers.engines import LLAMA_PROGRAMS, PeerFiles, install
 
 SOURCE = "llama_cpp_python-1.0"
 
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands instead of their work; the last one of them makes the programs."""
-    told: list[list[str]] = []
+    """Record commands in place of running them, and create the files that they would create."""
+    recorded: list[list[str]] = []
     home = tmp_path / "llama_cpp"
 
     def run(command: Sequence[str]) -> None:
-        told.append(list(command))
+        recorded.append(list(command))
         if "venv" in command:
             home.mkdir()
         if "download" in command:
@@ -33,46 +34,46 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             for name in LLAMA_PROGRAMS:
                 (home / "build" / "bin" / name).write_text("program")
 
-    monkeypatch.setattr(installation, "run", run)
-    monkeypatch.setattr(installation.shutil, "which", lambda name: f"/usr/bin/{name}")
-    return told
+    monkeypatch.setattr(engines, "run", run)
+    monkeypatch.setattr(engines.shutil, "which", lambda name: f"/usr/bin/{name}")
+    return recorded
 
 
-def test_a_source_is_fetched_unpacked_built_once(tmp_path: Path, steps: list[list[str]]) -> None:
-    place = Place(tmp_path)
-    install(place, "llama_cpp")
+def test_the_source_is_downloaded_and_built_once(tmp_path: Path, steps: list[list[str]]) -> None:
+    files = PeerFiles(tmp_path)
+    install(files, "llama_cpp")
     configure, build = steps[-2:]
     source = Path(configure[configure.index("-S") + 1])
     assert (source / "CMakeLists.txt").read_text() == "project(llama)"
     assert build[-len(LLAMA_PROGRAMS) :] == list(LLAMA_PROGRAMS)
-    assert {Path(place.program(name)).read_text() for name in LLAMA_PROGRAMS} == {"program"}
+    assert {Path(files.program(name)).read_text() for name in LLAMA_PROGRAMS} == {"program"}
     steps.clear()
-    install(place, "llama_cpp")
+    install(files, "llama_cpp")
     assert steps == []
 
 
-def test_unpacking_that_was_cut_off_is_begun_again(
+def test_an_interrupted_extraction_starts_again(
     tmp_path: Path, steps: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut_off(archive: tarfile.TarFile, path: Path, **given: object) -> None:
         (path / SOURCE / "vendor" / "llama.cpp").mkdir(parents=True)
-        raise PeerUnavailable("cut off")
+        raise MeasurementFailed("cut off")
 
     with monkeypatch.context() as patch:
         patch.setattr(tarfile.TarFile, "extractall", cut_off)
-        with pytest.raises(PeerUnavailable, match="cut off"):
-            install(Place(tmp_path), "llama_cpp")
+        with pytest.raises(MeasurementFailed, match="cut off"):
+            install(PeerFiles(tmp_path), "llama_cpp")
     assert not any(command[0].endswith("cmake") for command in steps)
-    install(Place(tmp_path), "llama_cpp")
+    install(PeerFiles(tmp_path), "llama_cpp")
     configure = steps[-2]
     assert (Path(configure[configure.index("-S") + 1]) / "CMakeLists.txt").is_file()
     assert sum("download" in command for command in steps) == 1
 
 
-def test_without_a_compiler_it_is_not_there(
+def test_without_a_compiler_nothing_is_downloaded(
     tmp_path: Path, steps: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(installation.shutil, "which", lambda name: None)
-    with pytest.raises(PeerUnavailable, match=r"no C\+\+ compiler"):
-        install(Place(tmp_path), "llama_cpp")
+    monkeypatch.setattr(engines.shutil, "which", lambda name: None)
+    with pytest.raises(MeasurementFailed, match=r"no C\+\+ compiler"):
+        install(PeerFiles(tmp_path), "llama_cpp")
     assert not any("download" in command for command in steps)

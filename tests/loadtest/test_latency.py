@@ -1,4 +1,4 @@
-"""Who waits for whom: the arithmetic, the page and the picture of it, on a few tokens."""
+"""bench_latency: figures of arrivals, the page and the picture, and a measurement on a stub server."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from loadtest.docgen import pictures
 from loadtest.docgen.performance_page import NAMES, RESULTS, render
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_latency
-from loadtest.scenarios.bench_latency import Arrivals, Load, gaps_within, measure, percentile, steps_between
+from loadtest.scenarios.bench_latency import ArrivalLoad, PromptArrival, gaps_within, measure, steps_between, summarize
 from loadtest.scenarios.service_process import ServiceFailed
 from tests.loadtest.stub_server import Script, StubServer
 
@@ -20,7 +20,7 @@ STREAMS = [[0.0, 1.0, 2.0, 5.0, 6.0], [0.5, 1.5, 5.5]]
 
 
 @pytest.mark.parametrize(("start", "end", "steps"), [(1.0, 5.0, 2), (0.9, 5.0, 3), (2.0, 4.9, 0), (5.0, 6.0, 1)])
-def test_steps_are_the_tokens_of_who_got_most(start: float, end: float, steps: int) -> None:
+def test_steps_are_the_tokens_of_the_stream_with_most(start: float, end: float, steps: int) -> None:
     assert steps_between(STREAMS, start, end) == steps
 
 
@@ -28,47 +28,43 @@ def test_steps_are_the_tokens_of_who_got_most(start: float, end: float, steps: i
     ("start", "end", "gaps"),
     [(1.2, 1.4, [1.0, 1.0]), (2.5, 4.0, [3.0, 4.0]), (2.0, 5.2, [3.0, 1.0, 4.0]), (6.0, 9.0, [])],
 )
-def test_gaps_count_where_any_part_of_them_does(start: float, end: float, gaps: list[float]) -> None:
+def test_gaps_that_overlap_the_interval_count(start: float, end: float, gaps: list[float]) -> None:
     assert gaps_within(STREAMS, start, end) == gaps
 
 
-def test_a_percentile_is_one_of_the_values() -> None:
-    values = [float(value) for value in range(200, 0, -1)]
-    assert [percentile(values, share) for share in (0.001, 0.5, 0.99, 1.0)] == [1.0, 100.0, 198.0, 200.0]
-
-
-def seen(slower: float) -> Arrivals:
-    return Arrivals(
-        ttft_seconds=[0.02, 0.04, 0.03],
-        steps=[2, 1, 2],
-        before=[[0.01] * 9, [0.02] * 9, [0.01] * 9],
-        during=[[0.01 * slower] * 9, [0.02 * slower] * 9, [0.01 * slower] * 9],
+def figures(slower: float) -> dict[str, Any]:
+    """Return the summary of three arrivals that lengthen the streams' gaps by a factor."""
+    values = ((0.02, 2, 0.01), (0.04, 1, 0.02), (0.03, 2, 0.01))
+    return summarize(
+        [
+            PromptArrival(ttft_seconds=ttft, steps=steps, before=[gap] * 9, during=[gap * slower] * 9)
+            for ttft, steps, gap in values
+        ]
     )
 
 
 def result() -> dict[str, Any]:
     bounds = ((64, None, 1.5), (512, None, 4.0), (512, 1.75, 2.0))
     points = [
-        {"max_batched_tokens": size, "prompt_slowdown": slowdown} | seen(slower).to_dict()
-        for size, slowdown, slower in bounds
+        {"max_batched_tokens": size, "prompt_slowdown": slowdown} | figures(slower) for size, slowdown, slower in bounds
     ]
     return {
         "command": "python -m loadtest.scenarios.bench_latency",
         "shape": "S",
         "serve": ["--dtype", "bfloat16"],
-        "short": {"streams": 63, "prompt_tokens": 16} | seen(1.0).to_dict(),
+        "short": {"streams": 63, "prompt_tokens": 16} | figures(1.0),
         "long": {"streams": 16, "prompt_tokens": 4096, "points": points},
     }
 
 
-def test_arrivals_are_told_each_and_the_gaps_as_ratios_pair_by_pair() -> None:
-    told = seen(4.0).to_dict()
-    assert told["ttft_ms"]["median"] == pytest.approx(30.0)
-    assert told["steps"]["values"] == [2.0, 1.0, 2.0]
-    assert told["itl_p50_ms_before"] == pytest.approx(10.0)
-    assert told["itl_p99_ms_before"]["max"] == pytest.approx(20.0)
-    assert told["itl_p99_ratio"]["values"] == pytest.approx([4.0, 4.0, 4.0])
-    json.dumps(told)
+def test_a_summary_has_every_arrival_and_ratios_within_arrivals() -> None:
+    found = figures(4.0)
+    assert found["ttft_ms"]["median"] == pytest.approx(30.0)
+    assert found["steps"]["values"] == [2.0, 1.0, 2.0]
+    assert found["itl_p50_ms_before"] == pytest.approx(10.0)
+    assert found["itl_p99_ms_before"]["max"] == pytest.approx(20.0)
+    assert found["itl_p99_ratio"]["values"] == pytest.approx([4.0, 4.0, 4.0])
+    json.dumps(found)
 
 
 def latency_part(latency: dict[str, Any]) -> str:
@@ -77,7 +73,7 @@ def latency_part(latency: dict[str, Any]) -> str:
     return render({**results, "latency": results["latency"] | latency})
 
 
-def test_the_page_tells_the_figures_of_the_result() -> None:
+def test_the_page_shows_the_figures_of_the_result() -> None:
     page = latency_part(result())
     assert "after 2 (1–2) engine steps" in page
     assert "| 64 | inf | 10.0 (10.0–20.0) | 15.0 (15.0–30.0) | 1.50 (1.50–1.50) | 30 (20–40) |" in page
@@ -86,7 +82,7 @@ def test_the_page_tells_the_figures_of_the_result() -> None:
     assert "](latency.png)" in page
 
 
-def test_the_picture_is_known_by_its_result(tmp_path: Path) -> None:
+def test_the_picture_stores_the_digest_of_its_result(tmp_path: Path) -> None:
     path, other = tmp_path / "latency.png", result()
     other["long"]["streams"] = 17
     pictures.draw_latency(path, result())
@@ -94,7 +90,7 @@ def test_the_picture_is_known_by_its_result(tmp_path: Path) -> None:
     assert not shows(path, other)
 
 
-def test_a_budget_that_leaves_nothing_for_a_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_without_room_for_a_prompt_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bench_latency.main(["--budgets", "16", "64"])
     assert ended.value.code == 2
@@ -103,9 +99,9 @@ def test_a_budget_that_leaves_nothing_for_a_prompt_is_refused(capsys: pytest.Cap
 
 def test_arrivals_among_streams_are_measured() -> None:
     with StubServer(Script(gap_seconds=0.01)) as server:
-        seen = asyncio.run(measure(Target.parse(server.url), Load(2, 5, 2, 0), vocab_size=50))
-    assert len(seen.ttft_seconds) == len(seen.steps) == len(seen.before) == len(seen.during) == 2
-    assert all(gaps and min(gaps) > 0 for gaps in seen.before)
+        seen = asyncio.run(measure(Target.parse(server.url), ArrivalLoad(2, 5, 2, 0), vocab_size=50))
+    assert len(seen) == 2
+    assert all(arrival.before and min(arrival.before) > 0 for arrival in seen)
     prompts = [received.body["prompt"] for received in server.requests]
     assert [len(prompt) for prompt in prompts] == [16, 16, 5, 5]
     assert max(map(max, prompts)) < 49  # the last id may end a text
@@ -114,4 +110,4 @@ def test_arrivals_among_streams_are_measured() -> None:
 
 def test_a_rejected_stream_ends_the_measurement_with_its_reason() -> None:
     with StubServer(Script(status=429)) as server, pytest.raises(ServiceFailed, match="as scripted"):
-        asyncio.run(measure(Target.parse(server.url), Load(1, 5, 1, 0), vocab_size=50))
+        asyncio.run(measure(Target.parse(server.url), ArrivalLoad(1, 5, 1, 0), vocab_size=50))

@@ -1,4 +1,4 @@
-"""GGUF files of our exports, by a recording stand-in for the gguf package, which only the peer's environment has."""
+"""Conversion of exports to GGUF, with a stub of the gguf package, which only the peer's environment has."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ TINY = {
 
 
 class Writer:
-    """Keeps what GGUFWriter is given: `add_x(value)` under x, tensors by name."""
+    """Stub of GGUFWriter that records fields and tensors by name."""
 
     def __init__(self, path: Path, architecture: str) -> None:
         self.architecture = architecture
@@ -38,7 +38,7 @@ class Writer:
         self.written: list[str] = []
 
     def add_tensor(self, name: str, array: np.ndarray) -> None:
-        """As GGUFWriter's."""
+        """Record a tensor."""
         assert array.dtype == np.float32
         assert array.flags.c_contiguous
         self.tensors[name] = array
@@ -86,7 +86,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> Path:
 
 
 @pytest.mark.parametrize("shape", ["S", "qwen3-0.6b"])
-def test_sizes_names_and_rows_are_those_llama_cpp_reads(
+def test_sizes_tensor_names_and_row_order_follow_llama_cpp(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     convert: Callable[[Path], Writer],
@@ -114,7 +114,7 @@ def test_sizes_names_and_rows_are_those_llama_cpp_reads(
         assert np.array_equal(writer.tensors[f"blk.1.attn_{part}.weight"], pairs.reshape(-1, 16).numpy())
 
 
-def test_another_model_type_is_one_clear_line(
+def test_an_unsupported_model_type_exits_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, convert: Callable[[Path], Writer]
 ) -> None:
     exported = export(tmp_path, monkeypatch, "S")
@@ -124,7 +124,7 @@ def test_another_model_type_is_one_clear_line(
         convert(exported)
 
 
-def test_the_qwen3_shape_is_the_published_one() -> None:
+def test_the_qwen3_shape_has_the_published_sizes() -> None:
     config = model_shapes.shape_config("qwen3-0.6b")
     assert config.num_parameters == 596_049_920  # https://huggingface.co/Qwen/Qwen3-0.6B, tied embeddings counted once
     assert (config.head_dim, config.qk_norm, config.rope_theta, config.norm_eps) == (128, True, 1e6, 1e-6)

@@ -1,4 +1,4 @@
-"""The locustfile, run as people run it: a program of its own, because locust patches the standard library."""
+"""The locustfile, run as a program, because locust patches the standard library."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def rows(stdout: str) -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in json.loads(stdout)}
 
 
-def test_rows_failures_and_results(tmp_path: Path) -> None:
+def test_rows_and_results_count_every_request_and_a_failure_exits_with_one(tmp_path: Path) -> None:
     scripts = [Script(first_seconds=0.06, gap_seconds=0.01)] * 6 + [Script(status=429), Script(status=503)]
     with StubServer(lambda ordinal: scripts[ordinal % len(scripts)]) as server:
         done = locust(
@@ -55,7 +55,7 @@ def test_rows_failures_and_results(tmp_path: Path) -> None:
     assert max(gaps) > 0.04
 
 
-def test_kept_objectives_exit_with_zero_and_missed_ones_with_one() -> None:
+def test_exit_code_is_zero_for_met_objectives_and_one_for_missed() -> None:
     with StubServer(Script(first_seconds=0.02)) as server:
         kept = locust(
             server.url, "-t", "200s", "--requests", "9", "--slo-ttft-p95-ms", "60000", "--slo-max-shed-share", "0"
@@ -66,7 +66,7 @@ def test_kept_objectives_exit_with_zero_and_missed_ones_with_one() -> None:
     assert "TTFT p95" in missed.stdout
 
 
-def test_a_key_is_sent_and_told_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_sent_and_never_printed_or_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret")
     with StubServer() as server:
         done = locust(server.url, "-t", "200s", "--requests", "4", "--results", str(tmp_path))
@@ -75,7 +75,7 @@ def test_a_key_is_sent_and_told_nowhere(tmp_path: Path, monkeypatch: pytest.Monk
     assert "sk-Secret" not in done.stdout + done.stderr + (tmp_path / "results.json").read_text()
 
 
-def test_times_below_a_millisecond_are_kept(tmp_path: Path) -> None:
+def test_times_below_a_millisecond_are_not_rounded_away(tmp_path: Path) -> None:
     with StubServer() as server:
         done = locust(server.url, "-t", "200s", "--requests", "9", "--json-file", str(tmp_path / "locust"))
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def test_times_below_a_millisecond_are_kept(tmp_path: Path) -> None:
     assert any(float(time) % 1 for time in times)
 
 
-def test_no_service_is_one_clear_line_at_once() -> None:
+def test_an_unreachable_service_exits_with_two_and_one_line() -> None:
     with StubServer() as server:
         pass
     done = locust(server.url, "-t", "200s")

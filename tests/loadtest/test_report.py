@@ -1,4 +1,4 @@
-"""Reports: vLLM's keys, right figures, failures by kind, and a picture."""
+"""Reports: the keys of `vllm bench serve`, figures, failures by kind, and files."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.client import report
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.slo import Slo
+from loadtest.client.report import Slo
 from loadtest.client.workload import ClientKind
 from tests.loadtest.outcomes import failed, outcome
 
@@ -38,11 +38,11 @@ def summary(outcomes: list[Outcome], **changes: Any) -> dict[str, Any]:
     return report.summarize(outcomes, **values | changes)
 
 
-def test_it_has_the_keys_of_vllm_bench_serve() -> None:
+def test_results_have_the_keys_of_vllm_bench_serve() -> None:
     assert set(summary([outcome(0)])) >= VLLM_KEYS - {"date", "model_id"}  # those two: provenance and service
 
 
-def test_the_figures() -> None:
+def test_figures_follow_from_the_outcomes() -> None:
     result = summary([outcome(0), outcome(1, intended_seconds=0.9)])
     assert (result["completed"], result["failed"], result["sent"]) == (2, 0, 2)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (20, 8)
@@ -61,14 +61,14 @@ def test_the_figures() -> None:
     assert result["max_output_tokens_per_s"] == 4.0
 
 
-def test_a_departure_makes_room_for_an_arrival() -> None:
+def test_a_request_that_ends_as_another_begins_is_not_concurrent() -> None:
     touching = [outcome(0, end_seconds=1.0), outcome(1, end_seconds=2.0)]
     overlapping = [outcome(0, end_seconds=1.5), outcome(1, end_seconds=2.0)]
     assert summary(touching)["max_concurrent_requests"] == 1
     assert summary(overlapping)["max_concurrent_requests"] == 2
 
 
-def test_failures_are_told_apart_and_shed_load_is_none() -> None:
+def test_failures_are_counted_by_kind_and_shed_load_is_not_a_failure() -> None:
     outcomes = [
         outcome(0),
         failed(1, Ending.SHED, "rate_limit_exceeded: queue full"),
@@ -89,7 +89,7 @@ def test_failures_are_told_apart_and_shed_load_is_none() -> None:
     assert "broken objective: failed: 50.00%" in table
 
 
-def test_an_answer_in_one_piece_has_no_ttft() -> None:
+def test_a_response_that_is_not_streamed_has_no_ttft() -> None:
     whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=())
     result = summary([whole])
     assert result["median_ttft_ms"] is result["p99_itl_ms"] is result["mean_tpot_ms"] is None
@@ -97,7 +97,7 @@ def test_an_answer_in_one_piece_has_no_ttft() -> None:
     assert "– / – / –" in report.markdown([result])
 
 
-def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_table_and_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = summary([outcome(0), failed(1, Ending.CONNECTION, "reset")])
     paths = report.write([run], tmp_path / "new")
     assert [path.name for path in paths] == ["results.json", "report.md", "report.png"]
@@ -110,7 +110,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == paths[1].read_text().strip()
 
 
-def test_a_run_in_which_nothing_worked_is_still_a_report(tmp_path: Path) -> None:
+def test_a_run_without_a_success_has_a_report(tmp_path: Path) -> None:
     run = summary([failed(0, Ending.CONNECTION, "refused")])
     assert run["output_throughput"] == 0.0
     assert report.write([run], tmp_path)[2].stat().st_size > 0

@@ -1,4 +1,4 @@
-"""Discovery: prompts of the length asked for from a service that tokenizes, near it from one that does not."""
+"""Discovery of a service with and without `/tokenize`."""
 
 import urllib.error
 from typing import Any
@@ -12,7 +12,7 @@ from loadtest.client.workload import tales
 from tests.loadtest.stub_server import MODEL, StubServer
 
 
-def test_a_service_that_tokenizes() -> None:
+def test_a_service_with_tokenize_gives_prompts_of_exact_length() -> None:
     with StubServer() as server:
         service = discover(Target.parse(server.url))
     assert (service.model, service.max_context_tokens) == (MODEL, 512)
@@ -29,7 +29,9 @@ def test_a_service_that_tokenizes() -> None:
         ({"count": len(tales()) // 2, "token_strs": ["not", "the", "text"]}, 2.0),
     ],
 )
-def test_a_service_that_does_not(monkeypatch: pytest.MonkeyPatch, answer: Any, chars_per_token: float) -> None:
+def test_a_service_without_tokenize_gives_prompts_by_characters(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, chars_per_token: float
+) -> None:
     def fetch(target: Target, path: str, payload: Any = None) -> Any:
         if path == "/v1/models":
             return {"data": [{"id": "theirs"}]}

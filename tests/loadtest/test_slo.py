@@ -1,13 +1,12 @@
-"""Objectives: every limit acts, and what was not measured was not met."""
+"""Service level objectives: limits, goodput and options."""
 
 import argparse
 from typing import Any
 
 import pytest
 
-from loadtest.client import slo
 from loadtest.client.outcome import Ending
-from loadtest.client.slo import Slo
+from loadtest.client.report import Slo, add_slo_arguments
 from loadtest.client.workload import ClientKind
 from loadtest.measurement.spread import Spread
 from tests.loadtest.outcomes import failed, outcome
@@ -23,13 +22,13 @@ from tests.loadtest.outcomes import failed, outcome
         ({"min_output_throughput": 8.0}, {"min_output_throughput": 8.1}, "output throughput: 8.0 tokens/s, limit 8.1"),
     ],
 )  # fmt: skip
-def test_every_limit_on_speed_acts(kept: dict[str, Any], broken: dict[str, Any], line: str) -> None:
+def test_each_speed_limit_is_reported_when_broken(kept: dict[str, Any], broken: dict[str, Any], line: str) -> None:
     outcomes = [outcome(0), outcome(1)]
     assert Slo(**kept).breaches(outcomes, 1.0) == []
     assert Slo(**broken).breaches(outcomes, 1.0) == [line]
 
 
-def test_failures_and_shed_load_have_limits_of_their_own() -> None:
+def test_failures_and_shed_load_have_separate_limits() -> None:
     outcomes = [outcome(0), outcome(1), failed(2, Ending.TIMEOUT), failed(3, Ending.SHED)]
     assert Slo().breaches(outcomes, 1.0) == ["failed: 25.00% of the requests sent, limit 0.00%"]
     assert Slo(max_failed_share=0.25).breaches(outcomes, 1.0) == []
@@ -37,13 +36,13 @@ def test_failures_and_shed_load_have_limits_of_their_own() -> None:
     assert shed.breaches(outcomes, 1.0) == ["shed: 25.00% of the requests sent, limit 20.00%"]
 
 
-def test_what_was_not_measured_was_not_met() -> None:
+def test_a_limit_without_measurements_is_broken() -> None:
     whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=())
     assert Slo(ttft_p95_ms=100).breaches([whole], 1.0) == ["TTFT p95: nothing measured, limit 100 ms"]
     assert Slo().breaches([], 1.0) == ["no request was sent"]
 
 
-def test_goodput_counts_requests_that_kept_every_limit() -> None:
+def test_goodput_counts_requests_within_every_limit() -> None:
     assert Slo().is_good(outcome(0))
     assert not Slo().is_good(failed(0, Ending.SHED))
     assert not Slo(ttft_p95_ms=99).is_good(outcome(0))
@@ -52,9 +51,9 @@ def test_goodput_counts_requests_that_kept_every_limit() -> None:
     assert Slo(ttft_p95_ms=99).is_good(outcome(0, client=ClientKind.WHOLE, chunk_seconds=()))
 
 
-def test_options() -> None:
+def test_options_set_the_limits() -> None:
     parser = argparse.ArgumentParser()
-    slo.add_arguments(parser)
+    add_slo_arguments(parser)
     assert Slo.from_arguments(parser.parse_args([])) == Slo()
     given = parser.parse_args(["--slo-ttft-p95-ms", "50", "--slo-max-failed-share", "0.1"])
     assert Slo.from_arguments(given) == Slo(ttft_p95_ms=50.0, max_failed_share=0.1)
@@ -62,7 +61,7 @@ def test_options() -> None:
         Slo(ttft_p95_ms=-1.0)
 
 
-def test_spread() -> None:
+def test_a_spread_has_median_minimum_and_maximum() -> None:
     assert Spread((3.0, 1.0, 2.0, 10.0)).to_dict() == {
         "median": 2.5,
         "min": 1.0,

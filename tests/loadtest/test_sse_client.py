@@ -1,4 +1,4 @@
-"""The reader against a server of known behaviour: what it reports, and that it reports it at once."""
+"""The completion reader and both clients against a scripted server."""
 
 import asyncio
 import itertools
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.client.outcome import CompletionReader, Ending, Outcome
-from loadtest.client.sse_client import AsyncClient, Exchange, SseParser, Target, complete_blocking
+from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.sse_client import AsyncClient, CompletionReader, SseParser, Target, complete_blocking
 from loadtest.client.workload import ClientKind, CompletionRequest
 from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
 
@@ -53,8 +53,8 @@ class Handshake:
         self.stalled = False
         original = CompletionReader.event
 
-        def event(reader: CompletionReader, data: bytes, now: float) -> None:
-            original(reader, data, now)
+        def event(reader: CompletionReader, data: bytes) -> None:
+            original(reader, data)
             self._reported.release()
 
         monkeypatch.setattr(CompletionReader, "event", event)
@@ -64,9 +64,7 @@ class Handshake:
         self.stalled |= not acquired
 
 
-def test_calibration_every_chunk_is_reported_before_the_next_is_sent(
-    drive: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_chunk_is_reported_before_the_next_is_sent(drive: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     handshake = Handshake(monkeypatch)
     with StubServer(Script(first_seconds=0.03, gap_seconds=0.01), gate=handshake.gate) as server:
         outcome = drive(server, streaming(12))
@@ -98,7 +96,7 @@ def test_a_finished_stream_is_complete(drive: Driver) -> None:
     assert server.requests[0].body["stream_options"] == {"include_usage": True}
 
 
-def test_a_whole_answer_has_no_first_token_time(drive: Driver) -> None:
+def test_a_response_that_is_not_streamed_has_no_ttft(drive: Driver) -> None:
     with StubServer() as server:
         outcome = drive(server, streaming(5, client=ClientKind.WHOLE))
     assert outcome.ending is Ending.OK
@@ -107,9 +105,9 @@ def test_a_whole_answer_has_no_first_token_time(drive: Driver) -> None:
     assert "stream" not in server.requests[0].body
 
 
-def test_a_cancelling_client_leaves_after_as_much_as_it_wanted(drive: Driver) -> None:
+def test_a_cancelling_client_disconnects_after_its_chunks(drive: Driver) -> None:
     async def gate(chunk: int) -> None:
-        if chunk == 3:  # nothing more is sent: only the client's own leaving can end this exchange
+        if chunk == 3:  # nothing more is sent: only the client's own leaving can end this reader
             await asyncio.sleep(3600.0)
 
     with StubServer(gate=gate) as server:
@@ -135,7 +133,9 @@ def test_a_cancelling_client_leaves_after_as_much_as_it_wanted(drive: Driver) ->
         (Script(garbage=b""), Ending.CONNECTION, "the connection ended before the response"),
     ],
 )
-def test_every_way_to_end_has_its_name(drive: Driver, script: Script, ending: Ending, detail: str | None) -> None:
+def test_each_server_behaviour_has_its_ending(
+    drive: Driver, script: Script, ending: Ending, detail: str | None
+) -> None:
     with StubServer(script) as server:
         outcome = drive(server, streaming(5))
     assert outcome.ending is ending
@@ -143,7 +143,7 @@ def test_every_way_to_end_has_its_name(drive: Driver, script: Script, ending: En
 
 
 @pytest.mark.parametrize(("retry_after", "seconds"), [(None, 0.0), ("3", 3.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0)])
-def test_a_refused_client_knows_how_long_to_wait(drive: Driver, retry_after: str | None, seconds: float) -> None:
+def test_a_rejection_reports_retry_after_in_seconds(drive: Driver, retry_after: str | None, seconds: float) -> None:
     with StubServer(Script(status=429, retry_after=retry_after)) as server:
         outcome = drive(server, streaming(5))
     assert (outcome.ending, outcome.retry_after_seconds) == (Ending.SHED, seconds)
@@ -156,21 +156,21 @@ def test_a_silent_server_times_out(drive: Driver) -> None:
     assert outcome.e2e_seconds >= 0.2
 
 
-def test_nobody_listening_is_a_connection_failure(drive: Driver) -> None:
+def test_a_closed_port_is_a_connection_failure(drive: Driver) -> None:
     with StubServer() as server:
         pass
     assert drive(server, streaming(5)).ending is Ending.CONNECTION
 
 
 @pytest.mark.parametrize("script", [Script(newline="\r\n"), Script(newline="\r"), Script(close_delimited=True)])
-def test_line_ends_and_unframed_bodies(drive: Driver, script: Script) -> None:
+def test_any_line_end_and_a_body_without_length_are_read(drive: Driver, script: Script) -> None:
     with StubServer(script) as server:
         outcome = drive(server, streaming(5))
     assert (outcome.ending, outcome.detail) == (Ending.OK, "")
     assert outcome.text == " w0 w1 w2 w3 w4"
 
 
-def test_connections_are_kept_and_a_dead_one_is_replaced() -> None:
+def test_connections_are_reused_and_a_closed_one_is_replaced() -> None:
     async def main(server: StubServer) -> list[Outcome]:
         client = AsyncClient(Target.parse(server.url))
         outcomes = [await client.complete(streaming(2), model=MODEL) for _ in range(3)]
@@ -199,7 +199,7 @@ def test_latency_counts_from_the_intended_send() -> None:
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1", "127.0.0.1:8000", "http://", "http://a/b"])
-def test_an_address_we_cannot_use_is_refused(url: str) -> None:
+def test_an_invalid_address_is_rejected(url: str) -> None:
     with pytest.raises(ValueError, match="must look like"):
         Target.parse(url)
 
@@ -209,7 +209,7 @@ EVENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"
 
 @settings(deadline=None)
 @given(events=EVENTS, newline=st.sampled_from(["\n", "\r\n", "\r"]), cuts=st.lists(st.integers(0, 400)))
-def test_events_do_not_depend_on_how_the_bytes_are_cut(events: list[str], newline: str, cuts: list[int]) -> None:
+def test_events_do_not_depend_on_the_boundaries_of_reads(events: list[str], newline: str, cuts: list[int]) -> None:
     stream = "".join(f": note{newline}data: {event}{newline}{newline}" for event in events).encode()
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     parser = SseParser()
@@ -217,18 +217,18 @@ def test_events_do_not_depend_on_how_the_bytes_are_cut(events: list[str], newlin
     assert seen == [event.encode() for event in events]
 
 
-def test_data_lines_of_one_event_are_joined_and_other_fields_passed_over() -> None:
+def test_data_lines_of_one_event_are_joined_and_other_fields_skipped() -> None:
     parser = SseParser()
     assert parser.feed(b"event: x\ndata:a\ndata: b\nid: 7\nretry: 5\n\n: note\n\ndata: c") == [b"a\nb"]
     assert parser.feed(b"\n\n") == [b"c"]
 
 
-def test_a_body_in_pieces_is_complete_at_the_end() -> None:
-    exchange = Exchange(streaming(client=ClientKind.WHOLE), None, None)
+def test_a_body_read_byte_by_byte_is_complete_at_its_end() -> None:
+    reader = CompletionReader(streaming(client=ClientKind.WHOLE))
     wire = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 14\r\n\r\n" + b'{"choices":[]}'
     for position in range(len(wire)):
-        assert not exchange.complete
-        exchange.feed(wire[position : position + 1], 0.0)
-    assert exchange.complete
-    assert exchange.reusable
-    assert exchange.finished(1.0).detail == "0 finish reasons"
+        assert not reader.complete
+        reader.feed(wire[position : position + 1], 0.0)
+    assert reader.complete
+    assert reader.reusable
+    assert reader.finished(1.0).detail == "0 finish reasons"

@@ -1,4 +1,4 @@
-"""Workloads: the same again from the same seed, of the lengths and the clients that were asked for."""
+"""Workloads: determinism, lengths, prefixes and clients."""
 
 import argparse
 import math
@@ -62,26 +62,26 @@ def test_every_request_fits_the_context(spec: WorkloadSpec, index: int) -> None:
     assert request.cancel_after is None or 1 <= request.cancel_after <= request.max_tokens
 
 
-def test_seeds_and_indexes_differ() -> None:
+def test_requests_differ_by_seed_and_index() -> None:
     spec = WorkloadSpec(kind=WorkloadKind.LOGNORMAL)
     prompts = {request.prompt for seed in range(3) for request in requests(replace(spec, seed=seed), 300)}
     assert len(prompts) == 900
     assert len({request.seed for request in requests(spec)}) > 390
 
 
-def test_no_two_passages_begin_alike_until_the_text_is_used_up() -> None:
+def test_passages_begin_differently_until_the_text_is_used_up() -> None:
     # A block of the KV-cache, 16 tokens, is the least a prefix cache can share. Tales have refrains.
     beginnings = {PASSAGES.cut(start, 16) for start in range(5000)}
     assert len(beginnings) >= 4990
 
 
-def test_fixed_lengths_are_fixed() -> None:
+def test_fixed_prompts_and_completions_have_one_length() -> None:
     spec = WorkloadSpec(prompt_tokens=100, output_tokens=32)
     assert {request.max_tokens for request in requests(spec)} == {32}
     assert all(370 < len(request.prompt) <= 400 for request in requests(spec))
 
 
-def test_lognormal_lengths_have_their_median_and_spread() -> None:
+def test_lognormal_lengths_have_the_requested_median_and_sigma() -> None:
     spec = WorkloadSpec(
         kind=WorkloadKind.LOGNORMAL, prompt_tokens=100, output_tokens=50, sigma=0.5, max_context_tokens=100_000
     )
@@ -92,7 +92,7 @@ def test_lognormal_lengths_have_their_median_and_spread() -> None:
     assert statistics.stdev(lengths) == pytest.approx(0.5, rel=0.08)
 
 
-def test_prefixes_are_shared_and_the_rest_is_not() -> None:
+def test_prompts_share_prefixes_and_nothing_else() -> None:
     spec = WorkloadSpec(kind=WorkloadKind.SHARED_PREFIX, prompt_tokens=100, num_prefixes=3, prefix_share=0.75)
     parts = [request.prompt.split("\n") for request in requests(spec)]
     assert len({prefix for prefix, _ in parts}) == 3
@@ -101,7 +101,7 @@ def test_prefixes_are_shared_and_the_rest_is_not() -> None:
     assert len(set(requests(replace(spec, prefix_share=1.0), 100))) == 100
 
 
-def test_mixed_has_short_and_long_prompts_and_answers() -> None:
+def test_mixed_has_short_and_long_prompts_and_completions() -> None:
     seen = requests(WorkloadSpec(kind=WorkloadKind.MIXED, prompt_tokens=64, output_tokens=64))
     assert {16, 128} <= {request.max_tokens for request in seen}
     lengths = [len(request.prompt) for request in seen]
@@ -109,7 +109,7 @@ def test_mixed_has_short_and_long_prompts_and_answers() -> None:
 
 
 @pytest.mark.parametrize(("whole", "cancelling"), [(0.0, 0.0), (0.25, 0.5), (1.0, 0.0), (0.0, 1.0)])
-def test_clients_come_in_the_shares_asked_for(whole: float, cancelling: float) -> None:
+def test_clients_have_the_requested_shares(whole: float, cancelling: float) -> None:
     clients = [r.client for r in requests(WorkloadSpec(whole_share=whole, cancelling_share=cancelling), 1000)]
     # 1,000 draws of a fixed seed; 5 standard errors of a share are at most 0.08.
     assert clients.count(ClientKind.WHOLE) / 1000 == pytest.approx(whole, abs=0.08)
@@ -118,7 +118,7 @@ def test_clients_come_in_the_shares_asked_for(whole: float, cancelling: float) -
         assert ClientKind.STREAMING not in clients
 
 
-def test_the_body_says_what_the_request_is() -> None:
+def test_the_body_has_the_fields_of_the_request() -> None:
     request = CompletionRequest(index=3, prompt="Once", max_tokens=9, temperature=0.0, ignore_eos=False, seed=5)
     assert request.body("m") == {
         "model": "m",
@@ -136,22 +136,22 @@ def test_the_body_says_what_the_request_is() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_tokens": 0}, "prompt_tokens must be positive"),
-        ({"output_tokens": 0}, "output_tokens must be positive"),
-        ({"num_prefixes": 0}, "num_prefixes must be positive"),
+        ({"prompt_tokens": 0}, "prompt_tokens must be at least 1"),
+        ({"output_tokens": 0}, "output_tokens must be at least 1"),
+        ({"num_prefixes": 0}, "num_prefixes must be at least 1"),
         ({"prefix_share": 1.5}, "prefix_share must be between"),
         ({"whole_share": -0.1}, "whole_share must be between"),
         ({"whole_share": 0.6, "cancelling_share": 0.6}, "together must not exceed 1"),
-        ({"sigma": -1.0}, "sigma must not be negative"),
+        ({"sigma": -1.0}, "sigma must be at least 0"),
         ({"max_context_tokens": 7}, "max_context_tokens must be at least 8"),
     ],
 )
-def test_what_cannot_work_is_refused(changes: dict[str, float], message: str) -> None:
+def test_invalid_specs_are_rejected(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WorkloadSpec(**changes)
 
 
-def test_a_text_must_have_words_and_tokens_must_have_length() -> None:
+def test_short_texts_and_wrong_tokens_are_rejected() -> None:
     with pytest.raises(ValueError, match="at least 100 words"):
         Passages.by_ratio("too short", 4.0)
     with pytest.raises(ValueError, match="chars_per_token must be positive"):
@@ -160,7 +160,7 @@ def test_a_text_must_have_words_and_tokens_must_have_length() -> None:
         Passages.by_tokens("too short", ["too"])
 
 
-def test_known_tokens_give_the_length_asked_for() -> None:
+def test_a_tokenized_text_gives_prompts_of_the_requested_length() -> None:
     tokenizer = tiny_tokenizer()
     pieces = [tokenizer.token_bytes(token_id).decode("latin-1") for token_id in tokenizer.encode(TALES)]
     # The tales have a dash or two beyond ASCII, of three bytes each.
@@ -171,7 +171,7 @@ def test_known_tokens_give_the_length_asked_for() -> None:
         assert 60 - 20 <= count <= 60 + 1  # a word is left out whole, and the first has no space before it
 
 
-def test_every_option_acts() -> None:
+def test_every_option_sets_a_field_of_the_spec() -> None:
     parser = argparse.ArgumentParser()
     add_workload_arguments(parser)
     given = "--workload mixed --prompt-tokens 3 --output-tokens 4 --sigma 0.1 --whole-share 0.2 "

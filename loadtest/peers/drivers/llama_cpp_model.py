@@ -17,9 +17,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-# GGUF names of Hugging Face model types.
-_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
-
+_ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face, and their names in GGUF
 _NAMES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
@@ -37,6 +35,22 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 
+# GGUF names of sizes, and their names in config.json. Without the lengths of keys and values, llama.cpp assumes a head
+# size of hidden size / heads.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim",
+    "value_length": "head_dim",
+    "rope_dimension_count": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps",
+}
+
 
 def main() -> None:
     """Read the float32 export, write the file. Exit with a one-line error for an unsupported model type."""
@@ -45,7 +59,7 @@ def main() -> None:
     model_type = config["model_type"]
     if model_type not in _ARCHITECTURES:
         sys.exit(f"{source}: model type {model_type!r}; only {', '.join(_ARCHITECTURES)} are converted to GGUF")
-    writer = gguf.GGUFWriter(out, _ARCHITECTURES[model_type])
+    writer = gguf.GGUFWriter(out, model_type)
     _write_sizes(writer, config)
     _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -63,19 +77,9 @@ def main() -> None:
 
 def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    # Without these, llama.cpp assumes a head size of hidden size / heads.
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    for name, key in _SIZES.items():
+        getattr(writer, f"add_{name}")(config[key])
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:

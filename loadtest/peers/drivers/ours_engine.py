@@ -13,15 +13,15 @@ def main() -> None:
     """Build the engine as the worker does, and serve requests."""
     engine = InProcess.open(read_settings(ModelSettings, sys.argv[1:], command="ours", summary="")).engine
     engine.warm_up()
-    numbers = itertools.count()
+    uids = map("wave-{}".format, itertools.count())
 
     def measure(prompts: Prompts, output_tokens: int) -> Wave:
-        submits = [greedy(f"wave-{next(numbers)}", prompt, output_tokens) for prompt in prompts]
+        submits = [greedy(next(uids), prompt, output_tokens) for prompt in prompts]
         run = run_closed(engine, submits, num_streams=len(submits))
         first = max(times[0] for times in run.token_seconds)
         later = sum(at > first for times in run.token_seconds for at in times)
-        ended = run.ended_seconds - run.began_seconds
-        return Wave(first - run.began_seconds, ended, later, list(run.token_ids[0]))
+        began = run.began_seconds
+        return Wave(first - began, run.ended_seconds - began, later, list(run.token_ids[0]))
 
     serve(measure)
 

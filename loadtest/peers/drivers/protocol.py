@@ -15,13 +15,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 Prompts = list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Wave:
+class Wave(NamedTuple):
     """Response to one request, see the module docstring."""
 
     first_seconds: float
@@ -36,9 +35,9 @@ def serve(measure: Callable[[Prompts, int], Wave]) -> None:
     os.dup2(2, 1)
     print(json.dumps({"ready": True}), file=responses)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            response: dict[str, object] = asdict(measure(asked["prompts"], asked["output_tokens"]))
+            response: dict[str, object] = measure(request["prompts"], request["output_tokens"])._asdict()
         except Exception as error:  # every exception of a library is reported in the response
             response = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         print(json.dumps(response), file=responses)

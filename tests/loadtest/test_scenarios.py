@@ -1,0 +1,147 @@
+"""Scenario programs that start services: one run of each on a tiny model, and their exit codes."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from loadtest.scenarios import bench_frontend, bench_overload, bench_recovery, bench_service
+from loadtest.scenarios.bench_recovery import pause_after
+from loadtest.scenarios.instant_engine import InstantEngine
+from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, cpu_seconds, has_torch, kvasir_serve
+from service.ipc.messages import FinishReason
+from tests.service.sequences import make_submit
+
+
+def run(program: Any, checkpoint: Path, out: Path, *arguments: str) -> dict[str, Any]:
+    """Run a program to success, check that it leaves no service behind, and return its JSON."""
+    before = services()
+    assert program.main(["--checkpoint", str(checkpoint), "--out", str(out), *arguments]) == 0
+    assert services() == before
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert {"commit", "machine", "versions", "command", "date", "other_work_cores", "took_seconds"} <= set(result)
+    return result
+
+
+def services() -> set[psutil.Process]:
+    """Return the services that this process started."""
+    return {child for child in psutil.Process().children(recursive=True) if "serve" in child.cmdline()}
+
+
+@pytest.mark.slow
+def test_bench_frontend_measures_every_pace_and_number_of_streams(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--streams", "1", "4", "--repeats", "2", "--requests-per-stream", "2", "--output-tokens", "30"]
+    result = run(bench_frontend, checkpoint, tmp_path / "frontend.json", *arguments, "--step-ms", "0", "5")
+    shapes = [(level["num_streams"], level["num_requests"], level["num_tokens"]) for level in result["levels"]]
+    assert shapes == [(1, 2, 30), (4, 8, 30)] * 2
+    assert [level["step_ms"] for level in result["levels"]] == [0.0, 0.0, 5.0, 5.0]
+    for level in result["levels"]:
+        rates, costs = (level[name]["values"] for name in ("tokens_per_second_on_one_core", "cpu_us_per_token"))
+        assert [1e6 / rate for rate in rates] == pytest.approx(costs)
+        assert len(level["tokens_per_second"]["values"]) == 2
+        if level["step_ms"]:
+            fastest = level["num_streams"] / (level["step_ms"] / 1000.0)
+            assert level["tokens_per_second"]["max"] <= fastest * 1.05
+
+
+@pytest.mark.slow
+def test_bench_service_measures_start_idle_processes_and_both_throughputs(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--streams", "1", "4", "--repeats", "2", "--start-repeats", "1", "--idle-seconds", "1"]
+    arguments += ["--prompt-tokens", "16", "--output-tokens", "8", "--", "--threads", "1"]
+    result = run(bench_service, checkpoint, tmp_path / "service.json", *arguments)
+    assert result["model"]["threads"] == 1
+    assert result["start_seconds"]["median"] > 0
+    assert {"api", "worker"} <= {process["part"] for process in result["processes"]}
+    assert all(process["rss_mb"] > 1 for process in result["processes"])
+    assert [(level["streams"], level["requests"]) for level in result["levels"]] == [(1, 4), (4, 8)]
+    for level in result["levels"]:
+        pairs = zip(level["http_tokens_per_second"]["values"], level["engine_tokens_per_second"]["values"], strict=True)
+        assert level["ratio"]["values"] == pytest.approx([http / engine for http, engine in pairs])
+        assert level["http_ttft_ms"]["p50"] > 0
+
+
+@pytest.mark.slow
+def test_bench_recovery_kills_the_worker_and_streams_continue(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_recovery, "_SETTLE_SECONDS", 0.5)
+    arguments = ["--streams", "2", "--output-tokens", "60", "--repeats", "1", "--", "--threads", "1"]
+    result = run(bench_recovery, checkpoint, tmp_path / "recovery.json", *arguments)
+    assert [setting["setting"] for setting in result["settings"]] == ["--standby", "--no-standby"]
+    for setting in result["settings"]:
+        (level,) = setting["levels"]
+        assert (level["num_texts"], level["num_texts_changed"]) == (2, 0)
+        assert 0 < level["first_stream_goes_on_seconds"]["median"] <= level["last_stream_goes_on_seconds"]["median"]
+
+
+@pytest.mark.slow
+def test_bench_overload_runs_every_load(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--seconds", "3", "--level-seconds", "1", "--saturation-seconds", "1", "--settle-seconds", "0.5"]
+    arguments += ["--streams", "2", "--output-tokens", "16", "--", "--threads", "1", "--max-num-running", "4"]
+    result = run(bench_overload, checkpoint, tmp_path / "overload.json", *arguments)
+    assert result["overload"]["endings"]["ok"] > 0
+    assert result["overload"]["failures"] == {}
+    assert list(result["other_work_cores_during"]) == ["2 streams", "saturation", "overload", "saturation again"]
+    assert result["saturation"]["streams"] == result["saturation_again"]["streams"] == 4
+    assert set(result["service"]) == {"api", "worker"}
+    assert all(part["most_mib"] > 1 for part in result["service"].values())
+    assert {user: facts["errors"] for user, facts in result["sdk"].items()} == {"own_key": {}, "key_of_the_flood": {}}
+    assert all(facts["completions"] > 0 for facts in result["sdk"].values())
+    assert set(result["aims"]["throughput_share"]) == {"value", "aim", "met"}
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [(bench_frontend, []), (bench_service, ["--start-repeats", "1"])],
+    ids=["frontend", "service"],
+)
+def test_a_service_that_cannot_start_exits_with_one_and_its_log(
+    program: Any, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["--checkpoint", str(tmp_path), *arguments]) == 1
+    assert "neither config.json nor manifest.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", [bench_service, bench_overload], ids=["service", "overload"])
+def test_invalid_settings_of_the_service_are_rejected(
+    program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["--checkpoint", str(tmp_path), "--", "--threads", "none"])
+    assert "--threads" in capsys.readouterr().err
+
+
+def test_the_instant_engine_returns_each_token_and_one_finish() -> None:
+    engine = InstantEngine(token_id=5, step_seconds=0.0)
+    for uid, count in (("a", 1), ("b", 3), ("c", 9)):
+        engine.submit(make_submit(uid, max_tokens=count))
+    received: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for step in range(4):
+        result = engine.step()
+        assert result.stats.num_completion_tokens == len(result.events) == (3, 2, 2, 1)[step]
+        for event in result.events:
+            assert event.index == len(received[event.uid])
+            received[event.uid] += event.token_ids
+            assert (event.finish is not None) == (len(received[event.uid]) == {"a": 1, "b": 3}.get(event.uid))
+            assert event.finish is None or event.finish.reason is FinishReason.LENGTH
+    engine.cancel("c")
+    assert not engine.has_work
+    assert received == {"a": [5], "b": [5] * 3, "c": [5] * 4}
+
+
+def test_the_pause_ends_with_the_longest_gap_after_the_kill() -> None:
+    assert pause_after(10.0, [9.0, 9.9, 10.1, 12.5, 12.6]) == pytest.approx(2.5)
+
+
+def test_a_service_that_was_not_started_has_no_processes(tmp_path: Path) -> None:
+    with pytest.raises(ServiceFailed, match="not started"):
+        ServiceProcess(kvasir_serve(tmp_path)).all_processes()
+
+
+def test_cpu_time_and_torch_of_a_process_come_from_the_operating_system() -> None:
+    own = psutil.Process()
+    assert has_torch(own) == ("torch" in sys.modules)
+    assert 0 < cpu_seconds([own]) <= cpu_seconds([own, own])
