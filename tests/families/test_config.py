@@ -1,6 +1,7 @@
 """config.json: the library's defaults, both spellings of positions, public files, and every refusal in one line."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ def read(model_type: str, **values: Any) -> ModelConfig:
 def test_an_absent_key_has_the_default_of_transformers(model_type: str) -> None:
     config = getattr(transformers, f"{_CLASSES.get(model_type, model_type.capitalize())}Config")()
     assert read(model_type) == read_family_config(PATH, json.loads(config.to_json_string(use_diff=False)))[1]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_can_be_sent_to_the_worker(model_type: str) -> None:
+    assert pickle.loads(pickle.dumps(FAMILIES[model_type])).names == FAMILIES[model_type].names
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -4,6 +4,7 @@ Source of names and defaults: the classes `…Config` and `…ForCausalLM` of th
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from model.config import ModelConfig
@@ -70,19 +71,28 @@ def _family(
         activations: values of `hidden_act`, the default first.
         defaults: default values for absent keys that differ from Llama's.
     """
-
-    def read_config(reader: ConfigReader) -> ModelConfig:
-        fields = _read_sizes(reader, {**_DEFAULTS, **defaults}, activations)
-        return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
-
     return Family(
         model_type=model_type,
         architectures=(f"{class_prefix}ForCausalLM", f"{class_prefix}Model"),
-        read_config=read_config,
+        # Main sends the family to the worker, so its functions are those of modules, which pickle by name.
+        read_config=partial(
+            _read_config, sizes={**_DEFAULTS, **defaults}, activations=activations, read_own_fields=read_own_fields
+        ),
         names={**_NAMES, **(renamed or {})},
         prefix="model.",
         ignored_tensors=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
     )
+
+
+def _read_config(
+    reader: ConfigReader,
+    *,
+    sizes: Mapping[str, Any],
+    activations: Mapping[str, MlpKind],
+    read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
+) -> ModelConfig:
+    fields = _read_sizes(reader, sizes, activations)
+    return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
 
 
 def _read_sizes(
