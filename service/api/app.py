@@ -79,6 +79,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             on_engine=metrics.observe_engine,
             on_replay=metrics.count_replay,
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
+            on_count=partial(setattr, lifecycle.num_active, "value"),  # a drain waits for 0
         )
         self.context = context = ApiContext(
             settings, served, admission=admission, engine_client=engine_client, lifecycle=lifecycle, metrics=metrics

@@ -115,7 +115,7 @@ class Inspection:
         self._check_enabled()
         query = self._plan(AttentionRequest.parse(await context.read_body(request)))
         context.reject_when_draining()
-        if context.engine_client.num_looks >= MAX_INSPECTIONS:
+        if context.engine_client.num_queries >= MAX_INSPECTIONS:
             raise Overloaded(
                 f"{MAX_INSPECTIONS} attention queries are in progress; try again later", retry_after_seconds=1.0
             )
@@ -165,15 +165,13 @@ class Inspection:
 
     async def _compute(self, live: InflightQuery, receive: Receive) -> AttentionResult:
         """Send the query to the worker and wait for the result. Raises ClientGone if the client disconnects."""
-        self._context.engine_client.submit_query(live)
-        self._context.count_active()
+        self._context.engine_client.submit(live)
         watch = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((live.answer, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             watch.cancel()
-            self._context.engine_client.close(live)
-            self._context.count_active()
+            self._context.engine_client.finish(live)
         if not live.answer.done():
             raise ClientGone("the client closed the connection")
         return live.answer.result()
