@@ -4,7 +4,6 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -26,7 +25,6 @@ from service.protocol.responses import (
     Timings,
     Usage,
     encode_event,
-    encode_text,
 )
 from service.requests.inflight import Choice, Deltas
 
@@ -89,7 +87,9 @@ class ResponseBuilder(ABC):
         self, *, response_id: str, created: int, model: str, options: ResponseOptions, tokenizer: Tokenizer
     ) -> None:
         self.options = options
-        self._envelope: dict[str, Any] = {"id": response_id, "created": created, "model": model}
+        self._id = response_id
+        self._created = created
+        self._model = model
         self._logprob_format = LogprobFormat(
             tokenizer=tokenizer, num_top=options.logprobs or 0, names_are_ids=options.names_are_ids
         )
@@ -101,7 +101,7 @@ class ResponseBuilder(ABC):
         """Return the whole response from one delta per choice."""
 
     @abstractmethod
-    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> Sequence[Event]:
+    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the events of a delta. The prompt's part of the response belongs to a choice's first event."""
 
     @abstractmethod
@@ -112,10 +112,9 @@ class ResponseBuilder(ABC):
         """Return the encoded event of a delta that is only text, from a cached template, since most deltas are."""
         if (frame := self._frames.get(choice.index)) is None:
             (event,) = self.events(choice, _ANY_DELTA, is_first=False)
-            before, _, after = encode_event(event).rpartition(encode_text(_ANY_DELTA.text))
+            before, _, after = encode_event(event).rpartition(encode_event(_ANY_DELTA.text, b"", b""))
             frame = self._frames[choice.index] = before, after
-        before, after = frame
-        return before + encode_text(text) + after
+        return encode_event(text, *frame)
 
     def _prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
         return prompt_logprobs(choice.prompt_logprobs, self._prompt_format)
@@ -132,13 +131,17 @@ class CompletionBuilder(ResponseBuilder):
 
     def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> Completion:
         """Return the body of whole completions, numbered anew because `best_of` returns only some of them."""
-        events = [event for choice, delta in wholes for event in self.events(choice, delta, is_first=True)]
-        choices = [choice for event in events for choice in event.choices]
-        for index, choice in enumerate(choices):
-            choice.index = index
-        return Completion(**self._envelope, choices=choices, usage=usage, timings=timings)
+        choices: list[CompletionChoice] = []
+        for index, (choice, delta) in enumerate(wholes):
+            (event,) = self.events(choice, delta, is_first=True)
+            assert isinstance(event, Completion)
+            event.choices[0].index = index
+            choices += event.choices
+        return Completion(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
+        )
 
-    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Completion]:
+    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return one event with the delta's text, and the requested logprobs and token ids."""
         options = self.options
         built = CompletionChoice(
@@ -162,11 +165,11 @@ class CompletionBuilder(ResponseBuilder):
                 built.prompt_token_ids = choice.submit.prompt_token_ids
             if options.prompt_logprobs is not None:
                 built.prompt_logprobs = self._prompt_logprobs(choice)
-        return [Completion(**self._envelope, choices=[built])]
+        return [Completion(id=self._id, created=self._created, model=self._model, choices=[built])]
 
     def summary(self) -> Completion:
         """Return an event without choices."""
-        return Completion(**self._envelope, choices=[])
+        return Completion(id=self._id, created=self._created, model=self._model, choices=[])
 
 
 class ChatBuilder(ResponseBuilder):
@@ -191,7 +194,9 @@ class ChatBuilder(ResponseBuilder):
             )
             for choice, delta in wholes
         ]
-        completion = ChatCompletion(**self._envelope, choices=choices, usage=usage, timings=timings)
+        completion = ChatCompletion(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
+        )
         if self.options.token_ids:
             completion.prompt_token_ids = first.submit.prompt_token_ids
             for built, (_, delta) in zip(choices, wholes, strict=True):
@@ -200,12 +205,12 @@ class ChatBuilder(ResponseBuilder):
             completion.prompt_logprobs = self._prompt_logprobs(first)
         return completion
 
-    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[ChatCompletionChunk]:
+    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the event of a delta. As in OpenAI's streams, an event with the role precedes a choice's first."""
-        events = []
+        events: list[Event] = []
         if is_first:
             role = ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
-            opening = ChatCompletionChunk(**self._envelope, choices=[role])
+            opening = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[role])
             if self.options.token_ids and not self._has_opened:
                 opening.prompt_token_ids = choice.submit.prompt_token_ids
             if self.options.prompt_logprobs is not None and choice.index == 0:
@@ -221,11 +226,12 @@ class ChatBuilder(ResponseBuilder):
         )
         if self.options.token_ids:
             built.token_ids = delta.token_ids
-        return [*events, ChatCompletionChunk(**self._envelope, choices=[built])]
+        events.append(ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[built]))
+        return events
 
     def summary(self) -> ChatCompletionChunk:
         """Return an event without choices."""
-        return ChatCompletionChunk(**self._envelope, choices=[])
+        return ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[])
 
     def _logprobs(self, delta: TokenDelta) -> ChatLogprobs | None:
         return None if self.options.logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)

@@ -245,8 +245,9 @@ class CompletionStream(CompletionDelivery):
                 continue  # such as an incomplete character
             self._num_unfinished -= delta.finish is not None
             self._unbegun.discard(choice.index)
-            *openings, event = self._builder.events(choice, delta, is_first=is_first)
-            for opening in openings:
+            built = self._builder.events(choice, delta, is_first=is_first)
+            event = built.pop()
+            for opening in built:
                 opening.usage = before
                 events.append(encode_event(opening))
             if self._options.running_usage:

@@ -166,7 +166,9 @@ class InflightRequest:
             self._arrived.clear()
             self.fail(ClientGone("the client reads the response too slowly"))
             return False
-        self._backlog += 1 + len(delta.logprobs or ()) + len(delta.prompt_logprobs or ())
+        self._backlog += 1
+        if delta.logprobs or delta.prompt_logprobs:
+            self._backlog += len(delta.logprobs or ()) + len(delta.prompt_logprobs or ())
         self._arrived.append((choice, delta))
         return True
 
