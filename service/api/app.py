@@ -177,7 +177,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             context.lifecycle.record_api_heartbeat()
             await asyncio.sleep(_TICK_SECONDS)
             context.lifecycle.end_if_orphaned()
-            context.response_store.tend()
+            context.response_store.discard_expired()
             context.engine_client.wake_silent_requests(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
             context.engine_client.expire(time.monotonic(), is_stalled=context.readiness().state == "stalled")
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.types import Receive
 
 from service.api.context import ApiContext
-from service.http.request_io import json_response
+from service.http.request_io import json_response, wait_for_disconnect
 from service.ipc.messages import AttentionQuery, AttentionResult
 from service.protocol.errors import (
     ApiError,
@@ -166,7 +166,7 @@ class Inspection:
     async def _compute(self, live: InflightQuery, receive: Receive) -> AttentionResult:
         """Send the query to the worker and wait for the result. Raises ClientGone if the client disconnects."""
         self._context.engine_client.submit(live)
-        watch = asyncio.create_task(_wait_for_disconnect(receive))
+        watch = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await asyncio.wait((live.answer, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -204,8 +204,3 @@ def _squares(triangles: bytes, num_heads: int, num_tokens: int) -> list[list[lis
     squares[:, rows, columns] = np.frombuffer(triangles, dtype=np.float32).reshape(num_heads, -1)
     rounded: list[list[list[float]]] = squares.round(_DECIMALS).tolist()
     return rounded
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.response_builder import ResponseBuilder
 from service.http.connection import ChunkedBody, chunked_body
+from service.http.request_io import wait_for_disconnect
 from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.metrics.recorder import Metrics
 from service.protocol.errors import ApiError, ClientGone
@@ -71,8 +72,7 @@ class Delivery(Response, ABC):
         return sum(len(choice.token_ids) for choice in self._request.choices)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(receive)
         self._has_client = False
         self._request.fail(ClientGone("the client closed the connection"))
 

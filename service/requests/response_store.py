@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from service.http.middleware import KEY_NAME
-from service.http.request_io import TIMEOUT_HEADER
+from service.http.request_io import TIMEOUT_HEADER, wait_for_disconnect
 from service.protocol.errors import ApiError, IdempotencyKeyReused, InvalidRequest, ResponseGone
 from service.protocol.responses import KEEP_ALIVE, encode_event
 
@@ -97,16 +97,16 @@ class BufferedResponse:
 
     @property
     def num_parts(self) -> int:
-        """Return the number of parts so far, dropped ones included. A stream's part is one event."""
+        """Number of parts so far, dropped parts included. One part of a stream is one event."""
         return self._num_dropped + len(self._parts)
 
     def has(self, number: int) -> bool:
-        """Report whether no part from `number` on has been dropped. Part `number` may be the next to come."""
+        """Return True if no part from `number` on has been dropped. Part `number` may be the next to arrive."""
         return self._num_dropped <= number <= self.num_parts
 
     @property
     def is_stream(self) -> bool:
-        """Report whether the response is an event stream; False until its headers are known."""
+        """True if the response is an event stream; False until the response headers are known."""
         headers = () if self.head is None else self.head["headers"]
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
@@ -220,8 +220,7 @@ class BufferedResponseReplay(Response):
             self._buffered.remove_reader(self._wake)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(receive)
         self._has_gone = True
         self._wake.set()
 
@@ -305,25 +304,25 @@ class ResponseStore:
         if key and (buffered := self._by_key.get((tenant, key))) is not None:
             return self._repeat(buffered, identity)
         buffered = BufferedResponse(
-            make, tenant=tenant, key=key, identity=identity, on_change=self._drop_failed, waste=self._waste
+            make, tenant=tenant, key=key, identity=identity, on_change=self._discard_failed, waste=self._waste
         )
         self._by_id[buffered.id] = buffered
         if key:
             self._by_key[tenant, key] = buffered
         return BufferedResponseReplay(buffered, is_again=False)
 
-    def tend(self) -> None:
-        """Drop the buffers that have expired or exceed the memory limit. Call about once a second."""
+    def discard_expired(self) -> None:
+        """Discard the buffers that have expired or exceed the memory limit. Call about once a second."""
         since = time.monotonic() - self._keep_seconds
         for buffered in list(self._by_id.values()):
             if not buffered.num_readers and buffered.idle_since_seconds <= since:
-                self._drop(buffered)
+                self._discard(buffered)
         excess = sum(each.num_bytes + _OVERHEAD_BYTES for each in self._by_id.values()) - MAX_KEPT_BYTES
         for buffered in [each for each in self._by_id.values() if each.is_finished and not each.num_readers]:
             if excess <= 0:
                 break
             excess -= buffered.num_bytes + _OVERHEAD_BYTES
-            self._drop(buffered)
+            self._discard(buffered)
 
     def close(self) -> None:
         """Cancel all responses, because the process ends."""
@@ -358,12 +357,12 @@ class ResponseStore:
         self._count("key")
         return BufferedResponseReplay(buffered)
 
-    def _drop_failed(self, buffered: BufferedResponse) -> None:
-        """Drop a failed response once it has no readers, so that a retry is a new attempt."""
+    def _discard_failed(self, buffered: BufferedResponse) -> None:
+        """Discard a failed response once it has no readers, so that a retry is a new attempt."""
         if buffered.has_failed and not buffered.num_readers:
-            self._drop(buffered)
+            self._discard(buffered)
 
-    def _drop(self, buffered: BufferedResponse) -> None:
+    def _discard(self, buffered: BufferedResponse) -> None:
         buffered.abandon()
         self._by_id.pop(buffered.id, None)
         if buffered.key and self._by_key.get((buffered.tenant, buffered.key)) is buffered:
