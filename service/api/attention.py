@@ -98,7 +98,7 @@ class Inspection:
         self._max_tokens = min(context.settings.max_inspect_tokens, context.processor.max_context_length)
 
     async def limits(self) -> Response:
-        """`GET /inspect/attention`."""
+        """Handle `GET /inspect/attention`."""
         self._check_enabled()
         return json_response(
             AttentionLimits(
@@ -110,7 +110,7 @@ class Inspection:
         )
 
     async def attention(self, request: Request) -> Response:
-        """`POST /inspect/attention`."""
+        """Handle `POST /inspect/attention`."""
         arrival_seconds, context = time.monotonic(), self._context
         self._check_enabled()
         query = self._plan(AttentionRequest.parse(await context.read_body(request)))

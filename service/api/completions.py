@@ -29,11 +29,11 @@ class Completions:
         )
 
     async def complete_prompt(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
+        """Handle `POST /v1/completions`."""
         return await self._context.respond(request, partial(self._respond, CompletionRequest, CompletionBuilder))
 
     async def complete_chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
+        """Handle `POST /v1/chat/completions`."""
         return await self._context.respond(request, partial(self._respond, ChatCompletionRequest, ChatBuilder))
 
     def close(self) -> None:

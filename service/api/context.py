@@ -74,7 +74,7 @@ class ApiContext:
         )
 
     async def read_body(self, request: Request) -> bytes:
-        """Read a request's body. Raises the errors of `request_io.read_body`."""
+        """Read a request's body, of at most `--max-body-size` bytes. Raises an `ApiError` for an unusable body."""
         return await read_body(request, max_bytes=self.settings.max_body_size)
 
     async def respond(self, request: Request, respond: Respond) -> Response:

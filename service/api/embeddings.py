@@ -40,7 +40,7 @@ class Embeddings:
         self._context = context
 
     async def embed(self, request: Request) -> Response:
-        """`POST /v1/embeddings`."""
+        """Handle `POST /v1/embeddings`."""
         return await self._context.respond(request, self._respond)
 
     async def _respond(self, request: Request, body: bytes, arrival_seconds: float) -> Response:

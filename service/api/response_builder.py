@@ -60,7 +60,7 @@ class ResponseOptions:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "ResponseOptions":
-        """Return the options of a request."""
+        """Return the response options that a request sets."""
         options = request.stream_options
         return cls(
             echo=request.echoes,

@@ -28,7 +28,7 @@ MAX_INLINE_LOGPROBS = 500
 
 
 class Delivery(Response, ABC):
-    """Response of one live request. `finish` removes the request when the response ends, for whatever reason."""
+    """Response of one inflight request. `finish` removes the request whenever the response ends."""
 
     def __init__(
         self, request: InflightRequest, *, metrics: Metrics, finish: Callable[[InflightRequest], object]
@@ -107,7 +107,7 @@ class Delivery(Response, ABC):
         )
 
     def _record_failure(self) -> None:
-        """Record the metrics of a failed request."""
+        """Record the wasted tokens and the failed choices of a request in the metrics."""
         self._metrics.count_wasted_tokens("failed", self._num_undelivered())
         for choice in self._request.choices:
             if choice.finish is not None and choice.finish.reason in (FinishReason.ERROR, FinishReason.REFUSED):
@@ -155,7 +155,7 @@ class CompletionDelivery(Delivery):
         return usage
 
     def _timings(self) -> Timings:
-        """Return the times of the request, all of whose choices are finished."""
+        """Return the timings of the request after all choices are finished."""
         choices = self._request.choices
         finishes = [choice.finish for choice in choices if choice.finish]
         earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds)
@@ -305,7 +305,7 @@ async def _run(write: Callable[[], bytes], num_logprobs: int) -> bytes:
 
 
 def _write_nothing() -> None:
-    """Write nothing: the step brought no complete character."""
+    """Write nothing, because a step brought no complete character to a stream."""
 
 
 def best(wholes: Deltas, num_returned: int) -> Deltas:

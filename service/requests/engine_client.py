@@ -149,7 +149,7 @@ class EngineClient:
             request.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """End the requests whose deadline has passed.
+        """Fail the requests whose deadline to leave the queue has passed.
 
         The engine also does this between two steps, but not while it hangs.
 
@@ -161,13 +161,13 @@ class EngineClient:
                 request.fail(self._queue_timeout(request, has_begun=request.is_scheduled))
 
     def wake_silent_requests(self, *, since_seconds: float) -> None:
-        """Wake the delivery of requests to which nothing was sent since that time, for a keep-alive."""
+        """Wake each streamed response that has sent nothing since `since_seconds`, to send a keep-alive."""
         for request in self._requests:
             if isinstance(request, InflightRequest) and request.last_sent_seconds < since_seconds:
                 request.wake()
 
     def _receive_start(self, started: Started) -> None:
-        """Note that the worker is about to compute a choice. Ignore a dead worker, and a choice that has ended."""
+        """Record that the worker begins a choice. Ignore reports of a dead worker, and choices that have ended."""
         entry = self._choices.get(started.uid)
         if entry is not None and started.attempt == entry[1].submit.attempt:
             entry[1].is_scheduled = True
@@ -181,7 +181,7 @@ class EngineClient:
             self._release()
 
     def _receive_delta(self, delta: TokenDelta) -> InflightRequest | None:
-        """Store a delta with its request. Returns the request, None if the delta was dropped."""
+        """Add a delta to its choice. Returns the request to deliver to, or None if the delta was dropped."""
         uid = delta.uid
         entry = self._choices.get(uid)
         if entry is None:
@@ -244,12 +244,12 @@ class EngineClient:
         self._release(again)
 
     def _release(self, uids: Iterable[str] = ()) -> None:
-        """Send these choices and the held choices to the worker, as far as no poison candidate must run alone."""
+        """Send new choices and held choices to the worker. While a poison candidate runs alone, hold them back."""
         if released := self._detector.release(uids):
             self._send([self._choices[uid][1].submit for uid in released])
 
     def _failure(self, request: InflightRequest, choice: Choice, finish: Finish) -> ApiError:
-        """Return the error of a sequence that could not be finished."""
+        """Return the client's error for a sequence that the worker could not finish."""
         if finish.reason is FinishReason.ABORT and not choice.token_ids:
             # A cancelled sequence sends no event, so the abort means that the deadline has passed.
             return self._queue_timeout(request, has_begun=False)
@@ -273,7 +273,7 @@ class EngineClient:
         )
 
     def _discard(self, uid: str) -> None:
-        """Forget a choice that has ended or is cancelled."""
+        """Remove a choice that has ended or is cancelled, and report its end to admission."""
         _, choice = self._choices.pop(uid)
         self._detector.forget(uid)
         if isinstance(choice, Choice):

@@ -65,7 +65,7 @@ class Choice:
         )
 
     def add(self, delta: TokenDelta) -> None:
-        """Add the next tokens, the prompt's logprobs and the finish."""
+        """Add a delta's tokens, prompt logprobs and finish to the choice."""
         self.has_started = True
         self.token_ids.extend(delta.token_ids)
         # If the list is complete, another sample of the prompt has filled it.
@@ -101,7 +101,7 @@ DirectWriter: TypeAlias = Callable[[Deltas], Callable[[], None] | None]
 
 @dataclass(slots=True, eq=False)
 class InflightRequest:
-    """One request, and the wake-up of the task that delivers its response.
+    """Unfinished request: its choices, undelivered deltas, and the wake-up of the task that sends the response.
 
     last_sent_seconds: time of the last `record_sent`; infinity for a response without keep-alives.
     """
@@ -117,7 +117,7 @@ class InflightRequest:
     _at_once: DirectWriter | None = None  # set while the task waits
 
     def apply_terms(self) -> None:
-        """Set the tenant, cache namespace and deadline of each choice. Only the first choice has a deadline.
+        """Set the tenant, cache namespace and deadline of each choice's `Submit`. Only the first has a deadline.
 
         The first choice begins first. Once the first choice has begun, the other choices may take any time.
         """
@@ -243,16 +243,16 @@ class InflightQuery:
         return deadline is not None and deadline < now and not self.answer.done()
 
     def set_answer(self, result: AttentionResult) -> None:
-        """Wake the route with the worker's response. Has no effect after an earlier ending."""
+        """Wake the query's route with the worker's result. Has no effect on a query that has ended."""
         if not self.answer.done():
             self.answer.set_result(result)
 
     def fail(self, error: ApiError) -> None:
-        """Wake the route with an error. Has no effect after an earlier ending."""
+        """Wake the query's route with an error. Has no effect on a query that has ended."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def retry(self) -> None:
-        """Prepare the query's next attempt."""
+        """Prepare the attention query's next attempt, for a new worker."""
         self.is_scheduled = False
         self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1)

@@ -64,13 +64,13 @@ class PoisonRequestDetector:
         return bool(self._suspects)
 
     def forget(self, uid: str) -> None:
-        """Drop a request that has ended."""
+        """Forget the strikes and the trial of a request that has ended."""
         self.record_progress(uid)
         self._suspects.pop(uid, None)
         self._held.pop(uid, None)
 
     def record_crash(self) -> str | None:
-        """Give a strike to each running request. The caller must `release` all unfinished requests again.
+        """Give a strike to each request that was running at a crash. Then `release` all unfinished requests again.
 
         Returns:
             The uid of the poison request; None while it is unknown.

@@ -115,7 +115,7 @@ class BufferedResponse:
         return len(self._wakes)
 
     def add_reader(self, wake: asyncio.Event) -> None:
-        """Set `wake` now and whenever parts arrive or the response ends."""
+        """Register a reader's event `wake`, which is set now, when parts arrive, and when the response ends."""
         wake.set()
         self._wakes.add(wake)
 
@@ -139,7 +139,7 @@ class BufferedResponse:
         self._abandoned.set()
 
     def cancel(self) -> None:
-        """Cancel the response, because the process ends."""
+        """Cancel the generation of the response, because the process ends."""
         self._task.cancel()
 
     async def _record(self, make: Make) -> None:
@@ -206,7 +206,7 @@ class BufferedResponseReplay(Response):
         self._has_gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the buffered parts, then new parts as they arrive.
+        """Send the buffered parts of the response, then new parts as they arrive.
 
         Raises:
             ApiError: the request failed before its response began.
@@ -325,7 +325,7 @@ class ResponseStore:
             self._discard(buffered)
 
     def close(self) -> None:
-        """Cancel all responses, because the process ends."""
+        """Cancel all buffered responses, because the process ends."""
         for buffered in self._by_id.values():
             buffered.cancel()
 

@@ -241,7 +241,7 @@ def test_while_it_runs_it_ends_waits_that_are_too_long(
     frontend.context.engine_client.submit(request)
 
     async def run() -> None:
-        tending = asyncio.create_task(frontend.tend())
+        tending = asyncio.create_task(frontend.run_periodic_work())
         while not request.has_failed:
             await asyncio.sleep(0)
         tending.cancel()
@@ -252,7 +252,7 @@ def test_while_it_runs_it_ends_waits_that_are_too_long(
 
 def test_while_it_runs_it_gives_signs_of_life(frontend: Frontend, lifecycle: Lifecycle) -> None:
     async def run() -> None:
-        tending = asyncio.create_task(frontend.tend())
+        tending = asyncio.create_task(frontend.run_periodic_work())
         await asyncio.sleep(0)
         tending.cancel()
 
