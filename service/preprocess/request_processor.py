@@ -92,31 +92,53 @@ class RequestProcessor:
             prompt_param=prompt_param,
             length_param=length_param,
         )
+        encode = partial(
+            self.encode_prompt,
+            param=prompt_param,
+            max_tokens=self.max_context_length - num_reserved,
+            num_kept=request.truncate_prompt_tokens,
+            keeps_end=request.truncation_side != "right",
+            too_long=too_long,
+        )
         choices: list[Choice] = []
         rules = token_rules(request, self.tokenizer, self.defaults.sampling)
+        for prompt in prompts:
+            first = len(choices)
+            choices += self._samples(request, prompt, encode, max_tokens, rules, grammar, first, arrival_seconds)
+        return choices
+
+    def _samples(
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        encode: Callable[[str | list[int]], list[int]],
+        max_tokens: int | None,
+        rules: dict[str, Any],
+        grammar: str | None,
+        first: int,
+        arrival_seconds: float,
+    ) -> list[Choice]:
+        """Return the samples of one prompt, with choice indices from `first`."""
+        token_ids = tuple(encode(prompt))
+        params = self._sampling_params(request, self._length(len(token_ids), max_tokens), rules)
+        text = ""
+        if request.echoes:
+            is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
+            text = str(prompt) if is_whole else prompt_text(self.tokenizer, token_ids)
         num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
         num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
+        logprobs = list[TokenLogprob]()
         constraint = None if grammar is None else request.output_constraint
-        for prompt_index, prompt in enumerate(prompts):
-            token_ids = self.encode_prompt(
-                prompt,
-                prompt_param,
-                max_tokens=self.max_context_length - num_reserved,
-                num_kept=request.truncate_prompt_tokens,
-                keeps_end=request.truncation_side != "right",
-                too_long=too_long,
-            )
-            params = self._sampling_params(request, self._length(len(token_ids), max_tokens), rules)
-            text = ""
-            if request.echoes:
-                is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
-                text = str(prompt) if is_whole else prompt_text(self.tokenizer, token_ids)
-            prompt_token_ids, logprobs = tuple(token_ids), list[TokenLogprob]()
-            for sample in range(request.num_samples):
-                submit = Submit(
+        return [
+            Choice(
+                index=first + sample,
+                prompt_index=first // request.num_samples,
+                prompt_text=text,
+                prompt_logprobs=logprobs,
+                submit=Submit(
                     uid=uuid.uuid4().hex,
                     attempt=0,
-                    prompt_token_ids=prompt_token_ids,
+                    prompt_token_ids=token_ids,
                     prior_token_ids=(),
                     params=dataclasses.replace(
                         params,
@@ -129,18 +151,12 @@ class RequestProcessor:
                     priority=request.value("priority"),
                     cache_salt=request.cache_salt or "",
                     grammar=grammar,
-                )
-                choice = Choice(
-                    index=len(choices),
-                    prompt_index=prompt_index,
-                    prompt_text=text,
-                    prompt_logprobs=logprobs,
-                    submit=submit,
-                    has_requested_length=max_tokens is not None,
-                    grammar_param=None if constraint is None else constraint.param,
-                )
-                choices.append(choice)
-        return choices
+                ),
+                has_requested_length=max_tokens is not None,
+                grammar_param=None if constraint is None else constraint.param,
+            )
+            for sample in range(request.num_samples)
+        ]
 
     def check(self, request: GenerationRequest) -> None:
         """Reject a request by the fields that can be checked without a prompt.

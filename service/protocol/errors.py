@@ -1,4 +1,28 @@
-"""Exceptions that become error responses, with their HTTP statuses and error codes."""
+"""Exceptions that become error responses, with their HTTP statuses and error codes.
+
+ApiError                        500  server_error
+├── InvalidRequest              400  invalid_request_error
+│   ├── ContextLengthExceeded   400  context_length_exceeded
+│   ├── HeadTooLarge            431  head_too_large
+│   ├── IdempotencyKeyReused    400  idempotency_key_reused; see service.requests.response_store
+│   ├── RequestTimeout          408  request_timeout
+│   └── UnsupportedEncoding     415  unsupported_encoding
+├── Unauthorized                401  invalid_api_key, with WWW-Authenticate
+├── ModelNotFound               404  model_not_found
+├── RouteNotFound               404  route_not_found
+├── ResponseGone                404  answer_gone; see service.requests.response_store
+├── MethodNotAllowed            405  method_not_allowed
+├── BodyTooLarge                413  body_too_large
+├── ClientGone                  499  (never sent: the client disconnected)
+├── RouteDisabled               403  switched_off; see service.api.attention
+├── EngineFailed                500  engine_failed
+└── RetryLater                  500  (base class of the errors with Retry-After)
+    ├── Overloaded              429  queue_full
+    │   ├── WaitTooLong         429  queue_time
+    │   └── TooManyConnections  503  too_many_connections
+    ├── QueueTimeout            408  queue_timeout
+    └── Draining                503  draining
+"""
 
 import math
 from typing import Any, ClassVar
@@ -49,8 +73,6 @@ class RouteNotFound(ApiError):
 
 
 class ResponseGone(ApiError):
-    """Rejection of a resumed stream or a retry whose buffered response is no longer stored."""
-
     status, type, code = 404, "invalid_request_error", "answer_gone"
 
 
@@ -67,8 +89,6 @@ class HeadTooLarge(InvalidRequest):
 
 
 class IdempotencyKeyReused(InvalidRequest):
-    """Rejection of an `Idempotency-Key` that belongs to a different request."""
-
     code = "idempotency_key_reused"
 
 
@@ -81,8 +101,6 @@ class UnsupportedEncoding(InvalidRequest):
 
 
 class ClientGone(ApiError):
-    """End of a request whose client disconnected. This error is never sent."""
-
     status, type, code = 499, "client_closed_request", None
 
 

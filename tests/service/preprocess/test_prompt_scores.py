@@ -16,6 +16,7 @@ def test_after_a_death_each_sample_scores_the_prompt_and_the_first_to_tell_count
         on_engine=lambda event: None,
         on_replay=lambda outcome: None,
         on_late=lambda num_tokens: None,
+        on_count=lambda number: None,
     )
     choices = [
         make_choice("first", prompt_logprobs=2),
