@@ -262,7 +262,7 @@ class Admission:
         if shortage.wait_seconds is not None:
             return WaitTooLong(
                 f"the request would wait about {shortage.wait_seconds:.1f} s, longer than "
-                f"{demand.terms.patience_seconds:g} s; try again later, or set a larger timeout",
+                f"{demand.terms.max_predicted_wait_seconds:g} s; try again later, or set a larger timeout",
                 retry_after_seconds=seconds,
             )
         return Overloaded(
@@ -298,8 +298,14 @@ class Admission:
         # of the slots is therefore bounded by its timeout only.
         num_tenants = len(self._holdings) + (terms.tenant not in self._holdings)
         is_served = holding.num_waiting or holding.num_sequences * num_tenants >= self._max_num_running
-        patience_seconds = (terms.patience_seconds if is_served else terms.timeout_seconds) * (1.0 + bonus)
-        return None if wait_seconds <= patience_seconds else _Shortage(wait_seconds - patience_seconds, wait_seconds)
+        max_predicted_wait_seconds = (terms.max_predicted_wait_seconds if is_served else terms.timeout_seconds) * (
+            1.0 + bonus
+        )
+        return (
+            None
+            if wait_seconds <= max_predicted_wait_seconds
+            else _Shortage(wait_seconds - max_predicted_wait_seconds, wait_seconds)
+        )
 
     def _advance(self, *, num_ended: int = 0, num_started_tokens: int = 0) -> None:
         """Add the time since the last call, and what happened at its end, to the rates."""

@@ -31,14 +31,14 @@ class QueuePolicy:
         among requests.
     cache_namespace: requests of different namespaces share no cached prefixes.
     timeout_seconds: time in the queue after which the request is ended.
-    patience_seconds: predicted wait above which the request is rejected.
+    max_predicted_wait_seconds: predicted wait above which the request is rejected.
     is_retry: the SDK reports an earlier attempt at this request.
     """
 
     tenant: str = ""
     cache_namespace: str = ""
     timeout_seconds: float = math.inf
-    patience_seconds: float = math.inf
+    max_predicted_wait_seconds: float = math.inf
     is_retry: bool = False
 
     def deadline(self, arrival_seconds: float) -> float | None:
@@ -82,7 +82,7 @@ class QueueLimits:
             timeout_seconds=limit,
             # An explicit timeout is a willingness to wait that long. SDK default timeouts are not. But an SDK gives up
             # after two retries, so a retry is queued if there is room.
-            patience_seconds=limit if is_explicit or is_retry else min(self.target_seconds, limit),
+            max_predicted_wait_seconds=limit if is_explicit or is_retry else min(self.target_seconds, limit),
             is_retry=is_retry,
         )
 

@@ -79,6 +79,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             on_engine=metrics.observe_engine,
             on_replay=metrics.count_replay,
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
+            on_count=partial(setattr, lifecycle.num_active, "value"),  # a drain waits for 0
         )
         self.context = context = ApiContext(
             settings, served, admission=admission, engine_client=engine_client, lifecycle=lifecycle, metrics=metrics
@@ -110,12 +111,12 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     # Routes without request bodies.
 
     async def models(self) -> Response:
-        """`GET /v1/models`."""
+        """Handle `GET /v1/models`."""
         names = (self.model_name, *self.context.settings.model_alias)
         return json_response(responses.ModelList(data=[self._model_card(name) for name in names]))
 
     async def model(self, model_id: str) -> Response:
-        """`GET /v1/models/{id}`."""
+        """Handle `GET /v1/models/{id}`."""
         self.context.processor.check_model(model_id)
         return json_response(self._model_card(model_id))
 
@@ -129,11 +130,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         )
 
     async def health(self) -> Response:
-        """`GET /health`: 200 while this process responds."""
+        """Handle `GET /health`: 200 while this process responds."""
         return json_response(responses.Health())
 
     async def ready(self) -> Response:
-        """`GET /ready`: 200 if a request would be served now, else 503 with Retry-After."""
+        """Handle `GET /ready`: 200 if a request would be served now, else 503 with Retry-After."""
         readiness = self.context.readiness()
         if readiness.state == "ready":
             return json_response(readiness)
@@ -141,11 +142,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(readiness, 503, {"retry-after": retry_after})
 
     async def version(self) -> Response:
-        """`GET /version`."""
+        """Handle `GET /version`."""
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """`GET /metrics`. Renders in a thread, because rendering takes milliseconds."""
+        """Handle `GET /metrics`. Renders in a thread, because rendering takes milliseconds."""
         lifecycle = self.context.lifecycle
         if lifecycle.ready_epoch.value != lifecycle.epoch.value:
             self._metrics.forget_engine()
@@ -163,12 +164,12 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return Response(body, headers={"content-type": content_type})
 
     async def playground(self) -> Response:
-        """`GET /playground` and `GET /`: the page to try the model."""
+        """Handle `GET /playground` and `GET /`: the page to try the model."""
         return HTMLResponse(_PLAYGROUND.read_bytes())
 
     # Periodic work and shutdown.
 
-    async def tend(self) -> None:
+    async def run_periodic_work(self) -> None:
         """Do the periodic work: heartbeat, keep-alives, queue timeouts, metrics; exit if main is gone."""
         context = self.context
         gc.freeze()  # scanning the startup objects for garbage would stall every stream
@@ -176,7 +177,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             context.lifecycle.record_api_heartbeat()
             await asyncio.sleep(_TICK_SECONDS)
             context.lifecycle.end_if_orphaned()
-            context.response_store.tend()
+            context.response_store.discard_expired()
             context.engine_client.wake_silent_requests(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
             context.engine_client.expire(time.monotonic(), is_stalled=context.readiness().state == "stalled")
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.types import Receive
 
 from service.api.context import ApiContext
-from service.http.request_io import json_response
+from service.http.request_io import json_response, wait_for_disconnect
 from service.ipc.messages import AttentionQuery, AttentionResult
 from service.protocol.errors import (
     ApiError,
@@ -98,7 +98,7 @@ class Inspection:
         self._max_tokens = min(context.settings.max_inspect_tokens, context.processor.max_context_length)
 
     async def limits(self) -> Response:
-        """`GET /inspect/attention`."""
+        """Handle `GET /inspect/attention`."""
         self._check_enabled()
         return json_response(
             AttentionLimits(
@@ -110,12 +110,12 @@ class Inspection:
         )
 
     async def attention(self, request: Request) -> Response:
-        """`POST /inspect/attention`."""
+        """Handle `POST /inspect/attention`."""
         arrival_seconds, context = time.monotonic(), self._context
         self._check_enabled()
         query = self._plan(AttentionRequest.parse(await context.read_body(request)))
         context.reject_when_draining()
-        if context.engine_client.num_looks >= MAX_INSPECTIONS:
+        if context.engine_client.num_queries >= MAX_INSPECTIONS:
             raise Overloaded(
                 f"{MAX_INSPECTIONS} attention queries are in progress; try again later", retry_after_seconds=1.0
             )
@@ -165,15 +165,13 @@ class Inspection:
 
     async def _compute(self, live: InflightQuery, receive: Receive) -> AttentionResult:
         """Send the query to the worker and wait for the result. Raises ClientGone if the client disconnects."""
-        self._context.engine_client.submit_query(live)
-        self._context.count_active()
-        watch = asyncio.create_task(_wait_for_disconnect(receive))
+        self._context.engine_client.submit(live)
+        watch = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await asyncio.wait((live.answer, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             watch.cancel()
-            self._context.engine_client.close(live)
-            self._context.count_active()
+            self._context.engine_client.finish(live)
         if not live.answer.done():
             raise ClientGone("the client closed the connection")
         return live.answer.result()
@@ -206,8 +204,3 @@ def _squares(triangles: bytes, num_heads: int, num_tokens: int) -> list[list[lis
     squares[:, rows, columns] = np.frombuffer(triangles, dtype=np.float32).reshape(num_heads, -1)
     rounded: list[list[list[float]]] = squares.round(_DECIMALS).tolist()
     return rounded
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

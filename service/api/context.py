@@ -22,7 +22,6 @@ from service.preprocess.served_model import ServedModel
 from service.protocol.errors import Draining
 from service.protocol.responses import Readiness
 from service.requests.engine_client import EngineClient
-from service.requests.inflight import InflightRequest
 from service.requests.response_store import ResponseStore
 
 # A worker without a heartbeat for this long is stalled. Heartbeats come after each step, and each second while idle.
@@ -75,7 +74,7 @@ class ApiContext:
         )
 
     async def read_body(self, request: Request) -> bytes:
-        """Read a request's body. Raises the errors of `request_io.read_body`."""
+        """Read a request's body, of at most `--max-body-size` bytes. Raises an `ApiError` for an unusable body."""
         return await read_body(request, max_bytes=self.settings.max_body_size)
 
     async def respond(self, request: Request, respond: Respond) -> Response:
@@ -98,20 +97,6 @@ class ApiContext:
         readiness = self.readiness()
         if readiness.state == "draining":
             raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
-
-    def admit(self, live: InflightRequest) -> None:
-        """Submit a request to the engine. Raises `Overloaded` if the queue is full."""
-        self.engine_client.open(live)
-        self.count_active()
-
-    def close(self, live: InflightRequest) -> None:
-        """Remove a request from the engine client, and cancel the unfinished choices."""
-        self.engine_client.close(live)
-        self.count_active()
-
-    def count_active(self) -> None:
-        """Publish the number of active requests, which a drain waits for."""
-        self.lifecycle.num_active.value = self.engine_client.num_requests + self.engine_client.num_looks
 
     def readiness(self) -> Readiness:
         """Return the service's state for new requests, and the expected time until ready."""

@@ -40,7 +40,7 @@ class Embeddings:
         self._context = context
 
     async def embed(self, request: Request) -> Response:
-        """`POST /v1/embeddings`."""
+        """Handle `POST /v1/embeddings`."""
         return await self._context.respond(request, self._respond)
 
     async def _respond(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
@@ -50,7 +50,7 @@ class Embeddings:
             groups = await asyncio.to_thread(self._plan, asked, terms, arrival_seconds)
         else:
             groups = self._plan(asked, terms, arrival_seconds)
-        self._context.admit(groups[0])
+        self._context.engine_client.submit(groups[0])
         return EmbeddingBody(groups, asked, self._context)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
@@ -93,7 +93,6 @@ class Embeddings:
                 choices=group,
                 arrival_seconds=arrival_seconds,
                 terms=replace(terms, timeout_seconds=float("inf")) if number else terms,
-                last_sent_seconds=float("inf"),
             )
             for number, group in enumerate(group_choices(choices, settings.max_num_running))
         ]
@@ -112,7 +111,7 @@ class EmbeddingBody(Delivery):
     media_type = "application/json"
 
     def __init__(self, groups: list[InflightRequest], asked: EmbeddingRequest, context: ApiContext) -> None:
-        super().__init__(groups[0], metrics=context.metrics, close=context.close)
+        super().__init__(groups[0], metrics=context.metrics, finish=context.engine_client.finish)
         self._groups = groups
         self._asked = asked
         self._context = context
@@ -130,7 +129,7 @@ class EmbeddingBody(Delivery):
                     self._vectors[choice.index] = delta.embedding
                     num_missing -= 1
                     # The vector is the whole response, so the latency objective counts the vector as the first token.
-                    choice.first_token_seconds = time.monotonic()
+                    self._first_token_seconds[choice.index] = time.monotonic()
                     self._observe_finish(choice, delta.finish)
         is_long = len(self._vectors) * len(self._vectors[0]) > 4 * _MANY_NUMBERS
         await self._send_body(send, await asyncio.to_thread(self._encode) if is_long else self._encode())
@@ -144,11 +143,11 @@ class EmbeddingBody(Delivery):
             if not self._has_client:
                 raise ClientGone("the client closed the connection")
             try:
-                self._context.admit(group)
+                self._context.engine_client.submit(group)
                 break
             except Overloaded as error:
                 await asyncio.sleep(min(error.retry_after_seconds, 1.0))
-        self._close(self._request)
+        self._finish(self._request)
         self._request = group
 
     def _encode(self) -> bytes:

@@ -5,7 +5,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from model.tokenizer.interface import Tokenizer
 from service.ipc.messages import Finish, FinishReason, TokenDelta
@@ -25,7 +25,6 @@ from service.protocol.responses import (
     Timings,
     Usage,
     encode_event,
-    encode_text,
 )
 from service.requests.inflight import Choice, Deltas
 
@@ -61,7 +60,7 @@ class ResponseOptions:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "ResponseOptions":
-        """Return the options of a request."""
+        """Return the response options that a request sets."""
         options = request.stream_options
         return cls(
             echo=request.echoes,
@@ -75,24 +74,22 @@ class ResponseOptions:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResponseInfo:
-    """Fields shared by all events and bodies of a response, and the options of the response."""
-
-    id: str
-    created: int
-    model: str
-    response_options: ResponseOptions
-
-
 class ResponseBuilder(ABC):
-    """Response builder of one route for one request. It keeps state between the events of a stream."""
+    """Response builder of one route for one request. It keeps state between the events of a stream.
+
+    Args:
+        response_id, created, model: fields of every event and body.
+    """
 
     id_prefix: ClassVar[str]
 
-    def __init__(self, info: ResponseInfo, tokenizer: Tokenizer) -> None:
-        self.info = info
-        self._options = options = info.response_options
+    def __init__(
+        self, *, response_id: str, created: int, model: str, options: ResponseOptions, tokenizer: Tokenizer
+    ) -> None:
+        self.options = options
+        self._id = response_id
+        self._created = created
+        self._model = model
         self._logprob_format = LogprobFormat(
             tokenizer=tokenizer, num_top=options.logprobs or 0, names_are_ids=options.names_are_ids
         )
@@ -104,12 +101,8 @@ class ResponseBuilder(ABC):
         """Return the whole response from one delta per choice."""
 
     @abstractmethod
-    def opening(self, choice: Choice) -> Event | None:
-        """Return the event that must precede a choice's first event in a stream, if any."""
-
-    @abstractmethod
-    def event(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> Event:
-        """Return the event of a delta. The prompt's part of the response belongs to a choice's first event."""
+    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
+        """Return the events of a delta. The prompt's part of the response belongs to a choice's first event."""
 
     @abstractmethod
     def summary(self) -> Event:
@@ -118,49 +111,39 @@ class ResponseBuilder(ABC):
     def plain_event(self, choice: Choice, text: str) -> bytes:
         """Return the encoded event of a delta that is only text, from a cached template, since most deltas are."""
         if (frame := self._frames.get(choice.index)) is None:
-            event = encode_event(self.event(choice, _ANY_DELTA, is_first=False))
-            before, _, after = event.rpartition(encode_text(_ANY_DELTA.text))
+            (event,) = self.events(choice, _ANY_DELTA, is_first=False)
+            before, _, after = encode_event(event).rpartition(encode_event(_ANY_DELTA.text, b"", b""))
             frame = self._frames[choice.index] = before, after
-        before, after = frame
-        return before + encode_text(text) + after
+        return encode_event(text, *frame)
 
     def _prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
         return prompt_logprobs(choice.prompt_logprobs, self._prompt_format)
 
 
 class CompletionBuilder(ResponseBuilder):
-    """`/v1/completions`."""
+    """Response builder of `/v1/completions`."""
 
     id_prefix: ClassVar[str] = "cmpl-"
 
-    def __init__(self, info: ResponseInfo, tokenizer: Tokenizer) -> None:
-        super().__init__(info, tokenizer)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._writers: dict[int, LogprobWriter] = {}
 
     def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> Completion:
-        """See `ResponseBuilder`. Choices are numbered anew, since `best_of` returns some of the completions only."""
-        completion = self._completion(*(self._choice(choice, delta, is_first=True) for choice, delta in wholes))
-        for index, choice in enumerate(completion.choices):
-            choice.index = index
-        completion.usage, completion.timings = usage, timings
-        return completion
+        """Return the body of whole completions, numbered anew because `best_of` returns only some of them."""
+        choices: list[CompletionChoice] = []
+        for index, (choice, delta) in enumerate(wholes):
+            (event,) = self.events(choice, delta, is_first=True)
+            assert isinstance(event, Completion)
+            event.choices[0].index = index
+            choices += event.choices
+        return Completion(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
+        )
 
-    def opening(self, choice: Choice) -> None:
-        """See `ResponseBuilder`."""
-
-    def event(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> Completion:
-        """See `ResponseBuilder`."""
-        return self._completion(self._choice(choice, delta, is_first=is_first))
-
-    def summary(self) -> Completion:
-        """See `ResponseBuilder`."""
-        return self._completion()
-
-    def _completion(self, *choices: CompletionChoice) -> Completion:
-        return Completion(id=self.info.id, created=self.info.created, model=self.info.model, choices=list(choices))
-
-    def _choice(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> CompletionChoice:
-        options = self._options
+    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
+        """Return one event with the delta's text, and the requested logprobs and token ids."""
+        options = self.options
         built = CompletionChoice(
             index=choice.index,
             text=delta.text,
@@ -182,21 +165,25 @@ class CompletionBuilder(ResponseBuilder):
                 built.prompt_token_ids = choice.submit.prompt_token_ids
             if options.prompt_logprobs is not None:
                 built.prompt_logprobs = self._prompt_logprobs(choice)
-        return built
+        return [Completion(id=self._id, created=self._created, model=self._model, choices=[built])]
+
+    def summary(self) -> Completion:
+        """Return an event without choices."""
+        return Completion(id=self._id, created=self._created, model=self._model, choices=[])
 
 
 class ChatBuilder(ResponseBuilder):
-    """`/v1/chat/completions`. All choices share one prompt, and the first choice has the prompt's logprobs."""
+    """Response builder of `/v1/chat/completions`. The first choice has the logprobs of the one prompt."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
 
-    def __init__(self, info: ResponseInfo, tokenizer: Tokenizer) -> None:
-        super().__init__(info, tokenizer)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._has_opened = False
 
     def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> ChatCompletion:
-        """See `ResponseBuilder`."""
-        info, (first, _) = self.info, wholes[0]
+        """Return the body of whole messages."""
+        first, _ = wholes[0]
         choices = [
             ChatChoice(
                 index=choice.index,
@@ -208,28 +195,28 @@ class ChatBuilder(ResponseBuilder):
             for choice, delta in wholes
         ]
         completion = ChatCompletion(
-            id=info.id, created=info.created, model=info.model, choices=choices, usage=usage, timings=timings
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
         )
-        if self._options.token_ids:
+        if self.options.token_ids:
             completion.prompt_token_ids = first.submit.prompt_token_ids
             for built, (_, delta) in zip(choices, wholes, strict=True):
                 built.token_ids = delta.token_ids
-        if self._options.prompt_logprobs is not None:
+        if self.options.prompt_logprobs is not None:
             completion.prompt_logprobs = self._prompt_logprobs(first)
         return completion
 
-    def opening(self, choice: Choice) -> ChatCompletionChunk:
-        """See `ResponseBuilder`. The first event of a choice has the role and no text, as OpenAI's has."""
-        chunk = self._chunk(ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content="")))
-        if self._options.token_ids and not self._has_opened:
-            chunk.prompt_token_ids = choice.submit.prompt_token_ids
-        if self._options.prompt_logprobs is not None and choice.index == 0:
-            chunk.prompt_logprobs = self._prompt_logprobs(choice)
-        self._has_opened = True
-        return chunk
-
-    def event(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> ChatCompletionChunk:
-        """See `ResponseBuilder`."""
+    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
+        """Return the event of a delta. As in OpenAI's streams, an event with the role precedes a choice's first."""
+        events: list[Event] = []
+        if is_first:
+            role = ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
+            opening = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[role])
+            if self.options.token_ids and not self._has_opened:
+                opening.prompt_token_ids = choice.submit.prompt_token_ids
+            if self.options.prompt_logprobs is not None and choice.index == 0:
+                opening.prompt_logprobs = self._prompt_logprobs(choice)
+            self._has_opened = True
+            events.append(opening)
         built = ChatChunkChoice(
             index=choice.index,
             delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
@@ -237,20 +224,17 @@ class ChatBuilder(ResponseBuilder):
             finish_reason=_finish_reason(delta.finish),
             stop_reason=None if delta.finish is None else delta.finish.stop_reason,
         )
-        if self._options.token_ids:
+        if self.options.token_ids:
             built.token_ids = delta.token_ids
-        return self._chunk(built)
+        events.append(ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[built]))
+        return events
 
     def summary(self) -> ChatCompletionChunk:
-        """See `ResponseBuilder`."""
-        return self._chunk()
-
-    def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
-        info = self.info
-        return ChatCompletionChunk(id=info.id, created=info.created, model=info.model, choices=list(choices))
+        """Return an event without choices."""
+        return ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[])
 
     def _logprobs(self, delta: TokenDelta) -> ChatLogprobs | None:
-        return None if self._options.logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
+        return None if self.options.logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
 
 
 def _finish_reason(finish: Finish | None) -> Literal["stop", "length"] | None:

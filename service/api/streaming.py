@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.response_builder import ResponseBuilder
 from service.http.connection import ChunkedBody, chunked_body
+from service.http.request_io import wait_for_disconnect
 from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.metrics.recorder import Metrics
 from service.protocol.errors import ApiError, ClientGone
@@ -27,17 +28,21 @@ MAX_INLINE_LOGPROBS = 500
 
 
 class Delivery(Response, ABC):
-    """Response of one live request. `close` removes the request when the response ends, for whatever reason."""
+    """Response of one inflight request. `finish` removes the request whenever the response ends."""
 
-    def __init__(self, request: InflightRequest, *, metrics: Metrics, close: Callable[[InflightRequest], None]) -> None:
+    def __init__(
+        self, request: InflightRequest, *, metrics: Metrics, finish: Callable[[InflightRequest], object]
+    ) -> None:
         # Response.__init__ would set Content-Length, but the body is unknown yet.
         self.status_code = 200
         self.background = None
         self.init_headers()
         self._request = request
         self._metrics = metrics
-        self._close = close
+        self._finish = finish
         self._has_client = True
+        self._first_token_seconds: dict[int, float] = {}  # by the choice's index
+        self._last_token_seconds: dict[int, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. A disconnect of the client ends the request at once.
@@ -57,7 +62,7 @@ class Delivery(Response, ABC):
             raise
         finally:
             watcher.cancel()
-            self._close(self._request)
+            self._finish(self._request)
 
     @abstractmethod
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None: ...
@@ -67,8 +72,7 @@ class Delivery(Response, ABC):
         return sum(len(choice.token_ids) for choice in self._request.choices)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(receive)
         self._has_client = False
         self._request.fail(ClientGone("the client closed the connection"))
 
@@ -80,19 +84,20 @@ class Delivery(Response, ABC):
     def _observe(self, arrived: Deltas, now: float) -> None:
         """Record the latency metrics of deltas that are being sent."""
         for choice, delta in arrived:
-            count = len(delta.token_ids)
-            if count and choice.first_token_seconds is None:
-                choice.first_token_seconds = choice.last_token_seconds = now
-                self._metrics.observe_first_token(now - self._request.arrival_seconds)
-                count -= 1
-            if count and choice.last_token_seconds is not None:
-                self._metrics.observe_inter_token((now - choice.last_token_seconds) / count, count)
-                choice.last_token_seconds = now
+            if count := len(delta.token_ids):
+                last = self._last_token_seconds.get(choice.index)
+                self._last_token_seconds[choice.index] = now
+                if last is None:
+                    self._first_token_seconds[choice.index] = last = now
+                    self._metrics.observe_first_token(now - self._request.arrival_seconds)
+                    count -= 1
+                if count:
+                    self._metrics.observe_inter_token((now - last) / count, count)
             if delta.finish is not None:
                 self._observe_finish(choice, delta.finish)
 
     def _observe_finish(self, choice: Choice, finish: Finish) -> None:
-        first, arrival = choice.first_token_seconds, self._request.arrival_seconds
+        first, arrival = self._first_token_seconds.get(choice.index), self._request.arrival_seconds
         self._metrics.flush()
         self._metrics.observe_finish(
             finish,
@@ -102,7 +107,7 @@ class Delivery(Response, ABC):
         )
 
     def _record_failure(self) -> None:
-        """Record the metrics of a failed request."""
+        """Record the wasted tokens and the failed choices of a request in the metrics."""
         self._metrics.count_wasted_tokens("failed", self._num_undelivered())
         for choice in self._request.choices:
             if choice.finish is not None and choice.finish.reason in (FinishReason.ERROR, FinishReason.REFUSED):
@@ -118,11 +123,11 @@ class CompletionDelivery(Delivery):
         builder: ResponseBuilder,
         *,
         metrics: Metrics,
-        close: Callable[[InflightRequest], None],
+        finish: Callable[[InflightRequest], object],
     ) -> None:
-        super().__init__(request, metrics=metrics, close=close)
+        super().__init__(request, metrics=metrics, finish=finish)
         self._builder = builder
-        self._options = options = builder.info.response_options
+        self._options = options = builder.options
         self._shows_tokens = options.token_ids or options.logprobs is not None
         # Between the first and the last event of a choice, only text has to be sent.
         self._is_plain = not (self._shows_tokens or options.running_usage)
@@ -149,6 +154,23 @@ class CompletionDelivery(Delivery):
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
         return usage
 
+    def _timings(self) -> Timings:
+        """Return the timings of the request after all choices are finished."""
+        choices = self._request.choices
+        finishes = [choice.finish for choice in choices if choice.finish]
+        earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds)
+        now = time.monotonic() if self._num_completion_tokens else None  # the first tokens are about to be sent
+        first = min(self._first_token_seconds.values(), default=now)
+        decode_seconds = max(finish.decode_seconds for finish in finishes)
+        num_later_tokens = sum(max(0, len(choice.token_ids) - 1) for choice in choices)
+        return Timings(
+            queue_ms=_ms(earliest.queue_seconds),
+            prefill_ms=_ms(earliest.prefill_seconds),
+            ttft_ms=None if first is None else _ms(first - self._request.arrival_seconds),
+            decode_ms=_ms(decode_seconds),
+            tokens_per_second=round(num_later_tokens / decode_seconds, 2) if decode_seconds > 0 else None,
+        )
+
 
 class CompletionStream(CompletionDelivery):
     """Stream of server-sent events. The HTTP status is sent with the first event or keep-alive comment."""
@@ -160,20 +182,22 @@ class CompletionStream(CompletionDelivery):
         super().init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None:
-        self._request.last_sent_seconds = time.monotonic()
+        self._request.record_sent(time.monotonic())
         is_started = False
         at_once = None if body is None else partial(self._write_at_once, body)
         try:
             while self._num_unfinished:
-                arrived = await self._request.next_deltas(at_once)
-                num_logprobs = self._num_prompt_logprobs(arrived) if self._unbegun else 0
+                arrived = await self._request.next_deltas(None if self._unbegun else at_once)
+                # The first event of a choice has the prompt's logprobs.
+                unbegun = [self._request.choices[index] for index in self._unbegun]
+                num_logprobs = sum(len(choice.prompt_logprobs) for choice in unbegun)
                 events = await _run(partial(self._events, arrived), num_logprobs) if arrived else KEEP_ALIVE
                 if events and not is_started:
                     is_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-                    self._request.last_sent_seconds = time.monotonic()
+                    self._request.record_sent(time.monotonic())
                 self._observe(arrived, time.monotonic())
         except ClientGone:
             raise
@@ -185,18 +209,13 @@ class CompletionStream(CompletionDelivery):
             await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _num_prompt_logprobs(self, arrived: Deltas) -> int:
-        """Return the number of prompt logprobs that these events bring, in the first event of each choice."""
-        begun = self._unbegun.intersection([choice.index for choice, _ in arrived])
-        return sum(len(self._request.choices[index].prompt_logprobs) for index in begun)
-
     def _write_at_once(self, body: ChunkedBody, arrived: Deltas) -> Callable[[], None] | None:
         """Return a callback that writes a step's events within the event-loop turn in which the events came.
 
-        Return None if the task must send the events instead: while a choice has no event yet, when a choice ends, or if
-        the client reads too slowly.
+        Return None if the task must send the events instead: when a choice ends, or if the client reads too slowly.
+        Every choice must have had its first event.
         """
-        if self._unbegun or not body.is_writable:
+        if not body.is_writable:
             return None
         for _, delta in arrived:  # `any` of a generator takes twice as long
             if delta.finish is not None:
@@ -205,7 +224,7 @@ class CompletionStream(CompletionDelivery):
         self._observe(arrived, now)
         if not events:
             return _write_nothing
-        self._request.last_sent_seconds = now
+        self._request.record_sent(now)
         return partial(body.write, events)
 
     def _events(self, arrived: Deltas) -> bytes:
@@ -225,16 +244,16 @@ class CompletionStream(CompletionDelivery):
             if not (delta.text or delta.finish or has_visible_tokens):
                 continue  # such as an incomplete character
             self._num_unfinished -= delta.finish is not None
-            if is_first:
-                self._unbegun.discard(choice.index)
-                if (opening := self._builder.opening(choice)) is not None:
-                    opening.usage = before
-                    events.append(encode_event(opening))
-            event = self._builder.event(choice, delta, is_first=is_first)
+            self._unbegun.discard(choice.index)
+            built = self._builder.events(choice, delta, is_first=is_first)
+            event = built.pop()
+            for opening in built:
+                opening.usage = before
+                events.append(encode_event(opening))
             if self._options.running_usage:
                 event.usage = self._usage()
             if not self._num_unfinished:
-                times = event.timings = timings(self._request)
+                times = event.timings = self._timings()
             events.append(encode_event(event))
         if not self._num_unfinished:
             if self._options.usage:
@@ -254,7 +273,6 @@ class CompletionBody(CompletionDelivery):
     media_type = "application/json"
 
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None:
-        self._request.last_sent_seconds = float("inf")  # no keep-alive can be sent before the body
         parts: list[list[TokenDelta]] = [[] for _ in self._request.choices]
         while self._num_unfinished:
             arrived = await self._request.next_deltas()
@@ -267,7 +285,7 @@ class CompletionBody(CompletionDelivery):
         if self._options.num_best is not None:
             wholes = best(wholes, self._options.num_best)
         num_logprobs = sum(len(choice.prompt_logprobs) + len(whole.logprobs or ()) for choice, whole in wholes)
-        usage, times = self._usage(), timings(self._request)
+        usage, times = self._usage(), self._timings()
         await self._send_body(send, await _run(lambda: encode(self._builder.body(wholes, usage, times)), num_logprobs))
 
 
@@ -287,7 +305,7 @@ async def _run(write: Callable[[], bytes], num_logprobs: int) -> bytes:
 
 
 def _write_nothing() -> None:
-    """Write nothing: the step brought no complete character."""
+    """Write nothing, because a step brought no complete character to a stream."""
 
 
 def best(wholes: Deltas, num_returned: int) -> Deltas:
@@ -308,23 +326,6 @@ def _mean_logprob(whole: TokenDelta) -> float:
     """Return the mean logprob of a completion's tokens; 0 for a completion without tokens."""
     entries = whole.logprobs or ()
     return sum(entry.logprob or 0.0 for entry in entries) / len(entries) if entries else 0.0
-
-
-def timings(request: InflightRequest) -> Timings:
-    """Return the times of a finished request."""
-    finishes = [choice.finish for choice in request.choices if choice.finish]
-    earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds)
-    firsts = [c.first_token_seconds for c in request.choices if c.first_token_seconds is not None]
-    first = min(firsts, default=time.monotonic() if any(c.token_ids for c in request.choices) else None)
-    decode_seconds = max(finish.decode_seconds for finish in finishes)
-    num_later_tokens = sum(max(0, len(choice.token_ids) - 1) for choice in request.choices)
-    return Timings(
-        queue_ms=_ms(earliest.queue_seconds),
-        prefill_ms=_ms(earliest.prefill_seconds),
-        ttft_ms=None if first is None else _ms(first - request.arrival_seconds),
-        decode_ms=_ms(decode_seconds),
-        tokens_per_second=round(num_later_tokens / decode_seconds, 2) if decode_seconds > 0 else None,
-    )
 
 
 def _ms(seconds: float) -> float:

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from starlette.types import Receive
 
 from service.protocol.errors import (
     ApiError,
@@ -55,6 +56,12 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS and _TOO_MANY.match(body):
         raise InvalidRequest(f"the body holds over {MAX_CONTAINERS} lists and objects; split the request")
     return body
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client of a request has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

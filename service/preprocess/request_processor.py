@@ -59,20 +59,20 @@ class RequestProcessor:
         conversation_ids: list[int] | None = None,
         *,
         arrival_seconds: float,
+        grammar: str | None = None,
     ) -> list[Choice]:
-        """Return the choices of a request, ordered by prompt, then by sample.
+        """Return the choices of a request that has passed `check`, ordered by prompt, then by sample.
 
         Args:
-            conversation_ids: the tokenized conversation of a chat request, which must have passed `check`.
+            conversation_ids: the tokenized conversation of a chat request.
+            grammar: the compiled grammar of the request's output constraint.
 
         Raises:
-            ModelNotFound: see `check_model`.
             InvalidRequest: a prompt, token id or limit is out of bounds.
         """
         prompts: Sequence[str | list[int]]
         if isinstance(request, CompletionRequest):
             prompts, prompt_param, length_param = request.prompts, "prompt", "max_tokens"
-            self.check(request, num_prompts=len(prompts))
             asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
             max_tokens = asked
             if asked is None and self.defaults.max_new_tokens is None:
@@ -92,32 +92,81 @@ class RequestProcessor:
             prompt_param=prompt_param,
             length_param=length_param,
         )
+        encode = partial(
+            self.encode_prompt,
+            param=prompt_param,
+            max_tokens=self.max_context_length - num_reserved,
+            num_kept=request.truncate_prompt_tokens,
+            keeps_end=request.truncation_side != "right",
+            too_long=too_long,
+        )
         choices: list[Choice] = []
         rules = token_rules(request, self.tokenizer, self.defaults.sampling)
         for prompt in prompts:
-            token_ids = self.encode_prompt(
-                prompt,
-                prompt_param,
-                max_tokens=self.max_context_length - num_reserved,
-                num_kept=request.truncate_prompt_tokens,
-                keeps_end=request.truncation_side != "right",
-                too_long=too_long,
-            )
-            params = self._sampling_params(request, self._length(token_ids, max_tokens), rules)
-            choices += self._samples(request, prompt, token_ids, params, first=len(choices), arrival=arrival_seconds)
-        if max_tokens is None:
-            for choice in choices:
-                choice.has_requested_length = False
+            first = len(choices)
+            choices += self._samples(request, prompt, encode, max_tokens, rules, grammar, first, arrival_seconds)
         return choices
 
-    def check(self, request: GenerationRequest, *, num_prompts: int = 1) -> None:
+    def _samples(
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        encode: Callable[[str | list[int]], list[int]],
+        max_tokens: int | None,
+        rules: dict[str, Any],
+        grammar: str | None,
+        first: int,
+        arrival_seconds: float,
+    ) -> list[Choice]:
+        """Return the samples of one prompt, with choice indices from `first`."""
+        token_ids = tuple(encode(prompt))
+        params = self._sampling_params(request, self._length(len(token_ids), max_tokens), rules)
+        text = ""
+        if request.echoes:
+            is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
+            text = str(prompt) if is_whole else prompt_text(self.tokenizer, token_ids)
+        num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
+        num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
+        logprobs = list[TokenLogprob]()
+        constraint = None if grammar is None else request.output_constraint
+        return [
+            Choice(
+                index=first + sample,
+                prompt_index=first // request.num_samples,
+                prompt_text=text,
+                prompt_logprobs=logprobs,
+                submit=Submit(
+                    uid=uuid.uuid4().hex,
+                    attempt=0,
+                    prompt_token_ids=token_ids,
+                    prior_token_ids=(),
+                    params=dataclasses.replace(
+                        params,
+                        seed=sample_seed(request.seed, sample),
+                        # The first sample computes the prompt's logprobs for all samples.
+                        prompt_logprobs=None if sample else num_prompt_logprobs,
+                    ),
+                    arrival_seconds=arrival_seconds,
+                    deadline_seconds=None,
+                    priority=request.value("priority"),
+                    cache_salt=request.cache_salt or "",
+                    grammar=grammar,
+                ),
+                has_requested_length=max_tokens is not None,
+                grammar_param=None if constraint is None else constraint.param,
+            )
+            for sample in range(request.num_samples)
+        ]
+
+    def check(self, request: GenerationRequest) -> None:
         """Reject a request by the fields that can be checked without a prompt.
 
         Raises:
-            ModelNotFound: see `check_model`.
+            ModelNotFound: the server has no model of this name.
             InvalidRequest: a token id is out of vocabulary, or there are too many prompts or choices.
         """
         self.check_model(request.model)
+        num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.check_num_prompts(num_prompts, "prompt")
         num_samples, param = request.num_samples, "best_of" if request.is_ranked else "n"
         if num_prompts * num_samples > self.max_num_choices:
@@ -222,11 +271,11 @@ class RequestProcessor:
             param=param,
         )
 
-    def _length(self, token_ids: list[int], max_tokens: int | None) -> int:
+    def _length(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """Return the completion's maximum length: by default the checkpoint's, capped by the rest of the context."""
         if max_tokens is not None:
             return max_tokens
-        room = max(1, self.max_context_length - len(token_ids))
+        room = max(1, self.max_context_length - num_prompt_tokens)
         return room if self.defaults.max_new_tokens is None else min(room, self.defaults.max_new_tokens)
 
     def _sampling_params(self, request: GenerationRequest, max_tokens: int, rules: dict[str, Any]) -> SamplingParams:
@@ -250,52 +299,6 @@ class RequestProcessor:
             raise InvalidRequest(str(error), param="min_tokens") from None
         check_possible(params, self.tokenizer.eos_token_ids)
         return params
-
-    def _samples(
-        self,
-        request: GenerationRequest,
-        prompt: str | list[int],
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        first: int,
-        arrival: float,
-    ) -> list[Choice]:
-        """Return the samples of one prompt, with choice indices from `first`.
-
-        Only the first sample computes the prompt's logprobs, for all samples.
-        """
-        text = ""
-        if request.echoes:
-            is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
-            text = str(prompt) if is_whole else prompt_text(self.tokenizer, token_ids)
-        num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
-        num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
-        prompt_token_ids, logprobs = tuple(token_ids), list[TokenLogprob]()
-        return [
-            Choice(
-                index=first + sample,
-                prompt_index=first // request.num_samples,
-                prompt_text=text,
-                prompt_logprobs=logprobs,
-                submit=Submit(
-                    uid=uuid.uuid4().hex,
-                    attempt=0,
-                    prompt_token_ids=prompt_token_ids,
-                    prior_token_ids=(),
-                    params=dataclasses.replace(
-                        params,
-                        seed=sample_seed(request.seed, sample),
-                        prompt_logprobs=None if sample else num_prompt_logprobs,
-                    ),
-                    arrival_seconds=arrival,
-                    deadline_seconds=None,
-                    priority=request.value("priority"),
-                    cache_salt=request.cache_salt or "",
-                ),
-            )
-            for sample in range(request.num_samples)
-        ]
 
 
 def truncate(

@@ -79,7 +79,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: Annotated[Any, Unsupported()] = None
 
     def check_fields(self) -> None:
-        """See `RequestModel`. `top_logprobs` above 0 without `logprobs` is an error."""
+        """Reject `top_logprobs` without `logprobs`, and two different limits on completion tokens."""
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -92,7 +92,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
+        """Number of top logprobs per completion token; None: no logprobs."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property

@@ -102,7 +102,7 @@ class GenerationRequest(RequestModel):
     timeout: Timeout | None = None
 
     def check_fields(self) -> None:
-        """See `RequestModel`."""
+        """Reject stream options without a stream, a truncation side without truncation, and an invalid constraint."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
@@ -117,7 +117,7 @@ class GenerationRequest(RequestModel):
 
     @property
     def output_constraint(self) -> OutputConstraint | None:
-        """Required output format; None for free text. Raises InvalidRequest: see `output_constraint`."""
+        """Required output format; None for free text. Raises InvalidRequest for contradictory fields."""
         return output_constraint(self.response_format, self.structured_outputs)
 
     @property
@@ -153,7 +153,7 @@ class CompletionRequest(GenerationRequest):
     suffix: Annotated[Any, Unsupported("")] = None
 
     def check_fields(self) -> None:
-        """See `RequestModel`. `best_of` cannot be streamed: the ranking needs all completions finished."""
+        """Reject `best_of` under `n`, and a stream of ranked completions, since ranking needs all completions."""
         super().check_fields()
         if self.num_samples < self.value("n"):
             raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}; raise best_of", param="best_of")
@@ -162,27 +162,27 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_samples(self) -> int:
-        """See `GenerationRequest`."""
+        """Number of completions computed per prompt: `best_of`, or `n` without `best_of`."""
         return super().num_samples if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """See `GenerationRequest`. Without streaming, `best_of` ranks even if all completions are returned."""
+        """True if `best_of` ranks the completions. Without streaming, this holds even if all are returned."""
         return self.num_samples > (super().num_samples if self.stream else 1) and self.best_of is not None
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
+        """Number of top logprobs per completion token; None: no logprobs."""
         return self.logprobs
 
     @property
     def echoes(self) -> bool:
-        """See `GenerationRequest`."""
+        """True if the response repeats the prompt before the completion."""
         return bool(self.echo)
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Prompts in order. Raises InvalidRequest: see `split_prompts`."""
+        """Prompts in order. Raises InvalidRequest if the list or one of its texts is empty."""
         return split_prompts(self.prompt, "prompt")
 
 

@@ -37,7 +37,7 @@ class EmbeddingRequest(RequestModel):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Texts of the request, in order. Raises InvalidRequest: see `split_prompts`."""
+        """Texts of the request, in order. Raises InvalidRequest if the list or one of its texts is empty."""
         return split_prompts(self.input, "input")
 
 

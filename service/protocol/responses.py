@@ -264,13 +264,8 @@ def encode(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
-def encode_event(value: Any) -> bytes:
-    """Encode a value as a server-sent event with JSON data."""
-    return b"data: " + encode_text(value) + b"\n\n"
-
-
-def encode_text(value: Any) -> bytes:
-    """Encode a value as JSON for the data of a server-sent event.
+def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") -> bytes:
+    """Encode a value as a server-sent event: JSON between the bytes `before` and `after`.
 
     U+0085, U+2028 and U+2029 are escaped. Clients that split lines with Python's `str.splitlines` (httpx `iter_lines`)
     take these characters for line breaks.
@@ -279,7 +274,7 @@ def encode_text(value: Any) -> bytes:
     if not data.isascii():
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
-    return data
+    return before + data + after
 
 
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -6,6 +6,7 @@ with the tokens that were already received.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from service.admission.controller import Admission
 from service.ipc.messages import (
@@ -25,9 +26,11 @@ from service.ipc.messages import (
 )
 from service.protocol.errors import ApiError, EngineFailed, InvalidRequest, QueueTimeout
 from service.requests.inflight import Choice, InflightQuery, InflightRequest
-from service.requests.poison_detector import PoisonRequestDetector, Work
+from service.requests.poison_detector import PoisonRequestDetector
 
 logger = logging.getLogger(__name__)
+
+Inflight: TypeAlias = InflightRequest | InflightQuery
 
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
@@ -44,6 +47,7 @@ class EngineClient:
         on_engine: called with the statistics of each step, and when the engine has no work left.
         on_replay: called per request with the outcome of its resubmission: "resubmitted" or "gave_up".
         on_late: called with the number of tokens that arrived for a cancelled sequence.
+        on_count: called with the number of unfinished requests when the number changes.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class EngineClient:
         on_engine: Callable[[StepStats | EngineIdle], None],
         on_replay: Callable[[str], None],
         on_late: Callable[[int], None],
+        on_count: Callable[[int], None],
     ) -> None:
         self._send = send
         self._admission = admission
@@ -62,9 +67,10 @@ class EngineClient:
         self._on_engine = on_engine
         self._on_replay = on_replay
         self._on_late = on_late
+        self._on_count = on_count
         # Unfinished choices by uid, each with its request.
-        self._choices: dict[str, tuple[InflightRequest, Choice] | tuple[InflightQuery, InflightQuery]] = {}
-        self._requests: dict[InflightRequest | InflightQuery, None] = {}  # in order of arrival
+        self._choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = {}
+        self._requests: dict[Inflight, None] = {}  # in order of arrival
         self._detector = PoisonRequestDetector()
 
     @property
@@ -77,46 +83,43 @@ class EngineClient:
         return len(self._choices)
 
     @property
-    def num_looks(self) -> int:
+    def num_queries(self) -> int:
+        """Number of unfinished attention queries."""
         return sum(isinstance(request, InflightQuery) for request in self._requests)
 
-    def open(self, request: InflightRequest) -> None:
-        """Admit a request and submit all its choices at once.
+    def submit(self, request: Inflight) -> None:
+        """Admit a request or attention query and send all its choices. Call `finish` when its response ends.
+
+        After any exception, also of `send`, the request is not registered.
 
         Raises:
             Overloaded: the queue is full, or the request would wait too long.
-
-        After any exception, also of `send`, the request is not open.
         """
-        self._admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
-        self._choices |= {choice.submit.uid: (request, choice) for choice in request.choices}
-        self._open(request, request.submits())
-
-    def submit_query(self, query: InflightQuery) -> None:
-        """Submit an attention query. Call `close` after its response or its cancellation."""
-        self._choices[query.submit.uid] = (query, query)
-        self._open(query, [query.submit])
-
-    def _open(self, request: InflightRequest | InflightQuery, work: Sequence[Work]) -> None:
+        if isinstance(request, InflightRequest):
+            self._admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
+            request.apply_terms()
         self._requests[request] = None
+        self._choices.update((choice.submit.uid, (request, choice)) for choice in request.choices)
         try:
-            self._submit(work)
+            self._release(choice.submit.uid for choice in request.choices)
         except BaseException:
             del self._requests[request]
             for choice in request.choices:
-                self._discard(choice)  # all choices, before a later send can fail too
+                self._discard(choice.submit.uid)  # all choices, before a later send can fail too
             raise
+        self._on_count(self.num_requests)
 
-    def close(self, request: InflightRequest | InflightQuery) -> int:
+    def finish(self, request: Inflight) -> int:
         """Discard a request and cancel its unfinished choices. Returns the number of cancelled choices."""
         self._requests.pop(request, None)
-        unfinished = [choice for choice in request.choices if choice.submit.uid in self._choices]
-        for choice in unfinished:
-            self._discard(choice)
-        if unfinished:
-            self._send([Cancel(uid=choice.submit.uid) for choice in unfinished])
-            self._submit()
-        return len(unfinished)
+        uids = [choice.submit.uid for choice in request.choices if choice.submit.uid in self._choices]
+        for uid in uids:
+            self._discard(uid)
+        if uids:
+            self._send([Cancel(uid=uid) for uid in uids])
+            self._release()
+        self._on_count(self.num_requests)
+        return len(uids)
 
     def receive(self, events: Sequence[Event]) -> None:
         """Process the events of one message of a worker."""
@@ -146,7 +149,7 @@ class EngineClient:
             request.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """End the requests whose deadline has passed.
+        """Fail the requests whose deadline to leave the queue has passed.
 
         The engine also does this between two steps, but not while it hangs.
 
@@ -158,13 +161,13 @@ class EngineClient:
                 request.fail(self._queue_timeout(request, has_begun=request.is_scheduled))
 
     def wake_silent_requests(self, *, since_seconds: float) -> None:
-        """Wake the delivery of requests to which nothing was sent since that time, for a keep-alive."""
+        """Wake each streamed response that has sent nothing since `since_seconds`, to send a keep-alive."""
         for request in self._requests:
             if isinstance(request, InflightRequest) and request.last_sent_seconds < since_seconds:
                 request.wake()
 
     def _receive_start(self, started: Started) -> None:
-        """Note that the worker is about to compute a choice. Ignore a dead worker, and a choice that has ended."""
+        """Record that the worker begins a choice. Ignore reports of a dead worker, and choices that have ended."""
         entry = self._choices.get(started.uid)
         if entry is not None and started.attempt == entry[1].submit.attempt:
             entry[1].is_scheduled = True
@@ -174,12 +177,13 @@ class EngineClient:
         entry = self._choices.get(result.uid)
         if entry is not None and isinstance(entry[1], InflightQuery):
             entry[1].set_answer(result)
-            self._discard(entry[1])
-            self._submit()
+            self._discard(result.uid)
+            self._release()
 
     def _receive_delta(self, delta: TokenDelta) -> InflightRequest | None:
-        """Store a delta with its request. Returns the request, None if the delta was dropped."""
-        entry = self._choices.get(delta.uid)
+        """Add a delta to its choice. Returns the request to deliver to, or None if the delta was dropped."""
+        uid = delta.uid
+        entry = self._choices.get(uid)
         if entry is None:
             self._on_late(len(delta.token_ids))  # computed before the worker read the cancellation
             return None
@@ -191,25 +195,32 @@ class EngineClient:
         # A failed step may have sampled tokens that were never sent.
         if delta.index != len(choice.token_ids) and not has_failed:
             expected = len(choice.token_ids)
-            logger.error("request %s fails: delta at token index %d, expected %d", delta.uid, delta.index, expected)
+            logger.error("request %s fails: delta at token index %d, expected %d", uid, delta.index, expected)
             request.fail(EngineFailed("the engine's output arrived out of order; try again", retry=True))
             return None
-        self._record_start(choice)
+        if not choice.has_started:
+            self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
         choice.add(delta)
         if not self._detector.is_empty:
-            self._record_progress(choice, is_over=delta.finish is not None)
+            again: list[str] = []
+            if self._detector.record_progress(uid) and delta.finish is None:
+                # The choice leaves the worker, because the next poison candidate must run alone.
+                self._send([Cancel(uid=uid)])
+                choice.retry()
+                again.append(uid)
+            self._release(again)
         if delta.finish is not None:
-            self._discard(choice)
-            self._submit()
+            self._discard(uid)
+            self._release()
             if has_failed:
                 request.fail(self._failure(request, choice, delta.finish))
                 return None
         if not request.push(choice, delta):
-            self.close(request)
+            self.finish(request)
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Resubmit all unfinished work to a new worker. At the first start (epoch 0) there is nothing to resubmit."""
+        """Resubmit all unfinished requests to a new worker. At the first start (epoch 0) there are none."""
         self._on_worker_ready(ready)
         self._admission.limit_running(None)
         if ready.epoch == 0:
@@ -219,32 +230,26 @@ class EngineClient:
             logger.error("a request (%s, %s) ends with an error: it killed several workers", request.terms.tenant, uid)
             request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
             self._on_replay("gave_up")
-        again: list[Work] = []
+        again: list[str] = []
         for request in self._requests:
             waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
             if request.has_failed:
                 for choice in waiting:
                     self._detector.forget(choice.submit.uid)
             elif waiting:
-                again += [choice.retry() for choice in waiting]
+                for choice in waiting:
+                    choice.retry()
+                again += [choice.submit.uid for choice in waiting]
                 self._on_replay("resubmitted")
-        self._submit(again)
+        self._release(again)
 
-    def _record_progress(self, choice: Choice, *, is_over: bool) -> None:
-        """Remove a choice's strikes. Take it off the worker if the next poison candidate must now run alone."""
-        again: list[Work] = []
-        if self._detector.record_progress(choice.submit.uid) and not is_over:
-            self._send([Cancel(uid=choice.submit.uid)])
-            again.append(choice.retry())
-        self._submit(again)
-
-    def _submit(self, work: Iterable[Work] = ()) -> None:
-        """Send work, and held work that no longer has to wait. Hold work while a poison candidate runs alone."""
-        if released := self._detector.release(work):
-            self._send(released)
+    def _release(self, uids: Iterable[str] = ()) -> None:
+        """Send new choices and held choices to the worker. While a poison candidate runs alone, hold them back."""
+        if released := self._detector.release(uids):
+            self._send([self._choices[uid][1].submit for uid in released])
 
     def _failure(self, request: InflightRequest, choice: Choice, finish: Finish) -> ApiError:
-        """Return the error of a sequence that could not be finished."""
+        """Return the client's error for a sequence that the worker could not finish."""
         if finish.reason is FinishReason.ABORT and not choice.token_ids:
             # A cancelled sequence sends no event, so the abort means that the deadline has passed.
             return self._queue_timeout(request, has_begun=False)
@@ -259,7 +264,7 @@ class EngineClient:
             return EngineFailed(NON_FINITE, retry=False)
         return EngineFailed("the engine failed on this request", retry=True)
 
-    def _queue_timeout(self, request: InflightRequest | InflightQuery, *, has_begun: bool) -> QueueTimeout:
+    def _queue_timeout(self, request: Inflight, *, has_begun: bool) -> QueueTimeout:
         counts = [choice.num_counted_tokens if isinstance(choice, Choice) else 1 for choice in request.choices]
         verb = "answered" if has_begun else "begun"
         return QueueTimeout(
@@ -267,15 +272,11 @@ class EngineClient:
             retry_after_seconds=self._admission.retry_after(counts, request.terms),
         )
 
-    def _record_start(self, choice: Choice) -> None:
-        if not choice.has_started:
-            choice.has_started = True
-            self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
-
-    def _discard(self, choice: Choice | InflightQuery) -> None:
-        """Forget a choice that has ended or is cancelled."""
-        del self._choices[choice.submit.uid]
-        self._detector.forget(choice.submit.uid)
+    def _discard(self, uid: str) -> None:
+        """Remove a choice that has ended or is cancelled, and report its end to admission."""
+        _, choice = self._choices.pop(uid)
+        self._detector.forget(uid)
         if isinstance(choice, Choice):
-            self._record_start(choice)
+            if not choice.has_started:
+                self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
             self._admission.ended(choice.submit.tenant)

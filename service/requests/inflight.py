@@ -18,10 +18,9 @@ logger = logging.getLogger(__name__)
 # Completion tokens that admission counts for a request without max_tokens. Such a completion may fill the context, but
 # with a context of 131,072 tokens two such requests would fill the queue.
 DEFAULT_COUNTED_TOKENS: Final = 1024
-# Limit of the undelivered deltas of a request. A request whose client is further behind fails.
-MAX_BACKLOG_BYTES: Final = 16 * 2**20
-# Approximate Python memory of a delta, of a token's logprob entry, of each alternative in the entry, of a character.
-_DELTA_BYTES, _LOGPROB_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 600, 150, 120, 4
+# Limit of the undelivered deltas and logprob entries of a request. A request whose client is further behind fails. A
+# delta takes about 600 bytes, and a logprob entry up to 2,550 (20 alternatives), so at most about 21 MB.
+MAX_BACKLOG: Final = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +33,7 @@ class Choice:
     grammar_param: the request field that the grammar comes from.
     num_prompt_logprobs: alternatives per prompt token that the first sample of the prompt requests.
     is_scheduled: the worker has begun to compute the choice.
-    has_started: the first event of the choice has arrived.
+    has_started: the first delta of the choice has arrived.
     """
 
     index: int
@@ -49,8 +48,6 @@ class Choice:
     finish: Finish | None = None
     is_scheduled: bool = False
     has_started: bool = False
-    first_token_seconds: float | None = None
-    last_token_seconds: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,15 +65,16 @@ class Choice:
         )
 
     def add(self, delta: TokenDelta) -> None:
-        """Add the next tokens, the prompt's logprobs and the finish."""
+        """Add a delta's tokens, prompt logprobs and finish to the choice."""
+        self.has_started = True
         self.token_ids.extend(delta.token_ids)
         # If the list is complete, another sample of the prompt has filled it.
         if delta.prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens:
             self.prompt_logprobs.extend(delta.prompt_logprobs)
         self.finish = delta.finish
 
-    def retry(self) -> Submit:
-        """Return the next attempt, which continues after the tokens received so far.
+    def retry(self) -> None:
+        """Prepare the next attempt, which continues after the tokens received so far.
 
         If the prompt's logprobs are incomplete, each sample of the prompt requests them again, because any sample may
         run first.
@@ -93,7 +91,6 @@ class Choice:
             params=dataclasses.replace(self.submit.params, prompt_logprobs=num_prompt_logprobs),
             deadline_seconds=None if self.has_started else self.submit.deadline_seconds,
         )
-        return self.submit
 
 
 # Deltas in the order of arrival, each with its choice.
@@ -104,20 +101,23 @@ DirectWriter: TypeAlias = Callable[[Deltas], Callable[[], None] | None]
 
 @dataclass(slots=True, eq=False)
 class InflightRequest:
-    """One request, and the wake-up of the task that delivers its response."""
+    """Unfinished request: its choices, undelivered deltas, and the wake-up of the task that sends the response.
+
+    last_sent_seconds: time of the last `record_sent`; infinity for a response without keep-alives.
+    """
 
     choices: list[Choice]
     arrival_seconds: float
     terms: QueuePolicy = field(default_factory=QueuePolicy)
-    last_sent_seconds: float = 0.0
+    last_sent_seconds: float = float("inf")
     _arrived: Deltas = field(default_factory=list)
-    _num_kept_bytes: int = 0  # size of `_arrived`
+    _backlog: int = 0  # deltas and logprob entries in `_arrived`
     _failure: ApiError | None = None
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _at_once: DirectWriter | None = None  # set while the task waits
 
-    def submits(self) -> list[Submit]:
-        """Return the submission of each choice, with the request's terms. Only the first choice has a deadline.
+    def apply_terms(self) -> None:
+        """Set the tenant, cache namespace and deadline of each choice's `Submit`. Only the first has a deadline.
 
         The first choice begins first. Once the first choice has begun, the other choices may take any time.
         """
@@ -133,7 +133,10 @@ class InflightRequest:
                 cache_namespace=terms.cache_namespace,
                 deadline_seconds=None if number else terms.deadline(self.arrival_seconds),
             )
-        return [choice.submit for choice in self.choices]
+
+    def record_sent(self, now: float) -> None:
+        """Record that bytes of the response were sent, so that no keep-alive is due for a while."""
+        self.last_sent_seconds = now
 
     async def next_deltas(self, at_once: DirectWriter | None = None) -> Deltas:
         """Wait for deltas and return all of them. Empty if `wake` ended the wait.
@@ -152,18 +155,20 @@ class InflightRequest:
         self._wake.clear()
         if self._failure is not None and (not self._arrived or isinstance(self._failure, ClientGone)):
             raise self._failure
-        arrived, self._arrived, self._num_kept_bytes = self._arrived, [], 0
+        arrived, self._arrived, self._backlog = self._arrived, [], 0
         if self._failure is not None:
             self._wake.set()
         return arrived
 
     def push(self, choice: Choice, delta: TokenDelta) -> bool:
         """Buffer a delta until `deliver`. Returns False if the client is too far behind; the request then fails."""
-        if self._num_kept_bytes > MAX_BACKLOG_BYTES:
+        if self._backlog > MAX_BACKLOG:
             self._arrived.clear()
             self.fail(ClientGone("the client reads the response too slowly"))
             return False
-        self._num_kept_bytes += delta_bytes(delta)
+        self._backlog += 1
+        if delta.logprobs or delta.prompt_logprobs:
+            self._backlog += len(delta.logprobs or ()) + len(delta.prompt_logprobs or ())
         self._arrived.append((choice, delta))
         return True
 
@@ -183,7 +188,7 @@ class InflightRequest:
         if send is None:
             self._wake.set()
         else:
-            self._arrived, self._num_kept_bytes = [], 0
+            self._arrived, self._backlog = [], 0
         return send
 
     def fail(self, error: ApiError) -> None:
@@ -238,27 +243,16 @@ class InflightQuery:
         return deadline is not None and deadline < now and not self.answer.done()
 
     def set_answer(self, result: AttentionResult) -> None:
-        """Wake the route with the worker's response. Has no effect after an earlier ending."""
+        """Wake the query's route with the worker's result. Has no effect on a query that has ended."""
         if not self.answer.done():
             self.answer.set_result(result)
 
     def fail(self, error: ApiError) -> None:
-        """Wake the route with an error. Has no effect after an earlier ending."""
+        """Wake the query's route with an error. Has no effect on a query that has ended."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
-    def retry(self) -> AttentionQuery:
-        """Return the query's next attempt."""
+    def retry(self) -> None:
+        """Prepare the attention query's next attempt, for a new worker."""
         self.is_scheduled = False
         self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1)
-        return self.submit
-
-
-def delta_bytes(delta: TokenDelta) -> int:
-    """Return the approximate memory of a delta in bytes, including its logprobs."""
-    size = _DELTA_BYTES + _CHARACTER_BYTES * len(delta.text)
-    if delta.logprobs or delta.prompt_logprobs:
-        logprobs = (*(delta.logprobs or ()), *(delta.prompt_logprobs or ()))
-        num_alternatives = sum(len(logprob.top) for logprob in logprobs)
-        size += _LOGPROB_BYTES * len(logprobs) + _ALTERNATIVE_BYTES * num_alternatives
-    return size

@@ -10,44 +10,39 @@ inspection, identified by its uid.
 """
 
 from collections.abc import Iterable
-from typing import TypeAlias
-
-from service.ipc.messages import AttentionQuery, Submit
 
 # Strikes after which a request is tried alone.
 _STRIKES_BEFORE_TRIAL = 2
 
-Work: TypeAlias = Submit | AttentionQuery
-
 
 class PoisonRequestDetector:
-    """Strikes of unfinished requests, and the work held back during a trial."""
+    """Strikes of unfinished requests, and the requests held back during a trial."""
 
     def __init__(self) -> None:
         self._running: dict[str, None] = {}  # in order of start; no progress since
         self._strikes: dict[str, int] = {}
         self._suspects: dict[str, None] = {}  # suspects that wait for their trial
         self._on_trial: str | None = None
-        self._held: dict[str, Work] = {}  # in order of arrival
+        self._held: dict[str, None] = {}  # in order of arrival
 
     @property
     def is_empty(self) -> bool:
-        """Report whether there is nothing to track, so that `record_progress` would change nothing."""
+        """True if no request is tracked, so that `record_progress` would change nothing."""
         return not (self._running or self._strikes or self._held)
 
-    def release(self, work: Iterable[Work] = ()) -> list[Work]:
-        """Return the work that may be sent to the worker now, out of `work` and the work held so far.
+    def release(self, uids: Iterable[str] = ()) -> list[str]:
+        """Return the requests that may be sent to the worker now, out of `uids` and the requests held so far.
 
-        During a trial no work may be sent. Before a trial only the next suspect may be sent.
+        During a trial no request may be sent. Before a trial only the next suspect may be sent.
         """
-        self._held.update((each.uid, each) for each in work)
+        self._held.update(dict.fromkeys(uids))
         if self._on_trial is not None:
             return []
         if self._suspects:
             self._on_trial = next(iter(self._suspects))
-            del self._suspects[self._on_trial]
-            return [self._held.pop(self._on_trial)]
-        released = list(self._held.values())
+            del self._suspects[self._on_trial], self._held[self._on_trial]
+            return [self._on_trial]
+        released = list(self._held)
         self._held.clear()
         return released
 
@@ -69,13 +64,13 @@ class PoisonRequestDetector:
         return bool(self._suspects)
 
     def forget(self, uid: str) -> None:
-        """Drop a request that has ended."""
+        """Forget the strikes and the trial of a request that has ended."""
         self.record_progress(uid)
         self._suspects.pop(uid, None)
         self._held.pop(uid, None)
 
     def record_crash(self) -> str | None:
-        """Give a strike to each running request. The caller must `release` all unfinished work again.
+        """Give a strike to each request that was running at a crash. Then `release` all unfinished requests again.
 
         Returns:
             The uid of the poison request; None while it is unknown.

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from service.http.middleware import KEY_NAME
-from service.http.request_io import TIMEOUT_HEADER
+from service.http.request_io import TIMEOUT_HEADER, wait_for_disconnect
 from service.protocol.errors import ApiError, IdempotencyKeyReused, InvalidRequest, ResponseGone
 from service.protocol.responses import KEEP_ALIVE, encode_event
 
@@ -97,16 +97,16 @@ class BufferedResponse:
 
     @property
     def num_parts(self) -> int:
-        """Return the number of parts so far, dropped ones included. A stream's part is one event."""
+        """Number of parts so far, dropped parts included. One part of a stream is one event."""
         return self._num_dropped + len(self._parts)
 
     def has(self, number: int) -> bool:
-        """Report whether no part from `number` on has been dropped. Part `number` may be the next to come."""
+        """Return True if no part from `number` on has been dropped. Part `number` may be the next to arrive."""
         return self._num_dropped <= number <= self.num_parts
 
     @property
     def is_stream(self) -> bool:
-        """Report whether the response is an event stream; False until its headers are known."""
+        """True if the response is an event stream; False until the response headers are known."""
         headers = () if self.head is None else self.head["headers"]
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
@@ -115,7 +115,7 @@ class BufferedResponse:
         return len(self._wakes)
 
     def add_reader(self, wake: asyncio.Event) -> None:
-        """Set `wake` now and whenever parts arrive or the response ends."""
+        """Register a reader's event `wake`, which is set now, when parts arrive, and when the response ends."""
         wake.set()
         self._wakes.add(wake)
 
@@ -139,7 +139,7 @@ class BufferedResponse:
         self._abandoned.set()
 
     def cancel(self) -> None:
-        """Cancel the response, because the process ends."""
+        """Cancel the generation of the response, because the process ends."""
         self._task.cancel()
 
     async def _record(self, make: Make) -> None:
@@ -206,7 +206,7 @@ class BufferedResponseReplay(Response):
         self._has_gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the buffered parts, then new parts as they arrive.
+        """Send the buffered parts of the response, then new parts as they arrive.
 
         Raises:
             ApiError: the request failed before its response began.
@@ -220,8 +220,7 @@ class BufferedResponseReplay(Response):
             self._buffered.remove_reader(self._wake)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(receive)
         self._has_gone = True
         self._wake.set()
 
@@ -305,28 +304,28 @@ class ResponseStore:
         if key and (buffered := self._by_key.get((tenant, key))) is not None:
             return self._repeat(buffered, identity)
         buffered = BufferedResponse(
-            make, tenant=tenant, key=key, identity=identity, on_change=self._drop_failed, waste=self._waste
+            make, tenant=tenant, key=key, identity=identity, on_change=self._discard_failed, waste=self._waste
         )
         self._by_id[buffered.id] = buffered
         if key:
             self._by_key[tenant, key] = buffered
         return BufferedResponseReplay(buffered, is_again=False)
 
-    def tend(self) -> None:
-        """Drop the buffers that have expired or exceed the memory limit. Call about once a second."""
+    def discard_expired(self) -> None:
+        """Discard the buffers that have expired or exceed the memory limit. Call about once a second."""
         since = time.monotonic() - self._keep_seconds
         for buffered in list(self._by_id.values()):
             if not buffered.num_readers and buffered.idle_since_seconds <= since:
-                self._drop(buffered)
+                self._discard(buffered)
         excess = sum(each.num_bytes + _OVERHEAD_BYTES for each in self._by_id.values()) - MAX_KEPT_BYTES
         for buffered in [each for each in self._by_id.values() if each.is_finished and not each.num_readers]:
             if excess <= 0:
                 break
             excess -= buffered.num_bytes + _OVERHEAD_BYTES
-            self._drop(buffered)
+            self._discard(buffered)
 
     def close(self) -> None:
-        """Cancel all responses, because the process ends."""
+        """Cancel all buffered responses, because the process ends."""
         for buffered in self._by_id.values():
             buffered.cancel()
 
@@ -358,12 +357,12 @@ class ResponseStore:
         self._count("key")
         return BufferedResponseReplay(buffered)
 
-    def _drop_failed(self, buffered: BufferedResponse) -> None:
-        """Drop a failed response once it has no readers, so that a retry is a new attempt."""
+    def _discard_failed(self, buffered: BufferedResponse) -> None:
+        """Discard a failed response once it has no readers, so that a retry is a new attempt."""
         if buffered.has_failed and not buffered.num_readers:
-            self._drop(buffered)
+            self._discard(buffered)
 
-    def _drop(self, buffered: BufferedResponse) -> None:
+    def _discard(self, buffered: BufferedResponse) -> None:
         buffered.abandon()
         self._by_id.pop(buffered.id, None)
         if buffered.key and self._by_key.get((buffered.tenant, buffered.key)) is buffered:

@@ -7,16 +7,13 @@ that wait too long behind other grammars are rejected with a Retry-After.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-
-import msgspec
 
 from model.tokenizer.interface import Tokenizer
 from service.protocol.errors import EngineFailed, InvalidRequest
 from service.protocol.response_format import OutputConstraint
-from service.requests.inflight import Choice
 from service.sandbox.child_process import BoundedProcess, ProcessEnded, python_arguments
 from service.sandbox.serial_executor import SerialExecutor
 
@@ -84,13 +81,6 @@ class GrammarChecker:
         if "error" in answer:
             raise InvalidRequest(f"{wanted.param}: {answer['error']}", param=wanted.param)
         return answer["grammar"]
-
-    async def attach(self, wanted: OutputConstraint | None, choices: Iterable[Choice]) -> None:
-        """Attach the requested grammar to every completion of a request. Raises the errors of `grammar`."""
-        if (grammar := await self.grammar(wanted)) is not None:
-            for choice in choices:
-                choice.grammar_param = None if wanted is None else wanted.param
-                choice.submit = msgspec.structs.replace(choice.submit, grammar=grammar)
 
     def close(self) -> None:
         """End the thread and the child process."""

@@ -109,7 +109,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._channel.deliver_to(self._frontend.receive)
-        task = asyncio.create_task(self._frontend.tend())
+        task = asyncio.create_task(self._frontend.run_periodic_work())
         logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)
         yield
         task.cancel()

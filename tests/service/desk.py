@@ -27,14 +27,15 @@ class Desk:
             on_engine=lambda event: None,
             on_replay=self.outcomes.append,
             on_late=self.late.append,
+            on_count=lambda number: None,
         )
 
     def _send(self, commands: Sequence[Command]) -> None:
         self.sent += commands
 
-    def open(self, *choices: Choice) -> InflightRequest:
+    def submit(self, *choices: Choice) -> InflightRequest:
         request = make_request(*choices)
-        self.engine_client.open(request)
+        self.engine_client.submit(request)
         return request
 
     def submits(self) -> list[Submit]:

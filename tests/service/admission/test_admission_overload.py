@@ -15,7 +15,7 @@ from tests.service.doorman import Service
 NUM_PLACES = 32
 MEAN_TOKENS = 60
 STEP_SECONDS, PROMPT_SECONDS = 0.08, 0.02
-TERMS = QueuePolicy(tenant="flood", patience_seconds=0.05)
+TERMS = QueuePolicy(tenant="flood", max_predicted_wait_seconds=0.05)
 
 
 @dataclass(eq=False)

@@ -106,7 +106,7 @@ def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Serv
         service.admission.admit([10])
     for _ in range(num_waiting - 1):
         service.admission.admit([10])
-    return service, QueuePolicy(patience_seconds=patience)
+    return service, QueuePolicy(max_predicted_wait_seconds=patience)
 
 
 def test_a_request_is_rejected_if_its_predicted_wait_exceeds_its_patience() -> None:
@@ -117,12 +117,12 @@ def test_a_request_is_rejected_if_its_predicted_wait_exceeds_its_patience() -> N
     assert refusal.retry_after_seconds == pytest.approx(0.5, rel=0.2)
     assert "would wait about 4.0 s" in refusal.message
     assert "longer than 3.5 s" in refusal.message
-    service.admission.admit([10], QueuePolicy(patience_seconds=4.5))  # who has more time may stay
+    service.admission.admit([10], QueuePolicy(max_predicted_wait_seconds=4.5))  # who has more time may stay
     service.admission.admit([10])
 
 
 def test_no_request_is_rejected_for_its_wait_while_a_slot_is_free_or_the_rate_is_unknown() -> None:
-    impatient = QueuePolicy(patience_seconds=0.001)
+    impatient = QueuePolicy(max_predicted_wait_seconds=0.001)
     service = Service(running=2, waiting=20)
     for _ in range(10):
         service.admission.admit([10], impatient)
@@ -144,7 +144,7 @@ def test_a_retry_gets_slightly_higher_bounds() -> None:
 
     service, terms = make_busy(patience=3.5, num_waiting=3)
     assert service.refused([10], terms) is not None
-    service.admission.admit([10], QueuePolicy(patience_seconds=3.5, is_retry=True))
+    service.admission.admit([10], QueuePolicy(max_predicted_wait_seconds=3.5, is_retry=True))
 
 
 def test_a_request_is_rejected_by_headers_only_if_the_smallest_request_would_be() -> None:
@@ -161,7 +161,7 @@ def test_a_request_is_rejected_by_headers_only_if_the_smallest_request_would_be(
     service, terms = make_busy(patience=3.5, num_waiting=3)
     with pytest.raises(WaitTooLong, match=r"longer than 3\.5 s"):
         service.admission.reject_by_headers(terms)
-    service.admission.reject_by_headers(QueuePolicy(patience_seconds=60.0))
+    service.admission.reject_by_headers(QueuePolicy(max_predicted_wait_seconds=60.0))
 
 
 def test_each_rejected_client_gets_a_later_retry_after_if_clients_retry() -> None:
@@ -248,9 +248,9 @@ def test_waiting_tokens_are_shared_among_tenants() -> None:
 def test_the_predicted_wait_counts_a_tenants_own_queue_and_as_many_sequences_of_each_other_tenant() -> None:
     service, _ = make_busy(num_waiting=10)
     # One of the ten at most goes before the first of another owner.
-    service.admission.admit([10], QueuePolicy(tenant="two", patience_seconds=2.5))
-    assert service.refused([10], QueuePolicy(tenant="two", patience_seconds=2.5)) is not None
-    service.admission.admit([10], QueuePolicy(tenant="two", patience_seconds=4.5))
+    service.admission.admit([10], QueuePolicy(tenant="two", max_predicted_wait_seconds=2.5))
+    assert service.refused([10], QueuePolicy(tenant="two", max_predicted_wait_seconds=2.5)) is not None
+    service.admission.admit([10], QueuePolicy(tenant="two", max_predicted_wait_seconds=4.5))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 60), st.floats(0, 5)), max_size=40))
@@ -272,9 +272,9 @@ def test_the_bounds_hold_for_any_arrivals(arrivals: list[tuple[int, int, float]]
 def test_the_first_waiting_sequence_of_a_tenant_is_bounded_by_its_timeout_only() -> None:
     service, _ = make_busy(num_waiting=10)
     for timeout_seconds, is_admitted in ((1.5, False), (2.5, True)):
-        terms = QueuePolicy(tenant="two", patience_seconds=0.001, timeout_seconds=timeout_seconds)
+        terms = QueuePolicy(tenant="two", max_predicted_wait_seconds=0.001, timeout_seconds=timeout_seconds)
         assert (service.refused([10], terms) is None) == is_admitted
-    assert service.refused([10], QueuePolicy(tenant="two", patience_seconds=0.001)) is not None
+    assert service.refused([10], QueuePolicy(tenant="two", max_predicted_wait_seconds=0.001)) is not None
 
 
 def test_a_slot_that_is_free_for_a_moment_does_not_interrupt_the_rate() -> None:
@@ -292,6 +292,6 @@ def test_a_slot_that_is_free_for_a_moment_does_not_interrupt_the_rate() -> None:
         service.admission.admit([1])
         service.admission.started(1)
     service.admission.admit([1])
-    refusal = service.refused([1], QueuePolicy(patience_seconds=0.001))
+    refusal = service.refused([1], QueuePolicy(max_predicted_wait_seconds=0.001))
     assert isinstance(refusal, WaitTooLong)
     assert "would wait about 1.0 s" in refusal.message  # two ahead at two a second

@@ -13,7 +13,7 @@ from tests.service.doorman import Service
 TARGET_TPOT, TARGET_TTFT = 0.05, 0.5
 # Four times what the machine serves within the target.
 REQUESTS_PER_SECOND = 40.0
-TERMS = QueuePolicy(tenant="flood", patience_seconds=0.05)
+TERMS = QueuePolicy(tenant="flood", max_predicted_wait_seconds=0.05)
 
 
 @dataclass

@@ -27,14 +27,14 @@ def make_settings(**changes: float) -> ServeSettings:
 
 def test_a_request_without_a_timeout_gets_the_limits_of_the_settings() -> None:
     assert LIMITS.terms(make(), None) == QueuePolicy(
-        tenant="address 10.0.0.1", timeout_seconds=60.0, patience_seconds=0.5, is_retry=False
+        tenant="address 10.0.0.1", timeout_seconds=60.0, max_predicted_wait_seconds=0.5, is_retry=False
     )
     assert QueueLimits().terms(make(), None).deadline(1.0) is None
     assert LIMITS.terms(make(), None).deadline(1.0) == 61.0
 
 
 @pytest.mark.parametrize(
-    ("headers", "timeout", "timeout_seconds", "patience_seconds"),
+    ("headers", "timeout", "timeout_seconds", "max_predicted_wait_seconds"),
     [
         ({}, 5.0, 5.0, 5.0),  # asked for in so many words: it is content to wait
         ({}, 0.1, 0.1, 0.1),
@@ -51,10 +51,10 @@ def test_a_request_without_a_timeout_gets_the_limits_of_the_settings() -> None:
     ],
 )
 def test_the_shortest_timeout_applies(
-    headers: dict[str, str], timeout: float | None, timeout_seconds: float, patience_seconds: float
+    headers: dict[str, str], timeout: float | None, timeout_seconds: float, max_predicted_wait_seconds: float
 ) -> None:
     terms = LIMITS.terms(make(headers), timeout)
-    assert (terms.timeout_seconds, terms.patience_seconds) == (timeout_seconds, patience_seconds)
+    assert (terms.timeout_seconds, terms.max_predicted_wait_seconds) == (timeout_seconds, max_predicted_wait_seconds)
 
 
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf"])
@@ -68,7 +68,7 @@ def test_an_invalid_timeout_header_is_rejected(value: str) -> None:
 def test_a_retry_of_the_sdk_accepts_any_wait_within_its_timeout(count: str, is_retry: bool) -> None:
     terms = LIMITS.terms(make({"x-stainless-retry-count": count, "x-stainless-read-timeout": "20"}), None)
     assert terms.is_retry is is_retry
-    assert terms.patience_seconds == (20.0 if is_retry else 0.5)
+    assert terms.max_predicted_wait_seconds == (20.0 if is_retry else 0.5)
 
 
 def test_the_tenant_is_the_api_key_or_the_client_address() -> None:

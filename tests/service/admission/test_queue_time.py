@@ -103,7 +103,7 @@ def test_a_replayed_sequence_has_no_deadline_if_it_had_begun(frontend: Frontend,
     for uid in ("begun", "waits"):
         request = make_request(make_choice(uid))
         request.terms = QueuePolicy(timeout_seconds=5.0)
-        engine_client.open(request)
+        engine_client.submit(request)
     engine_client.receive([make_delta("begun", ids=(1,))])
     engine_client.receive([make_hello(1)])
     deadlines = {submit.uid: submit.deadline_seconds for submit in queue.submits if submit.attempt == 1}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.admission.controller import Admission
-from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseInfo, ResponseOptions
+from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
 from service.api.streaming import CompletionBody, CompletionStream, Delivery
 from service.engine.detokenizer import Detokenizer
 from service.ipc.messages import Command, FinishReason, Submit, TokenDelta, TokenLogprob
@@ -145,6 +145,7 @@ class Scene:
             on_engine=lambda event: None,
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
+            on_count=lambda number: None,
         )
         request = make_request(*choices)
         sent: list[bytes] = []
@@ -155,9 +156,11 @@ class Scene:
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        engine_client.open(request)
-        answer = ResponseInfo(id="id", created=5, model="tiny", response_options=self.response_options)
-        response = kind(request, self.builder(answer, TOKENIZER), metrics=SILENT, close=lambda request: None)
+        engine_client.submit(request)
+        builder = self.builder(
+            response_id="id", created=5, model="tiny", options=self.response_options, tokenizer=TOKENIZER
+        )
+        response = kind(request, builder, metrics=SILENT, finish=lambda request: None)
         task = asyncio.create_task(response({}, receive, send))
         turns, number = list(self.turns), 0
         while engine.running:

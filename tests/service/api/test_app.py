@@ -104,7 +104,7 @@ def test_a_full_server_answers_429_with_all_three_headers(
 ) -> None:
     queue.answers = False
     for uid in "abcd":
-        frontend.context.engine_client.open(make_request(make_choice(uid)))
+        frontend.context.engine_client.submit(make_request(make_choice(uid)))
     response = client.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "queue_full"
@@ -123,7 +123,7 @@ def test_a_full_server_reads_nothing_but_what_might_wait_longer(
 ) -> None:
     queue.answers = False
     for uid in "abcd":
-        frontend.context.engine_client.open(make_request(make_choice(uid)))
+        frontend.context.engine_client.submit(make_request(make_choice(uid)))
     unread = client.post(route, content=b"no JSON at all")
     assert (unread.status_code, unread.json()["error"]["code"]) == (429, "queue_full")
     assert client.post(route, content=b'{"timeout": no JSON either').status_code == 400
@@ -188,7 +188,7 @@ def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(
 ) -> None:
     queue.answers = False
     request = make_request(make_choice("a"))
-    frontend.context.engine_client.open(request)
+    frontend.context.engine_client.submit(request)
     frontend.receive(b"\xc1")
     assert request._failure is not None
     assert request._failure.status == 500
@@ -238,10 +238,10 @@ def test_while_it_runs_it_ends_waits_that_are_too_long(
     say(frontend, make_hello(0))
     request = make_request(make_choice("a"))
     request.arrival_seconds, request.terms = time.monotonic() - 6.0, QueuePolicy(timeout_seconds=5.0)
-    frontend.context.engine_client.open(request)
+    frontend.context.engine_client.submit(request)
 
     async def run() -> None:
-        tending = asyncio.create_task(frontend.tend())
+        tending = asyncio.create_task(frontend.run_periodic_work())
         while not request.has_failed:
             await asyncio.sleep(0)
         tending.cancel()
@@ -252,7 +252,7 @@ def test_while_it_runs_it_ends_waits_that_are_too_long(
 
 def test_while_it_runs_it_gives_signs_of_life(frontend: Frontend, lifecycle: Lifecycle) -> None:
     async def run() -> None:
-        tending = asyncio.create_task(frontend.tend())
+        tending = asyncio.create_task(frontend.run_periodic_work())
         await asyncio.sleep(0)
         tending.cancel()
 
@@ -266,9 +266,9 @@ def test_a_dead_worker_gets_no_commands_and_the_next_one_gets_all(
     frontend: Frontend, queue: EchoChannel, lifecycle: Lifecycle
 ) -> None:
     queue.answers = False
-    frontend.context.engine_client.open(make_request(make_choice("before")))
+    frontend.context.engine_client.submit(make_request(make_choice("before")))
     lifecycle.epoch.value = 1  # main has seen the worker's death
-    frontend.context.engine_client.open(make_request(make_choice("between")))
+    frontend.context.engine_client.submit(make_request(make_choice("between")))
     assert [submit.uid for submit in queue.submits] == ["before"]
     frontend.receive(encode_events([make_hello(1)]))
     assert [submit.uid for submit in queue.submits[1:]] == ["before", "between"]
@@ -280,5 +280,5 @@ def test_a_failure_of_the_metrics_does_not_silence_a_new_worker(
 ) -> None:
     monkeypatch.setattr("service.metrics.recorder.Metrics.observe_worker_start", None)
     frontend.receive(encode_events([make_hello(1)]))
-    frontend.context.engine_client.open(make_request(make_choice("after")))
+    frontend.context.engine_client.submit(make_request(make_choice("after")))
     assert queue.epochs == [1]

@@ -10,13 +10,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from model.tokenizer.interface import Tokenizer
-from service.api.response_builder import (
-    ChatBuilder,
-    CompletionBuilder,
-    ResponseBuilder,
-    ResponseInfo,
-    ResponseOptions,
-)
+from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
 from service.api.streaming import CompletionStream
 from service.http.connection import chunked_body
 from service.metrics.recorder import Metrics
@@ -137,7 +131,7 @@ def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
         def write(news: Deltas) -> Callable[[], None]:
             return partial(written.extend, [delta.text for _, delta in news])
 
-        ill, well = desk.open(make_choice("a")), desk.open(make_choice("b"))
+        ill, well = desk.submit(make_choice("a")), desk.submit(make_choice("b"))
         waits = [asyncio.create_task(ill.next_deltas(fail)), asyncio.create_task(well.next_deltas(write))]
         await asyncio.sleep(0)
         desk.engine_client.receive([make_delta("a", ids=(1,), text="A"), make_delta("b", ids=(1,), text="B")])
@@ -155,11 +149,9 @@ def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
 def test_a_plain_event_is_the_event_of_its_piece(
     tokenizer: Tokenizer, builder: type[ResponseBuilder], text: str
 ) -> None:
-    words = builder(
-        ResponseInfo(id="cmpl-1", created=5, model="\0text\0", response_options=ResponseOptions()), tokenizer
-    )
+    words = builder(response_id="cmpl-1", created=5, model="\0text\0", options=ResponseOptions(), tokenizer=tokenizer)
     for choice in (make_choice(), make_choice("b", index=1)):
-        event = words.event(choice, make_delta(ids=(1,), text=text), is_first=False)
+        (event,) = words.events(choice, make_delta(ids=(1,), text=text), is_first=False)
         assert words.plain_event(choice, text) == encode_event(event)
 
 

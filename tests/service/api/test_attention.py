@@ -64,6 +64,7 @@ class Bench:
             on_engine=lambda event: None,
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
+            on_count=self.counts.append,
         )
         context: Any = SimpleNamespace(
             processor=processor,
@@ -73,7 +74,6 @@ class Bench:
             reject_when_draining=self._refuse_when_draining,
             engine_client=self.engine_client,
             queue_limits=QueueLimits(max_seconds=60.0),
-            count_active=lambda: self.counts.append(self.engine_client.num_looks),
         )
         self.inspection = Inspection(context)
 
@@ -248,10 +248,10 @@ def test_only_a_few_at_a_time(bench: Bench) -> None:
             await bench.inspection.attention(request_of({"prompt": "a", "layer": 0}))
         assert refused.value.status == 429
         assert refused.value.headers()["retry-after"] == "1"
-        assert bench.engine_client.num_looks == MAX_INSPECTIONS
+        assert bench.engine_client.num_queries == MAX_INSPECTIONS
         bench.engine_client.fail_all(ApiError("enough"))
         assert all(isinstance(ending, ApiError) for ending in await asyncio.gather(*tasks, return_exceptions=True))
-        assert bench.engine_client.num_looks == 0
+        assert bench.engine_client.num_queries == 0
 
     asyncio.run(crowd())
 
@@ -292,7 +292,7 @@ def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
             await tasks[1]
 
     asyncio.run(die())
-    assert bench.engine_client.num_looks == 0
+    assert bench.engine_client.num_queries == 0
 
 
 def test_a_look_that_kills_three_workers_ends(bench: Bench) -> None:
@@ -334,4 +334,4 @@ def test_other_events_and_late_answers_pass_by(bench: Bench) -> None:
     delta = make_delta("a", ids=(1,), text="x")
     late = AttentionResult(uid="unknown", weights=None, compute_seconds=0.0)
     bench.engine_client.receive([late, delta])
-    assert bench.engine_client.num_looks == 0
+    assert bench.engine_client.num_queries == 0

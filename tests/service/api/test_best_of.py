@@ -21,6 +21,7 @@ from tests.service.sequences import make_choice, make_finish, make_request
 def plan(tokenizer: ByteLevelTokenizer, **fields: Any) -> list[Choice]:
     processor = RequestProcessor(tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12)
     request = CompletionRequest.parse(json.dumps({"prompt": "abc", **fields}).encode())
+    processor.check(request)
     return processor.plan(request, arrival_seconds=0.0)
 
 

@@ -144,7 +144,7 @@ def test_a_full_server_and_a_draining_one_refuse(
 ) -> None:
     queue.answers = False
     for uid in "abcd":
-        frontend.context.engine_client.open(make_request(make_choice(uid)))
+        frontend.context.engine_client.submit(make_request(make_choice(uid)))
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "queue_full"
     lifecycle.enter(Phase.DRAINING)
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "draining"
@@ -172,24 +172,23 @@ class Served:
         self.engine_client = frontend.context.engine_client
         self.num_refusals = num_refusals
         self.groups = [group(0), group(1)]
-        self.engine_client.open(self.groups[0])
+        self.engine_client.submit(self.groups[0])
         asked = EmbeddingRequest(input=["a", "b"])
         context: Any = SimpleNamespace(
-            admit=self.admit, close=self.close, processor=frontend.context.processor, metrics=metrics
+            engine_client=SimpleNamespace(submit=self.submit, finish=self.engine_client.finish),
+            processor=frontend.context.processor,
+            metrics=metrics,
         )
         self.body = EmbeddingBody(self.groups, asked, context)
         self.sent: list[Message] = []
         self.left = asyncio.Event()
 
-    def admit(self, live: InflightRequest) -> None:
+    def submit(self, live: InflightRequest) -> None:
         assert self.engine_client.num_requests == 1, "what goes on is never seen as finished"
         self.num_refusals -= 1
         if self.num_refusals >= 0:
             raise Overloaded("full", retry_after_seconds=0.001)
-        self.engine_client.open(live)
-
-    def close(self, live: InflightRequest) -> None:
-        self.engine_client.close(live)
+        self.engine_client.submit(live)
 
     async def receive(self) -> Message:
         await self.left.wait()

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from model.tokenizer.interface import Tokenizer
-from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseOptions
+from service.api.response_builder import ChatBuilder, CompletionBuilder, Event, ResponseOptions
 from service.api.streaming import MAX_INLINE_LOGPROBS, CompletionBody, CompletionStream
 from service.ipc.messages import FinishReason, TokenDelta, TokenLogprob
 from service.metrics.recorder import Metrics
 from service.protocol.completions import CompletionRequest
-from service.protocol.responses import CompletionChoice
 from service.requests.inflight import Choice, InflightRequest
 from tests.service.api.test_streaming import Exchange, run
 from tests.service.sequences import make_choice, make_finish, make_request
@@ -153,9 +152,9 @@ def test_many_scores_are_not_written_where_all_streams_are(kind: Any, num_scores
     threads = set()
 
     class Watched(CompletionBuilder):
-        def _choice(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> CompletionChoice:
+        def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
             threads.add(threading.current_thread())
-            return super()._choice(choice, delta, is_first=is_first)
+            return super().events(choice, delta, is_first=is_first)
 
     async def test() -> None:
         exchange = Exchange(kind, make_request(make_choice()), tools, Watched, prompt_logprobs=0)

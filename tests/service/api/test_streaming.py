@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Scope
 
 from model.tokenizer.interface import Tokenizer
-from service.api.response_builder import CompletionBuilder, ResponseBuilder, ResponseInfo, ResponseOptions
+from service.api.response_builder import CompletionBuilder, ResponseBuilder, ResponseOptions
 from service.api.streaming import CompletionBody, CompletionStream
 from service.ipc.messages import FinishReason, TokenLogprob
 from service.metrics.recorder import Metrics
@@ -69,23 +69,19 @@ class Exchange:
         **response_options: Any,
     ) -> None:
         tokenizer, metrics = tools
-        answer = ResponseInfo(
-            id="cmpl-1", created=5, model="tiny", response_options=ResponseOptions(**response_options)
-        )
+        options = ResponseOptions(**response_options)
+        words = builder(response_id="cmpl-1", created=5, model="tiny", options=options, tokenizer=tokenizer)
         self.request = request
         self.closed: list[InflightRequest] = []
         self.client = Client()
-        response = kind(request, builder(answer, tokenizer), metrics=metrics, close=self.closed.append)
+        response = kind(request, words, metrics=metrics, finish=self.closed.append)
         self.task = asyncio.create_task(response(scope or {}, self.client.receive, self.client.send))
 
     def push(self, index: int = 0, **delta: Any) -> None:
         """Effect in the engine client of an event."""
         choice = self.request.choices[index]
         event = make_delta(index=len(choice.token_ids), **delta)
-        choice.token_ids += event.token_ids
-        choice.prompt_logprobs += event.prompt_logprobs or ()
-        choice.has_started = True
-        choice.finish = event.finish
+        choice.add(event)
         self.request.push(choice, event)
         if (send := self.request.deliver()) is not None:
             send()

@@ -16,6 +16,7 @@ def test_after_a_death_each_sample_scores_the_prompt_and_the_first_to_tell_count
         on_engine=lambda event: None,
         on_replay=lambda outcome: None,
         on_late=lambda num_tokens: None,
+        on_count=lambda number: None,
     )
     choices = [
         make_choice("first", prompt_logprobs=2),
@@ -23,7 +24,7 @@ def test_after_a_death_each_sample_scores_the_prompt_and_the_first_to_tell_count
         make_choice("other", index=2, prompt_index=1),
     ]
     choices[1].prompt_logprobs = choices[0].prompt_logprobs
-    engine_client.open(make_request(*choices))
+    engine_client.submit(make_request(*choices))
     sent.clear()
     engine_client.receive([make_hello(1)])
     again = {submit.uid: submit.params.prompt_logprobs for submit in sent if isinstance(submit, Submit)}

@@ -21,6 +21,7 @@ def processor(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
 
 def plan(processor: RequestProcessor, **fields: Any) -> list[Choice]:
     request = CompletionRequest.parse(json.dumps({"prompt": "abc", **fields}).encode())
+    processor.check(request)
     return processor.plan(request, arrival_seconds=3.0)
 
 
@@ -212,3 +213,12 @@ def test_a_text_that_the_tokenizer_refuses_is_the_clients_error(
     with pytest.raises(InvalidRequest, match="no token stands for it") as caught:
         plan(processor, prompt="a")
     assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+def test_a_choice_has_the_grammar_and_the_field_of_the_grammar(processor: RequestProcessor) -> None:
+    """A rejection in the middle of a text names the request field."""
+    fields = {"prompt": "abc", "structured_outputs": {"regex": "a+"}}
+    request = CompletionRequest.parse(json.dumps(fields).encode())
+    (choice,) = processor.plan(request, arrival_seconds=0.0, grammar="start: /a+/")
+    assert choice.submit.grammar == "start: /a+/"
+    assert choice.grammar_param == "structured_outputs.regex"

@@ -28,6 +28,7 @@ def processor(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
 def submits(processor: RequestProcessor, **fields: Any) -> list[Submit]:
     """What both routes submit: they must agree."""
     text = CompletionRequest.parse(json.dumps({"prompt": "abc", "max_tokens": 8, "seed": 1, **fields}).encode())
+    processor.check(text)
     of_text = [choice.submit for choice in processor.plan(text, arrival_seconds=3.0)]
     messages = [{"role": "user", "content": "abc"}]
     body = json.dumps({"messages": messages, "max_tokens": 8, "seed": 1, **fields}).encode()

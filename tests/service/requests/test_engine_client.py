@@ -23,8 +23,8 @@ from tests.service.sequences import make_choice, make_delta, make_finish, make_h
 def test_events_reach_their_request_in_order() -> None:
     async def test() -> None:
         desk = Desk()
-        first = desk.open(make_choice("a"), make_choice("b", index=1))
-        second = desk.open(make_choice("c"))
+        first = desk.submit(make_choice("a"), make_choice("b", index=1))
+        second = desk.submit(make_choice("c"))
         desk.engine_client.receive([make_delta("b", ids=(1,), text="B"), make_delta("a", ids=(1,), text="A")])
         desk.engine_client.receive([make_delta("c", ids=(1,), text="C"), make_delta("a", index=1, ids=(2,), text="AA")])
         assert await texts(first) == [(1, "B"), (0, "A"), (0, "AA")]
@@ -35,13 +35,13 @@ def test_events_reach_their_request_in_order() -> None:
 
 def test_admission_sees_each_sequence_wait_run_and_end() -> None:
     desk = Desk()
-    request = desk.open(make_choice("a"), make_choice("b", index=1))
+    request = desk.submit(make_choice("a"), make_choice("b", index=1))
     assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (2, 26)
     desk.engine_client.receive([make_delta("a", ids=(1,))])
     assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (2, 13)
     desk.engine_client.receive([make_delta("a", index=1, finish=make_finish())])
     assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (1, 13)
-    desk.engine_client.close(request)
+    desk.engine_client.finish(request)
     assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
     assert desk.sent[-1] == Cancel(uid="b")
 
@@ -58,7 +58,7 @@ def test_admission_uses_the_engines_running_limit_until_a_new_worker_is_ready(mo
 def test_a_rejected_request_leaves_no_state() -> None:
     desk = Desk(waiting=0)
     with pytest.raises(Overloaded):
-        desk.open(*(make_choice(uid, index=i) for i, uid in enumerate("abc")))
+        desk.submit(*(make_choice(uid, index=i) for i, uid in enumerate("abc")))
     assert (desk.engine_client.num_requests, desk.engine_client.num_choices, desk.sent) == (0, 0, [])
 
 
@@ -70,16 +70,16 @@ def test_a_request_that_cannot_be_sent_leaves_no_state(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(desk.engine_client, "_send", send)
     with pytest.raises(Draining):
-        desk.open(make_choice("a"), make_choice("b", index=1))
+        desk.submit(make_choice("a"), make_choice("b", index=1))
     assert (desk.engine_client.num_requests, desk.engine_client.num_choices) == (0, 0)
     assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
 
 
 def test_closing_a_request_cancels_only_its_unfinished_choices() -> None:
     desk = Desk()
-    request = desk.open(make_choice("a"))
+    request = desk.submit(make_choice("a"))
     desk.engine_client.receive([make_delta("a", ids=(1,), finish=make_finish())])
-    assert desk.engine_client.close(request) == 0
+    assert desk.engine_client.finish(request) == 0
     assert [type(command) for command in desk.sent] == [Submit]
     desk.engine_client.receive([make_delta("a", index=1, ids=(2, 3))])
     assert desk.late == [2], "nobody is there any more"
@@ -89,7 +89,7 @@ def test_closing_a_request_cancels_only_its_unfinished_choices() -> None:
 def test_a_failed_sequence_fails_the_request_after_its_earlier_deltas(reason: FinishReason) -> None:
     async def test() -> None:
         desk = Desk()
-        request = desk.open(make_choice("a"))
+        request = desk.submit(make_choice("a"))
         desk.engine_client.receive([make_delta("a", ids=(1,), text="x")])
         desk.engine_client.receive([make_delta("a", index=1, finish=make_finish(reason, error="/secret/path"))])
         assert await texts(request) == [(0, "x")]
@@ -103,7 +103,7 @@ def test_a_failed_sequence_fails_the_request_after_its_earlier_deltas(reason: Fi
 def test_a_delta_out_of_order_fails_the_request() -> None:
     async def test() -> None:
         desk = Desk()
-        request = desk.open(make_choice("a"))
+        request = desk.submit(make_choice("a"))
         desk.engine_client.receive([make_delta("a", index=1, ids=(2,), text="lost its beginning")])
         with pytest.raises(EngineFailed):
             await request.next_deltas()
@@ -114,7 +114,7 @@ def test_a_delta_out_of_order_fails_the_request() -> None:
 def test_a_failure_after_unsent_tokens_is_reported_as_an_engine_failure() -> None:
     async def test() -> None:
         desk = Desk()
-        request = desk.open(make_choice("a"))
+        request = desk.submit(make_choice("a"))
         desk.engine_client.receive([make_delta("a", index=1, finish=make_finish(FinishReason.ERROR))])
         with pytest.raises(EngineFailed, match="the engine failed on this request"):
             await request.next_deltas()
@@ -137,7 +137,7 @@ def test_a_request_whose_rules_allow_no_token_gets_400_with_the_parameter(params
         desk = Desk()
         choice = make_choice("a", **params)
         choice.grammar_param = "structured_outputs.grammar"
-        request = desk.open(choice)
+        request = desk.submit(choice)
         desk.engine_client.receive(
             [make_delta("a", finish=make_finish(FinishReason.REFUSED, error="no token may follow"))]
         )
@@ -152,7 +152,7 @@ def test_a_request_whose_rules_allow_no_token_gets_400_with_the_parameter(params
 def test_a_disconnected_client_gets_no_more_deltas() -> None:
     async def test() -> None:
         desk = Desk()
-        request = desk.open(make_choice("a"))
+        request = desk.submit(make_choice("a"))
         desk.engine_client.receive([make_delta("a", ids=(1,), text="x")])
         request.fail(ClientGone("gone"))
         with pytest.raises(ClientGone):
@@ -164,8 +164,9 @@ def test_a_disconnected_client_gets_no_more_deltas() -> None:
 def test_only_silent_requests_are_woken() -> None:
     async def test() -> None:
         desk = Desk()
-        silent, lively = desk.open(make_choice("a")), desk.open(make_choice("b"))
-        silent.last_sent_seconds, lively.last_sent_seconds = 1.0, 5.0
+        silent, lively = desk.submit(make_choice("a")), desk.submit(make_choice("b"))
+        silent.record_sent(1.0)
+        lively.record_sent(5.0)
         desk.engine_client.wake_silent_requests(since_seconds=3.0)
         assert await silent.next_deltas() == []
         waiting = asyncio.create_task(lively.next_deltas())
@@ -180,7 +181,7 @@ def test_only_silent_requests_are_woken() -> None:
 def test_fail_all_ends_every_request_with_the_first_error_it_had() -> None:
     async def test() -> None:
         desk = Desk()
-        requests = [desk.open(make_choice(f"r{i}")) for i in range(3)]
+        requests = [desk.submit(make_choice(f"r{i}")) for i in range(3)]
         requests[0].fail(ClientGone("gone"))
         desk.engine_client.fail_all(ApiError("the end"))
         for request, kind in zip(requests, (ClientGone, ApiError, ApiError), strict=True):
@@ -198,7 +199,7 @@ def test_a_waiting_request_expires_and_a_begun_request_expires_only_if_the_worke
         waits, begun, streams, patient = (make_request(make_choice(uid)) for uid in ("w", "b", "s", "p"))
         waits.terms = begun.terms = streams.terms = terms
         for request in (waits, begun, streams, patient):
-            desk.engine_client.open(request)
+            desk.engine_client.submit(request)
         desk.engine_client.receive([Started(uid=uid, attempt=0) for uid in "bs"])
         desk.engine_client.receive([make_delta("s", ids=(1,))])
         desk.engine_client.expire(5.0, is_stalled=True)
@@ -219,7 +220,7 @@ def test_a_replayed_request_expires_in_the_queue_of_the_new_worker() -> None:
     desk = Desk()
     request = make_request(make_choice("a"))
     request.terms = QueuePolicy(timeout_seconds=5.0)
-    desk.engine_client.open(request)
+    desk.engine_client.submit(request)
     desk.engine_client.receive([Started(uid="a", attempt=0), make_hello(1)])
     desk.engine_client.expire(6.0, is_stalled=False)
     assert request.has_failed

@@ -15,7 +15,7 @@ from tests.service.sequences import make_choice, make_delta, make_finish, make_h
 
 def test_the_first_worker_gets_no_resubmission() -> None:
     desk = Desk()
-    desk.open(make_choice("a"))
+    desk.submit(make_choice("a"))
     desk.engine_client.receive([make_hello(0)])
     assert len(desk.submits()) == 1
     assert len(desk.hellos) == 1
@@ -24,7 +24,7 @@ def test_the_first_worker_gets_no_resubmission() -> None:
 def test_a_new_worker_gets_all_unfinished_work_in_arrival_order_with_the_tokens_so_far() -> None:
     async def test() -> None:
         desk = Desk()
-        requests = [desk.open(make_choice(f"r{i}")) for i in range(5)]
+        requests = [desk.submit(make_choice(f"r{i}")) for i in range(5)]
         desk.engine_client.receive(
             [make_delta("r1", ids=(7, 8), text="x"), make_delta("r3", ids=(9,), finish=make_finish())]
         )
@@ -52,7 +52,7 @@ def test_a_resubmission_differs_only_in_attempt_and_prior_tokens() -> None:
     choice.submit = msgspec.structs.replace(choice.submit, priority=-4, cache_salt="mine", arrival_seconds=3.0)
     request = make_request(choice)
     request.terms = QueuePolicy(tenant="key bob", cache_namespace="bob")
-    desk.engine_client.open(request)
+    desk.engine_client.submit(request)
     (first,) = desk.submits()
     assert (first.tenant, first.cache_namespace) == ("key bob", "bob")
     desk.engine_client.receive([make_delta("a", ids=(5,))])
@@ -89,7 +89,7 @@ def tell(desk: Desk, uid: str, index: int = 0) -> None:
 
 def test_a_request_that_had_not_begun_gets_no_strike() -> None:
     desk = Desk()
-    request = desk.open(make_choice("a"))
+    request = desk.submit(make_choice("a"))
     for epoch in range(1, 9):
         assert sent_after(desk, epoch) == ["a"]
     assert not request.has_failed
@@ -97,7 +97,7 @@ def test_a_request_that_had_not_begun_gets_no_strike() -> None:
 
 def test_a_request_that_made_progress_gets_no_strike() -> None:
     desk = Desk()
-    request = desk.open(make_choice("a"))
+    request = desk.submit(make_choice("a"))
     for epoch in range(1, 9):
         begin(desk, "a")
         tell(desk, "a", index=epoch - 1)
@@ -112,8 +112,8 @@ def test_a_request_that_kills_three_workers_fails_alone_without_retry(
         desk = Desk()
         poison = make_request(make_choice("p"))
         poison.terms = QueuePolicy(tenant="key mallory")
-        desk.engine_client.open(poison)
-        good = desk.open(make_choice("g"))
+        desk.engine_client.submit(poison)
+        good = desk.submit(make_choice("g"))
         for epoch in (1, 2):
             begin(desk, "p", "g")
             desk.engine_client.receive([make_hello(epoch)])
@@ -135,7 +135,7 @@ def test_a_request_that_kills_three_workers_fails_alone_without_retry(
 def test_poison_candidates_run_alone_in_turn_and_leave_the_worker_after_progress() -> None:
     desk = Desk()
     for uid in "abc":
-        desk.open(make_choice(uid))
+        desk.submit(make_choice(uid))
     tell(desk, "c")
     for epoch in (1, 2):
         begin(desk, "a", "b")
@@ -154,18 +154,18 @@ def test_poison_candidates_run_alone_in_turn_and_leave_the_worker_after_progress
 
 def test_the_next_poison_candidate_runs_after_a_client_disconnects() -> None:
     desk = Desk()
-    first, _ = desk.open(make_choice("a")), desk.open(make_choice("b"))
+    first, _ = desk.submit(make_choice("a")), desk.submit(make_choice("b"))
     for epoch in (1, 2):
         begin(desk, "a", "b")
         desk.engine_client.receive([make_hello(epoch)])
     before = len(desk.sent)
-    desk.engine_client.close(first)
+    desk.engine_client.finish(first)
     assert sent_since(desk, before) == ["cancel a", "b"]
 
 
 def test_no_request_fails_while_two_requests_explain_the_crash() -> None:
     desk = Desk()
-    requests = [desk.open(make_choice(uid)) for uid in "ab"]
+    requests = [desk.submit(make_choice(uid)) for uid in "ab"]
     for epoch in (1, 2):
         begin(desk, "a", "b")
         desk.engine_client.receive([make_hello(epoch)])
@@ -178,15 +178,15 @@ def test_no_request_fails_while_two_requests_explain_the_crash() -> None:
 
 def test_no_other_work_runs_during_a_trial() -> None:
     desk = Desk()
-    poison, waiting, leaving = (desk.open(make_choice(uid)) for uid in ("p", "waiting", "leaving"))
-    running = desk.open(make_choice("running"))
+    poison, waiting, leaving = (desk.submit(make_choice(uid)) for uid in ("p", "waiting", "leaving"))
+    running = desk.submit(make_choice("running"))
     tell(desk, "running")
     for epoch in (1, 2):
         begin(desk, "p")
         given = sent_after(desk, epoch)
     assert given == ["p"]
-    new = desk.open(make_choice("new"))
-    desk.engine_client.close(leaving)
+    new = desk.submit(make_choice("new"))
+    desk.engine_client.finish(leaving)
     assert desk.submits()[-1].uid == "p"
     begin(desk, "p")
     assert sent_after(desk, 3) == ["waiting", "running", "new"]
@@ -197,7 +197,7 @@ def submit_query(desk: Desk, uid: str) -> InflightQuery:
     look = AttentionQuery(uid=uid, token_ids=(1, 2), layer=0, heads=(0,))
     answer = asyncio.get_running_loop().create_future()
     live = InflightQuery(submit=look, arrival_seconds=0.0, terms=QueuePolicy(), answer=answer)
-    desk.engine_client.submit_query(live)
+    desk.engine_client.submit(live)
     return live
 
 
@@ -208,7 +208,7 @@ def begin_look(desk: Desk, live: InflightQuery) -> None:
 def test_an_attention_query_with_two_strikes_runs_alone_and_gets_its_result() -> None:
     async def test() -> None:
         desk = Desk()
-        desk.open(make_choice("s"))
+        desk.submit(make_choice("s"))
         look = submit_query(desk, "look")
         tell(desk, "s")
         for epoch in (1, 2):
@@ -217,13 +217,13 @@ def test_an_attention_query_with_two_strikes_runs_alone_and_gets_its_result() ->
             desk.engine_client.receive([make_hello(epoch)])
         assert sent_since(desk, before) == ["look"], "alone, after two strikes"
         before = len(desk.sent)
-        desk.open(make_choice("new"))
+        desk.submit(make_choice("new"))
         assert sent_since(desk, before) == []
         begin_look(desk, look)
         desk.engine_client.receive([AttentionResult(uid="look", weights=b"", compute_seconds=0.0)])
         assert sent_since(desk, before) == ["s", "new"]
         assert look.answer.done()
-        desk.engine_client.close(look)
+        desk.engine_client.finish(look)
         assert sent_since(desk, before) == ["s", "new"], "nothing is left to cancel"
 
     run(test)
@@ -232,7 +232,7 @@ def test_an_attention_query_with_two_strikes_runs_alone_and_gets_its_result() ->
 def test_an_attention_query_that_crashes_its_trial_is_the_poison_request() -> None:
     async def test() -> None:
         desk = Desk()
-        request, look = desk.open(make_choice("a")), submit_query(desk, "look")
+        request, look = desk.submit(make_choice("a")), submit_query(desk, "look")
         for epoch in (1, 2):
             begin(desk, "a")
             begin_look(desk, look)
@@ -255,25 +255,25 @@ def test_an_attention_query_that_crashes_its_trial_is_the_poison_request() -> No
 @pytest.mark.parametrize("is_told", [True, False])
 def test_held_work_is_sent_after_the_trial_ends(is_told: bool) -> None:
     desk = Desk()
-    suspect, _ = desk.open(make_choice("s")), desk.open(make_choice("a"))
+    suspect, _ = desk.submit(make_choice("s")), desk.submit(make_choice("a"))
     for epoch in (1, 2):
         begin(desk, "s")
         desk.engine_client.receive([make_hello(epoch)])
-    desk.open(make_choice("b"))
+    desk.submit(make_choice("b"))
     assert desk.submits()[-1].uid == "s"
     if is_told:
         begin(desk, "s")
         tell(desk, "s")
     else:
-        desk.engine_client.close(suspect)
+        desk.engine_client.finish(suspect)
     assert [submit.uid for submit in desk.submits()][-2:] == ["a", "b"]
-    desk.open(make_choice("c"))
+    desk.submit(make_choice("c"))
     assert desk.submits()[-1].uid == "c"
 
 
 def test_a_start_reported_by_an_old_worker_is_ignored() -> None:
     desk = Desk()
-    request = desk.open(make_choice("a"))
+    request = desk.submit(make_choice("a"))
     for epoch in range(1, 6):
         desk.engine_client.receive([Started(uid="a", attempt=epoch - 2), Started(uid="unknown", attempt=0)])
         assert sent_after(desk, epoch) == ["a"]
@@ -287,8 +287,8 @@ def _logprob(token_id: int) -> TokenLogprob:
 def test_incomplete_prompt_logprobs_are_requested_again() -> None:
     desk = Desk()
     whole, part = make_choice("w", prompt_logprobs=0), make_choice("p", prompt_logprobs=0)
-    desk.open(whole)
-    desk.open(part)
+    desk.submit(whole)
+    desk.submit(part)
     desk.engine_client.receive([make_delta("w", prompt_logprobs=tuple(map(_logprob, (1, 2, 3))))])
     desk.engine_client.receive([make_delta("p", prompt_logprobs=(_logprob(1),))])
     desk.engine_client.receive([make_hello(1)])

@@ -1,14 +1,6 @@
 """Strikes and trials of the poison request detector, in exact sequences."""
 
-import pytest
-
-from service.ipc.messages import AttentionQuery
 from service.requests.poison_detector import PoisonRequestDetector
-from tests.service.sequences import make_submit
-
-
-def look(uid: str) -> AttentionQuery:
-    return AttentionQuery(uid=uid, token_ids=(1,), layer=0, heads=(0,))
 
 
 class Bench:
@@ -20,9 +12,8 @@ class Bench:
         self.given = self.admit(*uids)
 
     def admit(self, *uids: str) -> list[str]:
-        """Offer work; looks have names that begin with "look". Returns what the worker is given."""
-        work = [look(uid) if uid.startswith("look") else make_submit(uid) for uid in uids]
-        return [each.uid for each in self.detector.release(work)]
+        """Offer requests to the detector. Returns the requests that the worker gets."""
+        return self.detector.release(uids)
 
     def start(self, *uids: str) -> None:
         for uid in uids:
@@ -44,18 +35,17 @@ def crashed_twice(*uids: str) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("uid", ["completion", "look"])
-def test_a_crash_during_a_trial_identifies_the_poison_request(uid: str) -> None:
-    bench = Bench(uid, "other")
-    bench.start(uid)
+def test_a_crash_during_a_trial_identifies_the_poison_request() -> None:
+    bench = Bench("poison", "other")
+    bench.start("poison")
     assert bench.crash() is None
-    assert bench.given == [uid, "other"], "one strike: beside the others"
-    bench.start(uid)
+    assert bench.given == ["poison", "other"], "one strike: beside the others"
+    bench.start("poison")
     assert bench.crash() is None
-    assert bench.given == [uid], "two strikes: alone"
+    assert bench.given == ["poison"], "two strikes: alone"
     assert bench.admit("new") == []
-    bench.start(uid)
-    assert bench.crash() == uid
+    bench.start("poison")
+    assert bench.crash() == "poison"
     assert bench.given == ["other"]
     assert bench.crash() is None
 

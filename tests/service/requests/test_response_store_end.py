@@ -87,13 +87,13 @@ def test_a_response_without_readers_expires() -> None:
             stream.let(1)
             await settle()
             await asyncio.sleep(0.02)
-            kept.all.tend()
+            kept.all.discard_expired()
             await settle()
             assert not stream.was_abandoned, "somebody is reading"
             client.left.set()
             await asking
             await asyncio.sleep(0.02)
-            kept.all.tend()
+            kept.all.discard_expired()
             await settle()
             assert stream.was_abandoned
             with pytest.raises(ResponseGone):
@@ -117,7 +117,7 @@ def test_buffers_are_bounded_and_a_late_reader_gets_an_error(monkeypatch: pytest
                 await Client(idempotency_key="long").ask(kept.all, never)
             for number in range(5):
                 await Client(idempotency_key=f"k{number}").ask(kept.all, gives(Response(b"y" * 1_000)))
-            kept.all.tend()
+            kept.all.discard_expired()
             await is_made_anew(kept, "k0")
             newest = Client(idempotency_key="k4")
             await newest.ask(kept.all, never)
@@ -172,7 +172,7 @@ def test_tokens_behind_the_last_read_event_count_as_wasted() -> None:
             await settle()
             assert kept.wasted == []
             await asyncio.sleep(0.02)
-            kept.all.tend()
+            kept.all.discard_expired()
             await settle()
             assert sorted(kept.wasted) == [0, 0, 9]
 
@@ -191,7 +191,7 @@ def test_unread_tokens_of_an_abandoned_stream_count_as_wasted() -> None:
             stream.let(2)
             await settle()
             await asyncio.sleep(0.02)
-            kept.all.tend()
+            kept.all.discard_expired()
             await settle()
             assert stream.was_abandoned
             assert kept.wasted == [6]

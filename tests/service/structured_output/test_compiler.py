@@ -12,7 +12,6 @@ from service.protocol.completions import CompletionRequest
 from service.protocol.errors import InvalidRequest, Overloaded
 from service.protocol.response_format import MAX_SCHEMA_CHARACTERS, ConstraintKind, OutputConstraint
 from service.structured_output.compiler import CompilerLimits, GrammarChecker
-from tests.service.sequences import make_choice
 from tests.tiny_model import tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -185,14 +184,6 @@ def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered()
     checker.close()
     assert [observed[:2] for observed in told] == [("regex", "accepted"), ("regex", "accepted"), ("json", "refused")]
     assert [seconds is None for _, _, seconds in told] == [False, True, False]
-
-
-def test_a_choice_knows_where_its_grammar_is_from(checker: GrammarChecker) -> None:
-    """So that a refusal in the middle of a text can name the field."""
-    choice = make_choice()
-    asyncio.run(checker.attach(OutputConstraint("regex", "a+", "structured_outputs.regex"), [choice]))
-    assert choice.submit.grammar is not None
-    assert choice.grammar_param == "structured_outputs.regex"
 
 
 def test_who_waits_too_long_is_told_to_come_back() -> None:
