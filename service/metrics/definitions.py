@@ -178,10 +178,6 @@ _FAMILIES = (
            ("by",), (("event_id",), ("key",))),
     Family("api_requests", _G, "requests", "Requests that the API process has admitted and not completed."),
     Family("api_tasks", _G, "tasks", "asyncio tasks of the API process, including the task of this scrape."),
-    Family("serving_path", _G, "1",
-           "1 for the code path that computes tokens. kernels: own (native) or pytorch; level: instruction set of the "
-           "native kernels.",
-           ("kernels", "level", "attention", "matrices", "dtype", "device"), ()),
     Family("build_info", _G, "1", "Versions, as labels.",
            ("version", "python", "torch", "litserve"), ()),
 )

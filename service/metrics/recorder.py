@@ -23,7 +23,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.ipc.messages import EngineIdle, Finish, FinishReason, StepStats, WorkerReady
-from service.ipc.serving_path import ServingPath
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metrics.definitions import EngineState as EngineState
 from service.metrics.histogram_buffer import Tally
@@ -78,14 +77,12 @@ class Metrics:
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
         self._gauge("build_info", version, platform.python_version(), torch, litserve).set(1)
 
-    def observe_worker_start(self, hello: WorkerReady, path: ServingPath) -> None:
-        """Record that a worker is ready and idle, and the code path that it serves with."""
-        for name in ("cache_config_info", "serving_path"):
-            self._instruments[name].clear()  # an earlier worker's labels
-        shape = (str(hello.block_size), str(hello.num_blocks), hello.kv_cache_dtype, hello.device)
+    def observe_worker_start(self, worker: WorkerReady) -> None:
+        """Record that a worker is ready and idle."""
+        self._instruments["cache_config_info"].clear()  # an earlier worker's labels
+        shape = (str(worker.block_size), str(worker.num_blocks), worker.kv_cache_dtype, worker.device)
         self._gauge("cache_config_info", *shape).set(1)
-        self._gauge("serving_path", *path.labels).set(1)
-        self._gauge("startup_seconds").set(hello.startup_seconds)
+        self._gauge("startup_seconds").set(worker.startup_seconds)
         self._steps.rest()
 
     def observe_engine(self, event: StepStats | EngineIdle) -> None:

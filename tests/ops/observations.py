@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.ipc.messages import Finish, FinishReason, StepStats, WorkerReady
-from service.ipc.serving_path import get_serving_path
 from service.metrics.recorder import EngineState, Metrics
 
 MODEL = "tales"
@@ -131,11 +130,9 @@ _STEPPED = (
 OBSERVATIONS = (
     Observation(
         name="worker_start",
-        make=lambda metrics: metrics.observe_worker_start(HELLO, get_serving_path(HELLO)),
+        make=lambda metrics: metrics.observe_worker_start(HELLO),
         changes={
             'cache_config_info{block_size="16",cache_dtype="float16",device="cpu",num_gpu_blocks="64"}': 1,
-            'serving_path{attention="native",device="cpu",dtype="float32",'
-            'kernels="own",level="avx2",matrices="packed"}': 1,
             "startup_seconds": 1.5,
         },
     ),

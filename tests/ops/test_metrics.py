@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.ipc.messages import EngineIdle, FinishReason
-from service.ipc.serving_path import get_serving_path
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Kind
 from service.metrics.recorder import EngineState, Metrics, Objectives
 from service.protocol import errors
@@ -267,15 +266,13 @@ def test_help_is_a_sentence_of_plain_words() -> None:
         assert "\n" not in family.help, family.name
 
 
-def test_a_new_worker_replaces_the_facts_of_the_old(metrics: Metrics) -> None:
-    metrics.observe_worker_start(HELLO, get_serving_path(HELLO))
+def test_a_new_worker_replaces_the_cache_shape_of_the_old_worker(metrics: Metrics) -> None:
+    metrics.observe_worker_start(HELLO)
     metrics.observe_engine(STEP)
-    other = msgspec.structs.replace(HELLO, device="cuda", kernel_level=None)
-    metrics.observe_worker_start(other, get_serving_path(other))
+    metrics.observe_worker_start(msgspec.structs.replace(HELLO, device="cuda"))
     samples = scrape(metrics)
-    facts = [name for name in samples if name.startswith(("cache_config_info", "serving_path"))]
-    assert len(facts) == 2
-    assert all('device="cuda"' in name for name in facts)
+    (shape,) = (name for name in samples if name.startswith("cache_config_info"))
+    assert 'device="cuda"' in shape
     assert (samples["num_requests_running"], samples["generation_tokens_total"]) == (0, STEP.num_completion_tokens)
 
 
@@ -287,7 +284,7 @@ def test_gauges_of_a_dead_worker_vanish_and_its_counters_stay(metrics: Metrics) 
     samples = scrape(metrics)
     assert not any(gauge in samples for gauge in gauges)
     assert samples["generation_tokens_total"] == STEP.num_completion_tokens
-    metrics.observe_worker_start(HELLO, get_serving_path(HELLO))
+    metrics.observe_worker_start(HELLO)
     assert scrape(metrics)["num_requests_running"] == 0
     metrics.observe_engine(msgspec.structs.replace(STEP, num_running=9))
     metrics.flush()
