@@ -157,7 +157,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self._metrics.set_engine_state(EngineState(state))
         self._metrics.set_worker_restarts(signal=lifecycle.num_killed.value, exit=lifecycle.num_exited.value)
         self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
-        self._metrics.flush()
         body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
 

@@ -93,7 +93,6 @@ class Delivery(Response, ABC):
 
     def _observe_finish(self, choice: Choice, finish: Finish) -> None:
         first, arrival = choice.first_token_seconds, self._request.arrival_seconds
-        self._metrics.flush()
         self._metrics.observe_finish(
             finish,
             e2e_seconds=time.monotonic() - arrival,

@@ -209,7 +209,6 @@ OBSERVATIONS = (
 
 def scrape(metrics: Metrics, prefix: str = "llm_", *, model_name: str = MODEL, engine: str = "0") -> dict[str, float]:
     """Return the samples of one engine with one prefix, as `name{label="value"}` without prefix and common labels."""
-    metrics.flush()
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics.render()[0].decode()):
         for sample in family.samples:
@@ -226,4 +225,3 @@ def observe_everything(metrics: Metrics) -> None:
     """Make every observation once."""
     for observation in OBSERVATIONS:
         observation.make(metrics)
-        metrics.flush()

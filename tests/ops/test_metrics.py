@@ -60,7 +60,6 @@ def changes(metrics: Metrics, before: dict[str, float]) -> dict[str, float]:
 def test_an_observation_changes_its_samples_and_no_other(metrics: Metrics, observation: Observation) -> None:
     before = scrape(metrics)
     observation.make(metrics)
-    metrics.flush()
     assert changes(metrics, before) == pytest.approx(observation.changes)
 
 
@@ -130,7 +129,6 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
             num_non_finite=0,
         )
     )
-    metrics.flush()
     assert changes(metrics, before) == {
         "generation_tokens_total": 3,
         "engine_busy_seconds_total": 0.03125,
@@ -143,12 +141,13 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
     }
 
 
-def test_an_idle_engine_holds_nothing(metrics: Metrics) -> None:
+def test_an_idle_engine_reports_no_load_and_keeps_its_limit(metrics: Metrics) -> None:
     metrics.observe_engine(STEP)
     metrics.observe_engine(EngineIdle())
     samples = scrape(metrics)
     assert [samples[f"num_requests_{state}"] for state in ("running", "waiting")] == [0, 0]
     assert samples["kv_cache_usage_perc"] == 0
+    assert samples["max_num_requests_running"] == STEP.max_num_running
 
 
 @pytest.mark.parametrize(
@@ -287,7 +286,6 @@ def test_gauges_of_a_dead_worker_vanish_and_its_counters_stay(metrics: Metrics) 
     metrics.observe_worker_start(HELLO)
     assert scrape(metrics)["num_requests_running"] == 0
     metrics.observe_engine(msgspec.structs.replace(STEP, num_running=9))
-    metrics.flush()
     assert scrape(metrics)["num_requests_running"] == 9
 
 
