@@ -75,7 +75,7 @@ def test_every_family_moves_in_some_observation(metrics: Metrics) -> None:
     assert moved == expected
 
 
-def test_the_process_names_its_versions(metrics: Metrics) -> None:
+def test_build_info_has_the_versions(metrics: Metrics) -> None:
     version, torch, litserve = map(importlib.metadata.version, ("kvasir", "torch", "litserve"))
     labels = f'litserve="{litserve}",python="{platform.python_version()}",torch="{torch}",version="{version}"'
     assert scrape(metrics)[f"build_info{{{labels}}}"] == 1
@@ -94,7 +94,7 @@ def test_counters_with_known_labels_begin_at_zero(metrics: Metrics) -> None:
         assert samples[name] == 0
 
 
-def test_a_histogram_counts_up_to_the_bound_and_including_it(metrics: Metrics) -> None:
+def test_a_histogram_bound_includes_an_equal_value(metrics: Metrics) -> None:
     metrics.observe_first_token(0.25)
     samples = scrape(metrics)
     assert samples['time_to_first_token_seconds_bucket{le="0.16"}'] == 0
@@ -206,7 +206,7 @@ def test_an_aborted_choice_is_counted_and_nothing_else(metrics: Metrics) -> None
     assert changes(metrics, before) == {'request_success_total{finished_reason="abort"}': 1}
 
 
-def test_one_state_holds(metrics: Metrics) -> None:
+def test_exactly_one_engine_state_is_set(metrics: Metrics) -> None:
     for state in EngineState:
         metrics.set_engine_state(state)
         samples = scrape(metrics)
@@ -243,7 +243,7 @@ def test_the_exposition_is_well_formed(metrics: Metrics) -> None:
             assert set(sample.labels) - {"le"} == {*COMMON_LABELS, *family.labels}
 
 
-def test_every_error_of_the_service_is_a_known_ending() -> None:
+def test_every_error_class_is_a_known_label_value() -> None:
     failures, rejections = FAMILIES["request_failures"].known, FAMILIES["admission_rejections"].known
     refusals = (errors.Overloaded, errors.Draining)
     refusing = [error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, refusals)]
@@ -275,7 +275,7 @@ def test_a_new_worker_replaces_the_cache_shape_of_the_old_worker(metrics: Metric
     assert (samples["num_requests_running"], samples["generation_tokens_total"]) == (0, STEP.num_completion_tokens)
 
 
-def test_gauges_of_a_dead_worker_vanish_and_its_counters_stay(metrics: Metrics) -> None:
+def test_gauges_of_a_dead_worker_are_dropped_and_counters_stay(metrics: Metrics) -> None:
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
     metrics.observe_engine(STEP)
     metrics.forget_engine()
