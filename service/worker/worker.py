@@ -136,13 +136,11 @@ class Worker:
         started_seconds = self.lifecycle.epoch_seconds.value
         engine, facts = self._build_or_exit()
         ready = WorkerReady(
-            worker_id=0,
             epoch=self.lifecycle.epoch.value,
             device=facts.device,
             dtype=facts.dtype,
             attention=facts.attention,
             kernel_level=facts.kernel_level,
-            matrices=facts.matrices,
             kv_cache_dtype=facts.kv_cache_dtype,
             num_blocks=facts.num_blocks,
             block_size=facts.block_size,

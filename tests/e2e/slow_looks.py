@@ -1,4 +1,4 @@
-"""`kvasir serve` whose attention looks wait for a file: `python -m tests.e2e.slow_looks serve …`.
+"""`kvasir serve` whose attention queries wait for a file: `python -m tests.e2e.slow_looks serve …`.
 
 The file is named by the environment variable `SLOW_LOOKS_UNTIL`. Completions and steps are as ever.
 """

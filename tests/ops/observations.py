@@ -11,13 +11,11 @@ from service.metrics.recorder import EngineState, Metrics
 MODEL = "tales"
 
 HELLO = WorkerReady(
-    worker_id=0,
     epoch=0,
     device="cpu",
     dtype="float32",
     attention="native",
     kernel_level="avx2",
-    matrices="packed",
     kv_cache_dtype="float16",
     num_blocks=64,
     block_size=16,

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.ipc.messages import EngineIdle, FinishReason
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Kind
-from service.metrics.recorder import EngineState, Metrics, Objectives
+from service.metrics.recorder import TPOT_OBJECTIVE_SECONDS, TTFT_OBJECTIVE_SECONDS, EngineState, Metrics
 from service.protocol import errors
-from tests.ops.observations import HELLO, MODEL, OBSERVATIONS, STEP, Observation, finished, observe_everything, scrape
+from tests.ops.observations import HELLO, OBSERVATIONS, STEP, Observation, finished, observe_everything, scrape
 
 # https://docs.vllm.ai/en/stable/usage/metrics/, limited to the metrics that Kvasir has.
 VLLM_FAMILIES = {
@@ -106,8 +106,8 @@ def test_bounds_ascend_and_hold_the_objectives() -> None:
     for family in FAMILIES.values():
         assert list(family.buckets) == sorted(set(family.buckets))
         assert bool(family.buckets) == (family.kind is Kind.HISTOGRAM)
-    assert Objectives().ttft_seconds in FAMILIES["time_to_first_token_seconds"].buckets
-    assert Objectives().tpot_seconds in FAMILIES["request_time_per_output_token_seconds"].buckets
+    assert TTFT_OBJECTIVE_SECONDS in FAMILIES["time_to_first_token_seconds"].buckets
+    assert TPOT_OBJECTIVE_SECONDS in FAMILIES["request_time_per_output_token_seconds"].buckets
 
 
 def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> None:
@@ -180,13 +180,6 @@ def test_a_choice_meets_an_objective_or_not(
     for slo, is_met in met.items():
         assert samples[f'slo_requests_total{{met="true",slo="{slo}"}}'] == is_met
         assert samples[f'slo_requests_total{{met="false",slo="{slo}"}}'] == (not is_met)
-
-
-def test_objectives_can_be_set(metrics: Metrics) -> None:
-    strict = Metrics(MODEL, objectives=Objectives(ttft_seconds=0.125, tpot_seconds=0.01))
-    finished(strict)
-    samples = scrape(strict)
-    assert [samples[f'slo_requests_total{{met="false",slo="{slo}"}}'] for slo in ("ttft", "tpot")] == [1, 1]
 
 
 def test_a_failed_choice_meets_no_objective_and_has_no_latency(metrics: Metrics) -> None:
