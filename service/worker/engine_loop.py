@@ -76,7 +76,7 @@ class EngineLoop:
         self._max_num_running = engine.max_num_running  # last value sent to the API process
 
     def run_once(self) -> None:
-        """Run one iteration: wait for work, take all commands, run at most one step and one attention query, send the events.
+        """Run one iteration: wait for work, take all commands, run at most one step and one query, send the events.
 
         Raises:
             RuntimeError: the engine failed twice in a row, the second time after all its sequences were aborted.
@@ -99,7 +99,7 @@ class EngineLoop:
                 return commands
 
     def _answer_query(self) -> None:
-        """Compute the oldest attention query. Streams wait meanwhile, so steps get their share of time before the next query."""
+        """Compute the oldest attention query. Streams wait meanwhile, so steps get time before the next query."""
         uid = next(iter(self._queries))
         query = self._queries.pop(uid)
         self._send_now([Started(uid=uid, attempt=query.attempt)])

@@ -18,7 +18,7 @@ VARIABLE = "SLOW_LOOKS_UNTIL"
 
 
 class SlowLookEngine:
-    """An engine whose looks last until a file is there."""
+    """Engine whose attention queries last until a file exists."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class SlowLookEngine:
         return getattr(self._engine, name)
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """Compute a look when it may end. The file `….began` says that it has begun, in which process."""
+        """Compute an attention query once the file exists. The file `….began` holds the process id of the worker."""
         until = Path(os.environ[VARIABLE])
         until.with_suffix(".began").write_text(str(os.getpid()))
         while not until.exists():
