@@ -81,7 +81,7 @@ class AttentionQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
 
 Command: TypeAlias = Submit | Cancel | AttentionQuery
 
-# LitServe names its worker after a route.
+# Route that LitServe requires of an application. Kvasir registers all routes itself.
 API_PATH = "/v1/completions"
 
 

@@ -78,7 +78,7 @@ _BUDGET: Final = tuple(2**power for power in range(15))
 
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 _FAMILIES = (
-    # Client-side latencies, of choices that ended with stop or length. Other endings measure the client's patience.
+    # Latencies of choices that ended with stop or length. A cancelled choice would measure the client's timeout.
     Family("time_to_first_token_seconds", _H, "seconds",
            "Arrival of the request to a choice's first token leaving the server, queue included.",
            buckets=_FIRST, in_vllm=True),

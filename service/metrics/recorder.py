@@ -231,9 +231,9 @@ class _Exposition(Collector):
 
 def _under_vllm_name(metric: Metric) -> Metric:
     name = VLLM_PREFIX + metric.name.removeprefix(PREFIX)
-    twin = Metric(name, f"{metric.documentation} The engine is Kvasir, not vLLM.", metric.type)
-    twin.samples = [s._replace(name=VLLM_PREFIX + s.name.removeprefix(PREFIX)) for s in metric.samples]
-    return twin
+    renamed = Metric(name, f"{metric.documentation} The engine is Kvasir, not vLLM.", metric.type)
+    renamed.samples = [s._replace(name=VLLM_PREFIX + s.name.removeprefix(PREFIX)) for s in metric.samples]
+    return renamed
 
 
 def _instrument(family: Family) -> _Instrument:
