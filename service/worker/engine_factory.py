@@ -103,7 +103,7 @@ class EngineFacts:
         return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
 
 
-class _Choice(NamedTuple):
+class _ResolvedSettings(NamedTuple):
     """Values that are resolved before the model is loaded.
 
     library: None if PyTorch's kernels compute.
@@ -142,26 +142,26 @@ def build_engine(
         torch.OutOfMemoryError, RuntimeError: the model or the KV-cache does not fit on the device.
     """
     keep_freed_memory()
-    choice = _choose(settings, manifest)
-    torch.set_num_threads(choice.threads)
-    device, dtype = choice.context.device, choice.context.dtype
-    plan = _plan(server, settings, manifest, choice)
+    resolved = _resolve(settings, manifest)
+    torch.set_num_threads(resolved.threads)
+    device, dtype = resolved.context.device, resolved.context.dtype
+    plan = _plan(server, settings, manifest, resolved)
     loaded = load_model(
-        manifest, device=device, dtype=dtype, attention=choice.attending.backend, packs_next=choice.packs
+        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packs_next=resolved.packs
     )
-    matrices = prepare_matrices(loaded, settings.quantize, choice.quantization)
+    matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
     fuse_for_gpu(loaded)
     model = to_native(loaded)
-    capture = capture_for(device) if settings.cuda_graphs and choice.attending.recordable else None
+    capture = capture_for(device) if settings.cuda_graphs and resolved.attending.recordable else None
     largest = LargestStep(
         block_size=settings.block_size,
         num_tokens=settings.max_batched_tokens,
         num_sampled=settings.max_num_running,
-        max_context_length=choice.max_context_length,
+        max_context_length=resolved.max_context_length,
     )
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
     num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
-    num_blocks = num_blocks or _num_blocks(settings, choice, plan.reserved_bytes, profiled_bytes)
+    num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
     config = EngineConfig(
         block_size=settings.block_size,
         num_blocks=num_blocks,
@@ -172,27 +172,27 @@ def build_engine(
         target_itl_seconds=settings.target_itl_ms / 1000 or math.inf,
         enable_prefix_cache=settings.enable_prefix_cache,
         kv_cache_dtype=settings.kv_cache_dtype,
-        max_context_length=choice.max_context_length,
+        max_context_length=resolved.max_context_length,
     )
     tokenizer, looks_ahead = load_tokenizer(manifest.directory), None if settings.lookahead else False
     return Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead), EngineFacts(
         device=device.type,
-        attention=choice.attending.name,
+        attention=resolved.attending.name,
         kernel_level=model.kernel_level if isinstance(model, NativeTransformer) else None,
         dtype=_name(dtype),
         matrices=matrices,
-        threads=choice.threads,
-        max_context_length=choice.max_context_length,
+        threads=resolved.threads,
+        max_context_length=resolved.max_context_length,
         num_blocks=num_blocks,
         block_size=settings.block_size,
-        kv_cache_bytes=num_blocks * choice.block_bytes,
-        kv_cache_dtype=_name(choice.cache_dtype),
-        reasons=choice.reasons,
+        kv_cache_bytes=num_blocks * resolved.block_bytes,
+        kv_cache_dtype=_name(resolved.cache_dtype),
+        reasons=resolved.reasons,
         has_standby=plan.has_standby,
     )
 
 
-def _choose(settings: ModelSettings, manifest: Manifest) -> _Choice:
+def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
     """Resolve the settings that are "auto". Raises `SettingsError` if a setting does not fit the model or device."""
     max_context_length, device = context_length(settings, manifest.config), find_device(settings.device)
     library = _load_kernels(settings, device)
@@ -208,7 +208,7 @@ def _choose(settings: ModelSettings, manifest: Manifest) -> _Choice:
         attending = choose_attention(settings.attention, context, library)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    return _Choice(
+    return _ResolvedSettings(
         context=context,
         library=library,
         attending=attending,
@@ -221,22 +221,24 @@ def _choose(settings: ModelSettings, manifest: Manifest) -> _Choice:
     )
 
 
-def _plan(server: ServerNeeds | None, settings: ModelSettings, manifest: Manifest, choice: _Choice) -> MemoryPlan:
+def _plan(
+    server: ServerNeeds | None, settings: ModelSettings, manifest: Manifest, resolved: _ResolvedSettings
+) -> MemoryPlan:
     """Return the memory that the first worker of a server on a CPU leaves to the rest of the server.
 
     Raises:
         ValueError: the server does not fit into memory.
     """
-    if server is None or server.num_blocks or choice.context.device.type != "cpu":
+    if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
-    dtype = choice.context.dtype
+    dtype = resolved.context.dtype
     stored = {_STORED_DTYPES.get(part.dtype) for place in manifest.place_tensors().values() for part in place.parts}
     loaded = LoadedModel(
         config=manifest.config,
         value_bytes=dtype.itemsize,
-        cache_value_bytes=choice.cache_dtype.itemsize,
-        num_copies=1 if choice.library is None or (choice.packs and stored == {dtype}) else 2,
-        max_context_length=choice.max_context_length,
+        cache_value_bytes=resolved.cache_dtype.itemsize,
+        num_copies=1 if resolved.library is None or (resolved.packs and stored == {dtype}) else 2,
+        max_context_length=resolved.max_context_length,
     )
     return plan_memory(loaded, settings, standby=server.standby)
 
@@ -371,7 +373,9 @@ def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantiz
         raise SettingsError(str(error)) from None
 
 
-def _num_blocks(settings: ModelSettings, choice: _Choice, reserved_bytes: int, profiled_bytes: int | None) -> int:
+def _num_blocks(
+    settings: ModelSettings, resolved: _ResolvedSettings, reserved_bytes: int, profiled_bytes: int | None
+) -> int:
     """Return the number of KV-cache blocks: as requested, or as many as are useful and fit into memory.
 
     On a CPU, "auto" leaves half of the free memory to other uses, if one full context allows.
@@ -385,12 +389,12 @@ def _num_blocks(settings: ModelSettings, choice: _Choice, reserved_bytes: int, p
         ValueError: the memory is too small for the requested KV-cache, or for one sequence at full length.
     """
     if profiled_bytes is None:
-        free = max(0, free_bytes(choice.context.device.type) - reserved_bytes)
+        free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes)
         # One full context may take more than half of the memory, since otherwise the model could not be served.
         most, usual_share = int(free * _MOST_OF_MEMORY), free // 2
     else:
         free = most = usual_share = profiled_bytes
-    block_size, block_bytes, max_context_length = settings.block_size, choice.block_bytes, choice.max_context_length
+    block_size, block_bytes, max_context_length = settings.block_size, resolved.block_bytes, resolved.max_context_length
     blocks_per_context = -(-max_context_length // block_size)
     needed_mib = -(-blocks_per_context * block_bytes // _MIB)
     if settings.kv_cache_memory == "auto":

@@ -17,7 +17,7 @@ from service.worker.worker import Worker
 VARIABLE = "SLOW_LOOKS_UNTIL"
 
 
-class SlowLookEngine:
+class SlowQueryEngine:
     """Engine whose attention queries last until a file exists."""
 
     def __init__(self, engine: Any) -> None:
@@ -36,16 +36,16 @@ class SlowLookEngine:
         return weights
 
 
-class SlowLookAPI(Worker):
-    """Build it."""
+class SlowQueryWorker(Worker):
+    """Worker whose attention queries wait for the file."""
 
     def build(self) -> Any:
         """See `Worker.build`."""
         engine, facts = super().build()
-        return SlowLookEngine(engine), facts
+        return SlowQueryEngine(engine), facts
 
 
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
     log_setup.configure(settings.log_level)
-    raise SystemExit(build_server(settings, worker_class=SlowLookAPI).run())
+    raise SystemExit(build_server(settings, worker_class=SlowQueryWorker).run())

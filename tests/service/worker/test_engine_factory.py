@@ -144,12 +144,12 @@ def test_auto_cache_of_a_long_context_is_limited_to_useful_blocks(
 ) -> None:
     has_free(monkeypatch, 2**40)
     asked = settings(tiny_checkpoint, max_num_running=running)
-    choice: Any = SimpleNamespace(
+    resolved: Any = SimpleNamespace(
         block_bytes=16 * BYTES_PER_TOKEN,
         max_context_length=context,
         context=SimpleNamespace(device=torch.device("cpu")),
     )
-    num_blocks = engine_factory._num_blocks(asked, choice, 0, None)
+    num_blocks = engine_factory._num_blocks(asked, resolved, 0, None)
     assert num_blocks * 16 == tokens
 
 
