@@ -32,7 +32,6 @@ from service.config.settings import ServeSettings
 from service.http.request_io import json_response
 from service.ipc.channel import Channel
 from service.ipc.messages import API_PATH, Command, CommandBatch, WorkerReady, decode_events, encode_commands
-from service.ipc.serving_path import get_serving_path
 from service.ipc.shared_state import Lifecycle
 from service.metrics.recorder import EngineState, Metrics
 from service.preprocess.served_model import ServedModel
@@ -159,7 +158,6 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self._metrics.set_engine_state(EngineState(state))
         self._metrics.set_worker_restarts(signal=lifecycle.num_killed.value, exit=lifecycle.num_exited.value)
         self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
-        self._metrics.flush()
         body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
 
@@ -230,4 +228,4 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self._epoch = worker.epoch
             self._channel.discard_unsent()
         self.context.worker = worker
-        self._metrics.observe_worker_start(worker, get_serving_path(worker))
+        self._metrics.observe_worker_start(worker)

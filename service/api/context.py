@@ -13,7 +13,6 @@ from service.admission.queue_policy import queue_limits
 from service.config.settings import ServeSettings
 from service.http.request_io import read_body
 from service.ipc.messages import WorkerReady
-from service.ipc.serving_path import get_serving_path
 from service.ipc.shared_state import Lifecycle, Phase, Watchdog
 from service.metrics.recorder import Metrics
 from service.preprocess.chat_renderer import ChatPrompts
@@ -101,24 +100,25 @@ class ApiContext:
     def readiness(self) -> Readiness:
         """Return the service's state for new requests, and the expected time until ready."""
         now, lifecycle, worker = time.monotonic(), self.lifecycle, self.worker
-        is_up = worker is not None and worker.epoch >= lifecycle.epoch.value
-        path = get_serving_path(worker) if worker and is_up else None
+        serving = worker if worker is not None and worker.epoch >= lifecycle.epoch.value else None
+        report = (
+            Readiness
+            if serving is None
+            else partial(Readiness, level=serving.kernel_level, attention=serving.attention, dtype=serving.dtype)
+        )
         if lifecycle.phase.value >= Phase.DRAINING:
             elapsed = now - lifecycle.phase_seconds.value
-            return Readiness(
+            return report(
                 state="draining",
                 phase="finishing running requests",
                 elapsed_s=round(elapsed, 3),
                 eta_s=round(max(0.0, self.settings.drain_seconds - elapsed), 3),
-                path=path,
             )
         elapsed = now - lifecycle.epoch_seconds.value
-        if path is None:
+        if serving is None:
             usual = None if worker is None else round(max(0.0, worker.startup_seconds - elapsed), 3)
-            return Readiness(state="loading", phase="starting a worker", elapsed_s=round(elapsed, 3), eta_s=usual)
+            return report(state="loading", phase="starting a worker", elapsed_s=round(elapsed, 3), eta_s=usual)
         silence = self.worker_watchdog.silence()
         if silence > STALL_SECONDS:
-            return Readiness(
-                state="stalled", phase="the worker hangs", elapsed_s=round(silence, 3), eta_s=None, path=path
-            )
-        return Readiness(state="ready", phase="serving", elapsed_s=round(elapsed, 3), eta_s=0.0, path=path)
+            return report(state="stalled", phase="the worker hangs", elapsed_s=round(silence, 3), eta_s=None)
+        return report(state="ready", phase="serving", elapsed_s=round(elapsed, 3), eta_s=0.0)

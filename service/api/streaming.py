@@ -98,7 +98,6 @@ class Delivery(Response, ABC):
 
     def _observe_finish(self, choice: Choice, finish: Finish) -> None:
         first, arrival = self._first_token_seconds.get(choice.index), self._request.arrival_seconds
-        self._metrics.flush()
         self._metrics.observe_finish(
             finish,
             e2e_seconds=time.monotonic() - arrival,

@@ -81,7 +81,7 @@ class AttentionQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
 
 Command: TypeAlias = Submit | Cancel | AttentionQuery
 
-# LitServe names its worker after a route.
+# Route that LitServe requires of an application. Kvasir registers all routes itself.
 API_PATH = "/v1/completions"
 
 
@@ -149,16 +149,14 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Event: a worker is ready and has no requests. Every unfinished request must be resubmitted.
 
-    device, dtype, attention, kernel_level, matrices, kv_cache_dtype: as in `service.worker.engine_factory.EngineFacts`.
+    device, dtype, attention, kernel_level, kv_cache_dtype: as in `service.worker.engine_factory.EngineFacts`.
     """
 
-    worker_id: int
     epoch: int
     device: str
     dtype: str
     attention: str
     kernel_level: str | None
-    matrices: str
     kv_cache_dtype: str
     num_blocks: int
     block_size: int

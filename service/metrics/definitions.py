@@ -78,7 +78,7 @@ _BUDGET: Final = tuple(2**power for power in range(15))
 
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 _FAMILIES = (
-    # Client-side latencies, of choices that ended with stop or length. Other endings measure the client's patience.
+    # Latencies of choices that ended with stop or length. A cancelled choice would measure the client's timeout.
     Family("time_to_first_token_seconds", _H, "seconds",
            "Arrival of the request to a choice's first token leaving the server, queue included.",
            buckets=_FIRST, in_vllm=True),
@@ -178,10 +178,6 @@ _FAMILIES = (
            ("by",), (("event_id",), ("key",))),
     Family("api_requests", _G, "requests", "Requests that the API process has admitted and not completed."),
     Family("api_tasks", _G, "tasks", "asyncio tasks of the API process, including the task of this scrape."),
-    Family("serving_path", _G, "1",
-           "1 for the code path that computes tokens. kernels: own (native) or pytorch; level: instruction set of the "
-           "native kernels.",
-           ("kernels", "level", "attention", "matrices", "dtype", "device"), ()),
     Family("build_info", _G, "1", "Versions, as labels.",
            ("version", "python", "torch", "litserve"), ()),
 )

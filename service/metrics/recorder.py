@@ -7,8 +7,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
@@ -23,190 +22,192 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.ipc.messages import EngineIdle, Finish, FinishReason, StepStats, WorkerReady
-from service.ipc.serving_path import ServingPath
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metrics.definitions import EngineState as EngineState
-from service.metrics.histogram_buffer import Tally
-from service.metrics.step_metrics_buffer import ENGINE_GAUGES, StepMetricsBuffer
 
 _Instrument: TypeAlias = Counter | Gauge | Histogram
+# Counters of engine steps, by the field of `StepStats`.
+_STEP_COUNTERS = {
+    "num_completion_tokens": "generation_tokens",
+    "num_cached_prompt_tokens": "prompt_tokens_cached",
+    "num_prefix_queries": "prefix_cache_queries",
+    "num_prefix_hits": "prefix_cache_hits",
+    "num_preemptions": "num_preemptions",
+    "num_drafts": "spec_decode_num_drafts",
+    "num_draft_tokens": "spec_decode_num_draft_tokens",
+    "num_accepted_tokens": "spec_decode_num_accepted_tokens",
+    "num_non_finite": "non_finite_sequences",
+}
 # With these variables in the environment, prometheus_client would write files, and warn of what files cannot do.
 for _variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
     os.environ.pop(_variable, None)
 values.ValueClass = values.MutexValue
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Objectives:
-    """Service-level objectives. The defaults are histogram bucket bounds, so histograms show attainment too."""
-
-    ttft_seconds: float = 0.5
-    tpot_seconds: float = 0.05
+# Service-level objectives. They are histogram bucket bounds, so histograms show attainment too.
+TTFT_OBJECTIVE_SECONDS: Final = 0.5
+TPOT_OBJECTIVE_SECONDS: Final = 0.05
+# Gauges of the last step, which a worker's death drops.
+_ENGINE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
 
 
 class Metrics:
     """Metrics of one engine."""
 
-    def __init__(self, model_name: str, *, engine: str = "0", objectives: Objectives | None = None) -> None:
-        self._common = (model_name, engine)
+    def __init__(self, model_name: str) -> None:
+        self._common = (model_name, "0")  # one engine
         self._instruments = {name: _instrument(family) for name, family in FAMILIES.items()}
+        self._children: dict[tuple[str, ...], Any] = {}
         self._registry = CollectorRegistry()
         self._registry.register(_Exposition(list(self._instruments.values())))
-        self._objectives = Objectives() if objectives is None else objectives
         self._num_restarts: dict[str, int] = {}
         for family in FAMILIES.values():
-            if family.kind is Kind.COUNTER:
+            if family.kind is Kind.HISTOGRAM:
+                self._metric(family.name)
+            elif family.kind is Kind.COUNTER:
                 for label_values in family.known:
-                    self._counter(family.name, *label_values)
-
-        # The labelled children are looked up once, because `labels()` costs more than an observation.
-        self._ttft = self._histogram("time_to_first_token_seconds")
-        self._gaps = Tally(self._histogram("inter_token_latency_seconds"))
-        self._tpot = self._histogram("request_time_per_output_token_seconds")
-        self._e2e = self._histogram("e2e_request_latency_seconds")
-        self._retry_after_error = self._histogram("retry_after_error_seconds")
-        self._grammar_compile = self._histogram("grammar_compile_seconds")
-        self._queue = self._histogram("request_queue_time_seconds")
-        self._prefill = self._histogram("request_prefill_time_seconds")
-        self._decode = self._histogram("request_decode_time_seconds")
-        self._inference = self._histogram("request_inference_time_seconds")
-        self._request_prompt_tokens = self._histogram("request_prompt_tokens")
-        self._request_generation_tokens = self._histogram("request_generation_tokens")
-        self._request_max_tokens = self._histogram("request_params_max_tokens")
-        self._steps = StepMetricsBuffer(counter=self._counter, gauge=self._gauge, histogram=self._histogram)
+                    self._metric(family.name, *label_values)
+        self._gaps = self._metric("inter_token_latency_seconds")  # observed for each token
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
-        self._gauge("build_info", version, platform.python_version(), torch, litserve).set(1)
+        self._metric("build_info", version, platform.python_version(), torch, litserve).set(1)
 
-    def observe_worker_start(self, hello: WorkerReady, path: ServingPath) -> None:
-        """Record that a worker is ready and idle, and the code path that it serves with."""
-        for name in ("cache_config_info", "serving_path"):
-            self._instruments[name].clear()  # an earlier worker's labels
-        shape = (str(hello.block_size), str(hello.num_blocks), hello.kv_cache_dtype, hello.device)
-        self._gauge("cache_config_info", *shape).set(1)
-        self._gauge("serving_path", *path.labels).set(1)
-        self._gauge("startup_seconds").set(hello.startup_seconds)
-        self._steps.rest()
+    def _metric(self, name: str, *label_values: str) -> Any:
+        """Return the counter, gauge or histogram with these label values.
+
+        The object is kept, because prometheus_client's `labels` costs more than an observation.
+        """
+        key = (name, *label_values)
+        if key not in self._children:
+            self._children[key] = self._instruments[name].labels(*self._common, *label_values)
+        return self._children[key]
+
+    def _clear(self, name: str) -> None:
+        """Drop all series of a metric."""
+        self._instruments[name].clear()
+        self._children = {key: child for key, child in self._children.items() if key[0] != name}
+
+    def observe_worker_start(self, worker: WorkerReady) -> None:
+        """Record that a worker is ready and idle."""
+        self._clear("cache_config_info")  # an earlier worker's labels
+        shape = (str(worker.block_size), str(worker.num_blocks), worker.kv_cache_dtype, worker.device)
+        self._metric("cache_config_info", *shape).set(1)
+        self._metric("startup_seconds").set(worker.startup_seconds)
+        self.observe_engine(EngineIdle())
 
     def observe_engine(self, event: StepStats | EngineIdle) -> None:
-        """Record an engine step, or that the engine has no work left. A scrape sees a step after `flush`."""
-        if isinstance(event, StepStats):
-            self._steps.add(event)
-        else:
-            self._steps.rest()
+        """Record an engine step, or that the engine has no work left."""
+        if isinstance(event, EngineIdle):
+            self._set_load(0, 0, 0.0)
+            return
+        self._set_load(event.num_running, event.num_waiting, event.kv_usage)
+        self._metric("max_num_requests_running").set(event.max_num_running)
+        self._metric("batch_size").observe(event.batch_size)
+        self._metric("iteration_tokens_total").observe(event.num_prompt_tokens + event.num_completion_tokens)
+        self._metric("iteration_duration_seconds").observe(event.step_seconds)
+        self._metric("engine_busy_seconds").inc(event.step_seconds)
+        self._metric("prompt_tokens").inc(event.num_prompt_tokens + event.num_cached_prompt_tokens)
+        for field, name in _STEP_COUNTERS.items():
+            if number := getattr(event, field):
+                self._metric(name).inc(number)
+
+    def _set_load(self, num_running: int, num_waiting: int, kv_usage: float) -> None:
+        """Set the gauges that fall to 0 when the engine has no work."""
+        self._metric("num_requests_running").set(num_running)
+        self._metric("num_requests_waiting").set(num_waiting)
+        self._metric("kv_cache_usage_perc").set(kv_usage)
 
     def forget_engine(self) -> None:
-        """Drop the gauges of the last step, because its worker has died."""
-        self._steps.flush()
-        self._steps.forget()
-        for name in ENGINE_GAUGES:
-            self._instruments[name].clear()
+        """Drop the gauges of the last engine step, because the worker has died."""
+        for name in _ENGINE_GAUGES:
+            self._clear(name)
 
     def observe_first_token(self, seconds: float) -> None:
         """Record that a choice's first token left the server `seconds` after its request arrived."""
-        self._ttft.observe(seconds)
+        self._metric("time_to_first_token_seconds").observe(seconds)
 
     def observe_inter_token(self, seconds: float, count: int = 1) -> None:
-        """Record that `count` tokens of a choice left the server, `seconds` apart. A scrape sees them after `flush`."""
-        self._gaps.add(seconds, count)
-
-    def flush(self) -> None:
-        """Write buffered observations to the metrics, so that scrapes see them."""
-        self._gaps.flush()
-        self._steps.flush()
+        """Record that `count` tokens of a choice left the server, `seconds` apart."""
+        for _ in range(count):
+            self._gaps.observe(seconds)
 
     def observe_finish(
         self, finish: Finish, *, e2e_seconds: float, ttft_seconds: float | None, max_tokens: int
     ) -> None:
         """Record the end of a choice. `ttft_seconds` is None if the choice had no token."""
-        self._counter("request_success", finish.reason).inc()
+        self._metric("request_success", finish.reason).inc()
         num_gaps = finish.num_completion_tokens - 1
         tpot = None if ttft_seconds is None or num_gaps < 1 else (e2e_seconds - ttft_seconds) / num_gaps
         if finish.reason not in (FinishReason.ABORT, FinishReason.REFUSED):
             self._count_objectives(ttft_seconds, tpot, is_served=finish.reason is not FinishReason.ERROR)
         if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        self._e2e.observe(e2e_seconds)
+        self._metric("e2e_request_latency_seconds").observe(e2e_seconds)
         if tpot is not None:
-            self._tpot.observe(tpot)
-        self._queue.observe(finish.queue_seconds)
-        self._prefill.observe(finish.prefill_seconds)
-        self._decode.observe(finish.decode_seconds)
-        self._inference.observe(finish.prefill_seconds + finish.decode_seconds)
-        self._request_prompt_tokens.observe(finish.num_prompt_tokens)
-        self._request_generation_tokens.observe(finish.num_completion_tokens)
-        self._request_max_tokens.observe(max_tokens)
+            self._metric("request_time_per_output_token_seconds").observe(tpot)
+        self._metric("request_queue_time_seconds").observe(finish.queue_seconds)
+        self._metric("request_prefill_time_seconds").observe(finish.prefill_seconds)
+        self._metric("request_decode_time_seconds").observe(finish.decode_seconds)
+        self._metric("request_inference_time_seconds").observe(finish.prefill_seconds + finish.decode_seconds)
+        self._metric("request_prompt_tokens").observe(finish.num_prompt_tokens)
+        self._metric("request_generation_tokens").observe(finish.num_completion_tokens)
+        self._metric("request_params_max_tokens").observe(max_tokens)
 
     def _count_objectives(self, ttft: float | None, tpot: float | None, *, is_served: bool) -> None:
-        ttft_met = is_served and (ttft is None or ttft <= self._objectives.ttft_seconds)
-        tpot_met = is_served and (tpot is None or tpot <= self._objectives.tpot_seconds)
+        ttft_met = is_served and (ttft is None or ttft <= TTFT_OBJECTIVE_SECONDS)
+        tpot_met = is_served and (tpot is None or tpot <= TPOT_OBJECTIVE_SECONDS)
         for slo, met in (("ttft", ttft_met), ("tpot", tpot_met), ("all", ttft_met and tpot_met)):
-            self._counter("slo_requests", slo, str(met).lower()).inc()
+            self._metric("slo_requests", slo, str(met).lower()).inc()
 
     def count_rejection(self, reason: str) -> None:
         """Count a request that was rejected before any work was done for it."""
-        self._counter("admission_rejections", reason).inc()
+        self._metric("admission_rejections", reason).inc()
 
     def observe_retry_after_error(self, seconds: float) -> None:
         """Record the error of a Retry-After: the time at which room appeared minus the announced time, in seconds."""
-        self._retry_after_error.observe(seconds)
+        self._metric("retry_after_error_seconds").observe(seconds)
 
     def observe_structured(self, kind: str, outcome: str, compile_seconds: float | None) -> None:
         """Record a structured request. `compile_seconds` is None if its grammar was cached."""
-        self._counter("structured_requests", kind, outcome).inc()
+        self._metric("structured_requests", kind, outcome).inc()
         if compile_seconds is not None:
-            self._grammar_compile.observe(compile_seconds)
+            self._metric("grammar_compile_seconds").observe(compile_seconds)
 
     def count_failure(self, status: int, error_type: str) -> None:
         """Count a request that ended with an error response."""
-        self._counter("request_failures", str(status), error_type).inc()
+        self._metric("request_failures", str(status), error_type).inc()
 
     def count_cancellation(self, phase: str) -> None:
         """Count a client that disconnected while its request was in `phase`."""
-        self._counter("requests_cancelled", phase).inc()
+        self._metric("requests_cancelled", phase).inc()
 
     def count_wasted_tokens(self, reason: str, n: int) -> None:
         """Count `n` completion tokens that were computed but not delivered."""
-        self._counter("wasted_tokens", reason).inc(n)
+        self._metric("wasted_tokens", reason).inc(n)
 
     def set_worker_restarts(self, **numbers: int) -> None:
         """Record the numbers of replaced workers, by reason."""
         for reason, number in numbers.items():
-            self._counter("worker_restarts", reason).inc(number - self._num_restarts.get(reason, 0))
+            self._metric("worker_restarts", reason).inc(number - self._num_restarts.get(reason, 0))
             self._num_restarts[reason] = number
 
     def count_replay(self, outcome: str) -> None:
         """Count a request that a dead worker left unfinished: "resubmitted" or "gave_up"."""
-        self._counter("requests_replayed", outcome).inc()
+        self._metric("requests_replayed", outcome).inc()
 
     def count_resumption(self, by: str) -> None:
         """Count a connection that resumed a buffered response by "event_id" or by "key"."""
-        self._counter("requests_resumed", by).inc()
+        self._metric("requests_resumed", by).inc()
 
     def observe_api(self, *, num_requests: int, num_tasks: int) -> None:
         """Record the API process' current numbers of requests and asyncio tasks."""
-        self._gauge("api_requests").set(num_requests)
-        self._gauge("api_tasks").set(num_tasks)
+        self._metric("api_requests").set(num_requests)
+        self._metric("api_tasks").set(num_tasks)
 
     def set_engine_state(self, state: EngineState) -> None:
         """Set the state gauge."""
         for candidate in EngineState:
-            self._gauge("engine_state", candidate).set(candidate == state)
-
-    def _counter(self, name: str, *label_values: str) -> Counter:
-        counter = self._instruments[name].labels(*self._common, *label_values)
-        assert isinstance(counter, Counter), f"{name} is not a counter"
-        return counter
-
-    def _gauge(self, name: str, *label_values: str) -> Gauge:
-        gauge = self._instruments[name].labels(*self._common, *label_values)
-        assert isinstance(gauge, Gauge), f"{name} is not a gauge"
-        return gauge
-
-    def _histogram(self, name: str) -> Histogram:
-        histogram = self._instruments[name].labels(*self._common)
-        assert isinstance(histogram, Histogram), f"{name} is not a histogram"
-        return histogram
+            self._metric("engine_state", candidate).set(candidate == state)
 
     def render(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus' text format, and the content type."""
@@ -230,9 +231,9 @@ class _Exposition(Collector):
 
 def _under_vllm_name(metric: Metric) -> Metric:
     name = VLLM_PREFIX + metric.name.removeprefix(PREFIX)
-    twin = Metric(name, f"{metric.documentation} The engine is Kvasir, not vLLM.", metric.type)
-    twin.samples = [s._replace(name=VLLM_PREFIX + s.name.removeprefix(PREFIX)) for s in metric.samples]
-    return twin
+    renamed = Metric(name, f"{metric.documentation} The engine is Kvasir, not vLLM.", metric.type)
+    renamed.samples = [s._replace(name=VLLM_PREFIX + s.name.removeprefix(PREFIX)) for s in metric.samples]
+    return renamed
 
 
 def _instrument(family: Family) -> _Instrument:

@@ -14,7 +14,7 @@ from service.protocol.errors import EngineFailed, InvalidRequest
 from service.sandbox.serial_executor import SerialExecutor
 
 # Longest wait of a conversation for the template process. Rendering takes milliseconds. A template that hangs takes up
-# to the CPU time limit (`TemplateLimits`), and requests that wait longer behind it are rejected.
+# to the CPU time limit (`TEMPLATE_LIMITS`), and requests that wait longer behind it are rejected.
 WAIT_SECONDS = 5.0
 
 

@@ -1,26 +1,16 @@
 """Child process that renders chat templates under limits of the operating system.
 
-The process starts with the first rendering, and again after a limit has ended the process. One conversation is rendered
-at a time. `render` blocks, so call it from a thread.
+One conversation is rendered at a time. `render` blocks, so call it from a thread.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from model.chat.template_sandbox import MAX_CHARACTERS, TemplateFailure, compile_template, render
-from service.sandbox.child_process import BoundedProcess, ProcessEnded, python_arguments
-from service.sandbox.command_loop import run_command_loop
+from service.sandbox.child_process import BoundedProcess, ProcessEnded, ProcessLimits, run_command_loop
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TemplateLimits:
-    """Limits of one rendering (CPU seconds, characters of text) and of the process (memory)."""
-
-    cpu_seconds: float = 5.0
-    memory_bytes: int = 512 * 2**20
-    max_characters: int = MAX_CHARACTERS
+TEMPLATE_LIMITS: Final = ProcessLimits(cpu_seconds=5.0, memory_bytes=512 * 2**20)
 
 
 class TemplateProcess:
@@ -28,12 +18,15 @@ class TemplateProcess:
 
     Args:
         source: text of the Jinja template.
+        max_characters: limit of the rendered text.
     """
 
-    def __init__(self, source: str, limits: TemplateLimits | None = None) -> None:
-        self._source = source
-        self._limits = TemplateLimits() if limits is None else limits
-        self._process = BoundedProcess(python_arguments(__name__))
+    def __init__(
+        self, source: str, limits: ProcessLimits = TEMPLATE_LIMITS, *, max_characters: int = MAX_CHARACTERS
+    ) -> None:
+        self._limits = limits
+        opening = {"source": source, "max_characters": max_characters}
+        self._process = BoundedProcess(__name__, limits, lambda: opening)
 
     def render(self, variables: Mapping[str, Any] | None) -> str:
         """Render the template and return the text. With None, only compile the template.
@@ -42,14 +35,9 @@ class TemplateProcess:
             TemplateFailure: the template is invalid, raised an error, failed, or exceeded a limit. One line.
         """
         try:
-            if not self._process.is_running:
-                self._process.start({"source": self._source, **asdict(self._limits)})
             reply = self._process.ask({"variables": variables})
         except ProcessEnded:
-            raise TemplateFailure(
-                f"rendering took over {self._limits.cpu_seconds:g} s of processor time or "
-                f"{self._limits.memory_bytes // 2**20} MiB of memory"
-            ) from None
+            raise TemplateFailure(f"rendering took over {self._limits}") from None
         if "error" in reply:
             if not reply["by_template"]:
                 self.close()  # the failure may have left the process short of memory

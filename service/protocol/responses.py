@@ -6,8 +6,6 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from service.ipc.serving_path import ServingPath
-
 
 class Logprobs(msgspec.Struct, kw_only=True):
     """Logprobs of a choice: four lists of equal length, one entry per token.
@@ -223,13 +221,19 @@ class Detokenized(msgspec.Struct, kw_only=True):
 
 
 class Readiness(msgspec.Struct, kw_only=True):
-    """Readiness of the server. `eta_s` is null if unknown; `path` is null while no worker is up."""
+    """Readiness of the server. `eta_s` is null if unknown.
+
+    `level`, `attention` and `dtype` are null while no worker is up. `level` is the instruction set of the native
+    kernels, null if PyTorch's kernels compute.
+    """
 
     state: Literal["ready", "loading", "draining", "stalled"]
     phase: str
     elapsed_s: float
     eta_s: float | None
-    path: ServingPath | None = None
+    level: str | None = None
+    attention: str | None = None
+    dtype: str | None = None
 
 
 class Health(msgspec.Struct, kw_only=True):

@@ -1,32 +1,25 @@
 """Client of the grammar compiler process, with a cache of the compiled output formats.
 
-A typical grammar costs about 1 ms of CPU time. A hostile grammar can cost as much as `CompilerLimits` allows. Requests
+A typical grammar costs about 1 ms of CPU time. A hostile grammar can cost as much as `COMPILER_LIMITS` allows. Requests
 that wait too long behind other grammars are rejected with a Retry-After.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any, Final
 
 from model.tokenizer.interface import Tokenizer
 from service.protocol.errors import EngineFailed, InvalidRequest
 from service.protocol.response_format import OutputConstraint
-from service.sandbox.child_process import BoundedProcess, ProcessEnded, python_arguments
+from service.sandbox.child_process import BoundedProcess, ProcessEnded, ProcessLimits, ProcessNotStarted
 from service.sandbox.serial_executor import SerialExecutor
 
 WAIT_SECONDS = 5.0
 _MAX_REMEMBERED = 128
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompilerLimits:
-    """Resource limits: CPU seconds per grammar, and bytes of address space of the child process."""
-
-    cpu_seconds: float = 2.0
-    memory_bytes: int = 2**30
+COMPILER_LIMITS: Final = ProcessLimits(cpu_seconds=2.0, memory_bytes=2**30)
 
 
 class GrammarChecker:
@@ -42,15 +35,15 @@ class GrammarChecker:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        limits: CompilerLimits | None = None,
+        limits: ProcessLimits = COMPILER_LIMITS,
         *,
         max_waiting: int = 256,
         wait_seconds: float = WAIT_SECONDS,
         observe: Callable[[str, str, float | None], None] = lambda kind, outcome, seconds: None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = CompilerLimits() if limits is None else limits
-        self._process = BoundedProcess(python_arguments("service.structured_output.compiler_process"))
+        self._limits = limits
+        self._process = BoundedProcess("service.structured_output.compiler_process", limits, self._opening)
         self._executor = SerialExecutor(
             "schemas and grammars", "the grammar compiler", max_waiting=max_waiting, wait_seconds=wait_seconds
         )
@@ -87,25 +80,22 @@ class GrammarChecker:
         self._executor.close()
         self._process.close()
 
+    def _opening(self) -> dict[str, Any]:
+        """Return the first command of the child process: the vocabulary."""
+        tokenizer = self._tokenizer
+        return {
+            "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
+            "special_token_ids": [*tokenizer.special_tokens.values()],
+            "eos_token_ids": [*tokenizer.eos_token_ids],
+        }
+
     def _ask(self, order: dict[str, object]) -> tuple[dict[str, str], float]:
         """Return the child's reply and the seconds that the reply took."""
-        if not self._process.is_running:
-            tokenizer = self._tokenizer
-            opening = {
-                "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
-                "special_token_ids": [*tokenizer.special_tokens.values()],
-                "eos_token_ids": [*tokenizer.eos_token_ids],
-                **asdict(self._limits),
-            }
-            try:
-                self._process.start(opening)
-            except ProcessEnded:
-                raise EngineFailed("the grammar compiler of this server cannot be started", retry=False) from None
         start = time.monotonic()
         try:
             reply = self._process.ask(order)
+        except ProcessNotStarted:
+            raise EngineFailed("the grammar compiler of this server cannot be started", retry=False) from None
         except ProcessEnded:
-            cpu_seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes // 2**20
-            limits = f"{cpu_seconds:g} s of CPU time or {mib} MiB of memory"
-            reply = {"error": f"compilation takes over {limits}; simplify the grammar"}
+            reply = {"error": f"compilation takes over {self._limits}; simplify the grammar"}
         return reply, time.monotonic() - start

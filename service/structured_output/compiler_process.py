@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
-from service.sandbox.command_loop import run_command_loop
+from service.sandbox.child_process import run_command_loop
 from service.structured_output.json_schema import NAMED, at, prepared
 from service.structured_output.lark_grammar import lark_grammar
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -44,9 +45,8 @@ _PREFIX_CACHE_SHARE = 0.5
 _USUAL_LENGTH = 8192
 # Largest share of free memory for the KV-cache, used if one full context needs more than half.
 _MOST_OF_MEMORY = 0.8
-# Names of dtypes in safetensors files.
-_STORED_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+# Dtypes by their names in safetensors files, and by their names in settings.
+_STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -103,10 +103,28 @@ class EngineFacts:
         return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
 
 
-def _kernel_context(settings: ModelSettings, manifest: Manifest, device: str, dtype: torch.dtype) -> KernelContext:
-    return KernelContext(
-        config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size
-    )
+class _ResolvedSettings(NamedTuple):
+    """Values that are resolved before the model is loaded.
+
+    library: None if PyTorch's kernels compute.
+    packs: the loaded matrices are the file's own pages until they are packed.
+    reasons: reason for the value, by the setting's name.
+    """
+
+    context: KernelContext
+    library: KernelLibrary | None
+    attending: Attending
+    cache_dtype: torch.dtype
+    quantization: Quantization | None
+    packs: bool
+    threads: int
+    max_context_length: int
+    reasons: Mapping[str, str]
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block of the KV-cache."""
+        return self.context.block_size * self.context.config.kv_bytes_per_token(self.cache_dtype.itemsize)
 
 
 def build_engine(
@@ -119,97 +137,27 @@ def build_engine(
 
     Raises:
         CheckpointError: the tensors cannot be read.
-        SettingsError: the requested context is longer than the model's, the device is missing or does not support the
-            requested quantization or attention, the KV-cache is too small for one full context, or its dtype does not
-            fit the model.
+        SettingsError: a setting does not fit the model, the device or another setting.
         ValueError: the memory is too small for the requested settings.
         torch.OutOfMemoryError, RuntimeError: the model or the KV-cache does not fit on the device.
     """
     keep_freed_memory()
-    max_context_length = context_length(settings, manifest.config)
-    device = find_device(settings.device)
-    library = _load_kernels(settings, device)
-    dtype_name, dtype_reason = _choose_dtype(settings, manifest, device, library)
-    dtype = _DTYPES[dtype_name]
-    library = library if computes(manifest.config, dtype) else None
-    threads, threads_reason = _choose_threads(settings, is_native=library is not None)
-    torch.set_num_threads(threads)
-    cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
-    quantization = find_quantization(settings.quantize, device, dtype)
-    context = _kernel_context(settings, manifest, device, dtype)
-    attending = _choose_attention(settings, context, library)
-    packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
-    num_copies = _num_copies(manifest, dtype, packs=packs) if library is not None else 1
-    plan = _plan(server, settings, manifest, context, num_copies=num_copies, cache_value_bytes=cache_dtype.itemsize)
-    loaded = load_model(manifest, device=device, dtype=dtype, attention=attending.backend, packs_next=packs)
-    matrices = prepare_matrices(loaded, settings.quantize, quantization)
+    resolved = _resolve(settings, manifest)
+    torch.set_num_threads(resolved.threads)
+    device, dtype = resolved.context.device, resolved.context.dtype
+    plan = _plan(server, settings, manifest, resolved)
+    loaded = load_model(
+        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packs_next=resolved.packs
+    )
+    matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
     fuse_for_gpu(loaded)
     model = to_native(loaded)
-    kernel_level = model.kernel_level if isinstance(model, NativeTransformer) else None
-    block_bytes = settings.block_size * manifest.config.kv_bytes_per_token(cache_dtype.itemsize)
-    capture = capture_for(torch.device(device)) if settings.cuda_graphs and attending.recordable else None
-    usable = cache_bytes(loaded, _largest_step(settings, max_context_length), settings.gpu_memory_share, capture)
-    free = max(0, free_bytes(device) - plan.reserved_bytes) if usable is None else usable
-    num_blocks = server.num_blocks if server is not None and usable is None else 0
-    num_blocks = num_blocks or _num_blocks(settings, max_context_length, block_bytes, free, is_shared=usable is None)
-    config = _engine_config(settings, num_blocks, max_context_length)
-    tokenizer, looks_ahead = load_tokenizer(manifest.directory), None if settings.lookahead else False
-    engine = Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead)
-    return engine, EngineFacts(
-        device=device,
-        attention=attending.name,
-        kernel_level=kernel_level,
-        dtype=dtype_name,
-        matrices=matrices,
-        threads=threads,
-        max_context_length=max_context_length,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        kv_cache_bytes=num_blocks * block_bytes,
-        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
-        reasons={"dtype": dtype_reason, "threads": threads_reason},
-        has_standby=plan.has_standby,
-    )
-
-
-def _plan(
-    server: ServerNeeds | None,
-    settings: ModelSettings,
-    manifest: Manifest,
-    place: KernelContext,
-    *,
-    num_copies: int,
-    cache_value_bytes: int,
-) -> MemoryPlan:
-    """Return the memory that the first worker of a server on a CPU leaves to the rest of the server.
-
-    Raises:
-        ValueError: the server does not fit into memory.
-    """
-    if server is None or server.num_blocks or place.device.type != "cpu":
-        return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
-    loaded = LoadedModel(
-        config=manifest.config,
-        value_bytes=place.dtype.itemsize,
-        cache_value_bytes=cache_value_bytes,
-        num_copies=num_copies,
-        max_context_length=context_length(settings, manifest.config),
-    )
-    return plan_memory(loaded, settings, standby=server.standby)
-
-
-def _num_copies(manifest: Manifest, dtype: torch.dtype, *, packs: bool) -> int:
-    """Return how many times the matrices are in memory while native kernels pack them.
-
-    Args:
-        packs: matrices of the model's dtype are the file's own pages until they are packed.
-    """
-    stored = {part.dtype for place in manifest.place_tensors().values() for part in place.parts}
-    return 1 if packs and stored == {_STORED_AS.get(dtype)} else 2
-
-
-def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length: int) -> EngineConfig:
-    return EngineConfig(
+    capture = capture_for(device) if settings.cuda_graphs and resolved.attending.recordable else None
+    largest = _largest_step(settings, resolved.max_context_length)
+    profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
+    num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
+    num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
+    config = EngineConfig(
         block_size=settings.block_size,
         num_blocks=num_blocks,
         max_num_running=settings.max_num_running,
@@ -219,18 +167,88 @@ def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length:
         target_itl_seconds=settings.target_itl_ms / 1000 or math.inf,
         enable_prefix_cache=settings.enable_prefix_cache,
         kv_cache_dtype=settings.kv_cache_dtype,
-        max_context_length=max_context_length,
+        max_context_length=resolved.max_context_length,
+    )
+    tokenizer, looks_ahead = load_tokenizer(manifest.directory), None if settings.lookahead else False
+    return Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead), EngineFacts(
+        device=device.type,
+        attention=resolved.attending.name,
+        kernel_level=model.kernel_level if isinstance(model, NativeTransformer) else None,
+        dtype=_name(dtype),
+        matrices=matrices,
+        threads=resolved.threads,
+        max_context_length=resolved.max_context_length,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        kv_cache_bytes=num_blocks * resolved.block_bytes,
+        kv_cache_dtype=_name(resolved.cache_dtype),
+        reasons=resolved.reasons,
+        has_standby=plan.has_standby,
     )
 
 
+def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
+    """Resolve the settings that are "auto". Raises `SettingsError` if a setting does not fit the model or device."""
+    max_context_length, device = context_length(settings, manifest.config), find_device(settings.device)
+    library = _load_kernels(settings, device)
+    dtype, dtype_reason = _choose_dtype(settings, manifest, device, library)
+    library = library if computes(manifest.config, dtype) else None
+    threads, threads_reason = _choose_threads(settings, is_native=library is not None)
+    context = KernelContext(
+        config=manifest.config, device=torch.device(device), dtype=dtype, block_size=settings.block_size
+    )
+    cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
+    quantization = find_quantization(settings.quantize, device, dtype)
+    try:
+        attending = choose_attention(settings.attention, context, library)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    return _ResolvedSettings(
+        context=context,
+        library=library,
+        attending=attending,
+        cache_dtype=cache_dtype,
+        quantization=quantization,
+        packs=device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain"),
+        threads=threads,
+        max_context_length=max_context_length,
+        reasons={"dtype": dtype_reason, "threads": threads_reason},
+    )
+
+
+def _plan(
+    server: ServerNeeds | None, settings: ModelSettings, manifest: Manifest, resolved: _ResolvedSettings
+) -> MemoryPlan:
+    """Return the memory that the first worker of a server on a CPU leaves to the rest of the server.
+
+    Raises:
+        ValueError: the server does not fit into memory.
+    """
+    if server is None or server.num_blocks or resolved.context.device.type != "cpu":
+        return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
+    dtype = resolved.context.dtype
+    stored = {_STORED_DTYPES.get(part.dtype) for place in manifest.place_tensors().values() for part in place.parts}
+    loaded = LoadedModel(
+        config=manifest.config,
+        value_bytes=dtype.itemsize,
+        cache_value_bytes=resolved.cache_dtype.itemsize,
+        num_copies=1 if resolved.library is None or (resolved.packs and stored == {dtype}) else 2,
+        max_context_length=resolved.max_context_length,
+    )
+    return plan_memory(loaded, settings, standby=server.standby)
+
+
 def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
-    """Return the largest step that these settings allow."""
     return LargestStep(
         block_size=settings.block_size,
         num_tokens=settings.max_batched_tokens,
         num_sampled=settings.max_num_running,
         max_context_length=max_context_length,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
@@ -250,22 +268,22 @@ def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
 
 def _choose_dtype(
     settings: ModelSettings, manifest: Manifest, device: str, library: KernelLibrary | None
-) -> tuple[str, str]:
+) -> tuple[torch.dtype, str]:
     """Return the dtype to compute in, and the reason.
 
     On a CPU, "auto" is bfloat16 if the checkpoint is bfloat16 and the native kernels compute the model. The kernels
     then read half the bytes, and are batch-invariant. PyTorch's CPU kernels are so only in float32, up to rounding.
     """
     if settings.dtype != "auto":
-        return settings.dtype, "as set"
+        return _DTYPES[settings.dtype], "as set"
     if device == "cuda":
-        return "bfloat16", "auto on CUDA"
-    stored = manifest.weight_dtype
-    if stored != "BF16":
-        return "float32", f"auto: the checkpoint is {_STORED_NAMES[stored]}"
+        return torch.bfloat16, "auto on CUDA"
+    stored = _STORED_DTYPES[manifest.weight_dtype]
+    if stored is not torch.bfloat16:
+        return torch.float32, f"auto: the checkpoint is {_name(stored)}"
     if library is None or not computes(manifest.config, torch.bfloat16):
-        return "float32", "auto: no native kernels compute this model here in the checkpoint's bfloat16"
-    return "bfloat16", "auto: as the checkpoint"
+        return torch.float32, "auto: no native kernels compute this model here in the checkpoint's bfloat16"
+    return torch.bfloat16, "auto: as the checkpoint"
 
 
 def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, str]:
@@ -281,18 +299,6 @@ def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, s
     if is_native:
         return cpus, "auto: all usable CPUs"
     return max(1, cpus - 1), f"auto: one less than the {cpus} usable CPUs"
-
-
-def _choose_attention(settings: ModelSettings, place: KernelContext, library: KernelLibrary | None) -> Attending:
-    """Return the requested attention backend.
-
-    Raises:
-        SettingsError: the backend does not support the model or the device.
-    """
-    try:
-        return choose_attention(settings.attention, place, library)
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
 
 
 def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
@@ -351,7 +357,7 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
     if wanted == "auto":
         return dtype
     if device != "cpu" or dtype is not torch.float32:
-        model = f"{str(dtype).removeprefix('torch.')} on {'CUDA' if device == 'cuda' else 'the CPU'}"
+        model = f"{_name(dtype)} on {'CUDA' if device == 'cuda' else 'the CPU'}"
         raise SettingsError(
             f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; leave it out, or "
             "give --device cpu --dtype float32"
@@ -372,30 +378,36 @@ def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantiz
 
 
 def _num_blocks(
-    settings: ModelSettings, max_context_length: int, block_bytes: int, free: int, *, is_shared: bool
+    settings: ModelSettings, resolved: _ResolvedSettings, reserved_bytes: int, profiled_bytes: int | None
 ) -> int:
-    """Return the number of KV-cache blocks: as requested, or as many as are useful, within `free` bytes of memory.
+    """Return the number of KV-cache blocks: as requested, or as many as are useful and fit into memory.
+
+    On a CPU, "auto" leaves half of the free memory to other uses, if one full context allows.
 
     Args:
-        is_shared: True on a CPU: "auto" leaves half of the free memory to other uses, if one full context allows.
-            False on a GPU, where `free` has been reduced before.
+        reserved_bytes: memory of a CPU that the rest of the server needs.
+        profiled_bytes: memory of a GPU for the KV-cache; None on a CPU.
 
     Raises:
         SettingsError: the requested KV-cache is too small for one sequence at full length; suggests settings.
         ValueError: the memory is too small for the requested KV-cache, or for one sequence at full length.
     """
-    blocks_per_context = -(-max_context_length // settings.block_size)
+    if profiled_bytes is None:
+        free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes)
+        # One full context may take more than half of the memory, since otherwise the model could not be served.
+        most, usual_share = int(free * _MOST_OF_MEMORY), free // 2
+    else:
+        free = most = usual_share = profiled_bytes
+    block_size, block_bytes, max_context_length = settings.block_size, resolved.block_bytes, resolved.max_context_length
+    blocks_per_context = -(-max_context_length // block_size)
     needed_mib = -(-blocks_per_context * block_bytes // _MIB)
-    # One full context may take more than half of the memory, since otherwise the model could not be served.
-    most, usual_share = (int(free * _MOST_OF_MEMORY), free // 2) if is_shared else (free, free)
     if settings.kv_cache_memory == "auto":
         if blocks_per_context * block_bytes > most:
-            fitting = most // block_bytes * settings.block_size
             raise ValueError(
                 f"a context of {max_context_length} tokens needs {needed_mib} MiB of KV-cache, and {free // _MIB} MiB "
-                f"of memory are free: {_length_advice(fitting)}"
+                f"of memory are free: {_length_advice(most // block_bytes * block_size)}"
             )
-        usual = min(blocks_per_context, -(-_USUAL_LENGTH // settings.block_size))
+        usual = min(blocks_per_context, -(-_USUAL_LENGTH // block_size))
         useful = round(settings.max_num_running * usual * (1 + _PREFIX_CACHE_SHARE))
         return max(blocks_per_context, min(useful, usual_share // block_bytes))
     asked = settings.kv_cache_memory
@@ -404,9 +416,9 @@ def _num_blocks(
         raise ValueError(f"--kv-cache-memory {asked.human_readable()}: only {free // _MIB} MiB are free")
     if num_blocks < blocks_per_context:
         raise SettingsError(
-            f"--kv-cache-memory {asked.human_readable()} holds {num_blocks * settings.block_size} tokens, less "
+            f"--kv-cache-memory {asked.human_readable()} holds {num_blocks * block_size} tokens, less "
             f"than the context of {max_context_length}: give it {needed_mib}MiB, or "
-            f"{_length_advice(num_blocks * settings.block_size)}"
+            f"{_length_advice(num_blocks * block_size)}"
         )
     return num_blocks
 

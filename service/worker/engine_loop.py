@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Error message that a client gets when the engine raises an exception.
 _FAILED = "the engine failed on this request"
-# Attention looks get at most a quarter of the time while sequences run: after a look of x seconds, steps get 3x.
-_STEPS_PER_LOOK = 3.0
+# Attention queries get at most a quarter of the time while sequences run: after a query of x seconds, steps get 3x.
+_STEPS_PER_QUERY = 3.0
 # Failures in a row after which the worker is replaced: the state of the engine or device cannot be trusted.
 _MAX_FAILURES_IN_A_ROW = 2
 # Interval between heartbeats of an idle worker.
@@ -49,7 +49,7 @@ class EngineLoop:
         send: sends events to the API process, in order.
         send_now: sends events like `send`, and returns only when the events have left this process.
         beat: heartbeat; called in every iteration, and every second of a wait.
-        clock: seconds, to share the time between steps and attention looks.
+        clock: seconds, to share the time between steps and attention queries.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class EngineLoop:
         self._beat = beat
         self._attempts: dict[str, int] = {}  # attempt of each unfinished sequence, by uid
         self._started: set[str] = set()  # uids of `_attempts` that the engine has begun to compute
-        self._looks: dict[str, AttentionQuery] = {}  # by uid, in order of arrival
+        self._queries: dict[str, AttentionQuery] = {}  # by uid, in order of arrival
         self._clock = clock
-        self._next_look_seconds = -math.inf  # earliest time of the next look while sequences run
+        self._next_query_seconds = -math.inf  # earliest time of the next query while sequences run
         self._num_failures = 0
         self._max_num_running = engine.max_num_running  # last value sent to the API process
 
     def run_once(self) -> None:
-        """Run one iteration: wait for work, take all commands, run at most one step and one look, send the events.
+        """Run one iteration: wait for work, take all commands, run at most one step and one query, send the events.
 
         Raises:
             RuntimeError: the engine failed twice in a row, the second time after all its sequences were aborted.
         """
-        if not self._engine.has_work and not self._looks:
+        if not self._engine.has_work and not self._queries:
             self._send([EngineIdle()])
             self._handle(self._wait_for_commands())
         while (commands := self._receive(0.0)) is not None:
@@ -89,8 +89,8 @@ class EngineLoop:
         self._beat()
         if self._engine.has_work:
             self._step()
-        if self._looks and (not self._engine.has_work or self._clock() >= self._next_look_seconds):
-            self._look()
+        if self._queries and (not self._engine.has_work or self._clock() >= self._next_query_seconds):
+            self._answer_query()
 
     def _wait_for_commands(self) -> Iterable[Command]:
         while True:
@@ -98,18 +98,18 @@ class EngineLoop:
             if (commands := self._receive(_BEAT_SECONDS)) is not None:
                 return commands
 
-    def _look(self) -> None:
-        """Compute the oldest attention look. Streams wait meanwhile, so steps get their share before the next look."""
-        uid = next(iter(self._looks))
-        look = self._looks.pop(uid)
-        self._send_now([Started(uid=uid, attempt=look.attempt)])
+    def _answer_query(self) -> None:
+        """Compute the oldest attention query. Streams wait meanwhile, so steps get time before the next query."""
+        uid = next(iter(self._queries))
+        query = self._queries.pop(uid)
+        self._send_now([Started(uid=uid, attempt=query.attempt)])
         began, weights = self._clock(), None
         try:
-            weights = self._engine.attention_weights(look.token_ids, layer=look.layer, heads=look.heads)
+            weights = self._engine.attention_weights(query.token_ids, layer=query.layer, heads=query.heads)
         except Exception:  # as in a step, the client gets an error and the service continues
-            logger.exception("the engine failed on an attention look at layer %d", look.layer)
+            logger.exception("the engine failed on an attention query of layer %d", query.layer)
         ended = self._clock()
-        self._next_look_seconds = ended + _STEPS_PER_LOOK * (ended - began)
+        self._next_query_seconds = ended + _STEPS_PER_QUERY * (ended - began)
         self._send([AttentionResult(uid=uid, weights=weights, compute_seconds=ended - began)])
 
     def _step(self) -> None:
@@ -135,9 +135,9 @@ class EngineLoop:
                         self._report_started([command.uid])
                     self._engine.submit(command)
                 case AttentionQuery():
-                    self._looks[command.uid] = command
+                    self._queries[command.uid] = command
                 case Cancel():
-                    self._looks.pop(command.uid, None)
+                    self._queries.pop(command.uid, None)
                     self._started.discard(command.uid)
                     if self._attempts.pop(command.uid, None) is not None:
                         self._engine.cancel(command.uid)

@@ -1,9 +1,8 @@
 """Memory that a server on a CPU needs besides the KV-cache. This module does not import torch.
 
-A server is several processes under one memory limit. The worker plans the memory of all processes, because only the
-worker knows the device and the dtype. It plans after its imports and before it reads the weights. Memory already used
-(main, this worker's imports) is measured. Memory needed later is computed from the model and
-the settings:
+The processes of a server share one memory limit. The worker plans for all processes, because only the worker knows the
+device and the dtype. The plan is made after the worker's imports and before the weights are read. Memory in use is
+measured. Memory needed later is computed from the model and the settings:
 
     weights          in the dtype of computation, a tied embedding twice, plus copies packed for native kernels
     largest step     --max-batched-tokens rows of hidden states and logits, see `step_bytes`
@@ -36,7 +35,7 @@ _LOGIT_BYTES = 9
 _STEP_MARGIN = 1.25
 # Results become Python objects: 64 prompts of 512 tokens with 5 top logprobs took 57 MiB besides the tensors.
 _RESULT_BYTES = 64 * _MIB
-# Fraction of free memory for the KV-cache of one context, as in `service.worker.engine_factory`. The rest is margin.
+# Largest share of free memory for the KV-cache of one context, as in `service.worker.engine_factory`.
 _CACHE_SHARE = 0.8
 # Tokens of context that must fit. A longer context that does not fit is rejected with the length that fits.
 _SHORT_CONTEXT = 1024

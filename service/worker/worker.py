@@ -136,13 +136,11 @@ class Worker:
         started_seconds = self.lifecycle.epoch_seconds.value
         engine, facts = self._build_or_exit()
         ready = WorkerReady(
-            worker_id=0,
             epoch=self.lifecycle.epoch.value,
             device=facts.device,
             dtype=facts.dtype,
             attention=facts.attention,
             kernel_level=facts.kernel_level,
-            matrices=facts.matrices,
             kv_cache_dtype=facts.kv_cache_dtype,
             num_blocks=facts.num_blocks,
             block_size=facts.block_size,
@@ -295,9 +293,9 @@ def importable_name(cls: type) -> str:
 
 
 def read_ahead(directory: Path) -> None:
-    """Have the kernel read a checkpoint's weights into the page cache before the worker needs them.
+    """Read a checkpoint's weights into the page cache, unless twice the weights exceed the available memory.
 
-    Nothing is read ahead if twice the weights exceed the available memory. Errors are left to the loader to report.
+    Errors are ignored, since the loader reports them.
     """
     with suppress(OSError, ValueError):
         paths = [path for path in sorted(directory.glob("*.safetensors")) if stat.S_ISREG(path.stat().st_mode)]

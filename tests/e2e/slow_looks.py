@@ -1,4 +1,4 @@
-"""`kvasir serve` whose attention looks wait for a file: `python -m tests.e2e.slow_looks serve …`.
+"""`kvasir serve` whose attention queries wait for a file: `python -m tests.e2e.slow_looks serve …`.
 
 The file is named by the environment variable `SLOW_LOOKS_UNTIL`. Completions and steps are as ever.
 """
@@ -17,8 +17,8 @@ from service.worker.worker import Worker
 VARIABLE = "SLOW_LOOKS_UNTIL"
 
 
-class SlowLookEngine:
-    """An engine whose looks last until a file is there."""
+class SlowQueryEngine:
+    """Engine whose attention queries last until a file exists."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class SlowLookEngine:
         return getattr(self._engine, name)
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """Compute a look when it may end. The file `….began` says that it has begun, in which process."""
+        """Compute an attention query once the file exists. The file `….began` holds the process id of the worker."""
         until = Path(os.environ[VARIABLE])
         until.with_suffix(".began").write_text(str(os.getpid()))
         while not until.exists():
@@ -36,16 +36,16 @@ class SlowLookEngine:
         return weights
 
 
-class SlowLookAPI(Worker):
-    """Build it."""
+class SlowQueryWorker(Worker):
+    """Worker whose attention queries wait for the file."""
 
     def build(self) -> Any:
         """See `Worker.build`."""
         engine, facts = super().build()
-        return SlowLookEngine(engine), facts
+        return SlowQueryEngine(engine), facts
 
 
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
     log_setup.configure(settings.log_level)
-    raise SystemExit(build_server(settings, worker_class=SlowLookAPI).run())
+    raise SystemExit(build_server(settings, worker_class=SlowQueryWorker).run())

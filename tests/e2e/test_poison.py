@@ -1,4 +1,4 @@
-"""Requests that kill the worker, and what becomes of the others; deaths of the standby."""
+"""Poison requests, which kill the worker, and deaths of the standby worker."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 GOOD = {"prompt": "once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 3}
 
 
-def test_a_poison_ends_with_an_error_of_its_own_and_takes_nobody_with_it(long_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_poison_request_ends_with_an_error_and_the_other_requests_complete(
+    long_checkpoint: Path, tmp_path: Path
+) -> None:
     with serving(long_checkpoint, tmp_path, "--standby", program="tests.e2e.poisoned") as poisoned:
         expected = poisoned.text(**GOOD)
         with ThreadPoolExecutor(8) as threads:
@@ -30,8 +32,7 @@ def test_a_poison_ends_with_an_error_of_its_own_and_takes_nobody_with_it(long_ch
         assert poisoned.text(**GOOD) == expected
 
 
-def test_a_standby_is_kept(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Whether it dies itself, or is needed."""
+def test_a_dead_or_used_standby_is_replaced(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with serving(tiny_checkpoint, tmp_path, "--standby") as service:
         wait_until(has_standby(service), what="a standby")
         worker, first = service.worker, service.standby
@@ -47,12 +48,12 @@ def test_a_standby_is_kept(tiny_checkpoint: Path, tmp_path: Path) -> None:
 
 def end(process: psutil.Process) -> None:
     process.kill()
-    wait_until(lambda: not alive([process]), what="its end")
+    wait_until(lambda: not alive([process]), what="the end of the process")
 
 
 def has_standby(service: Service, other_than: psutil.Process | None = None) -> Callable[[], bool]:
-    def look() -> bool:
+    def is_there() -> bool:
         names = {child: child.name() for child in service.children}
         return any(name == "kvasir-standby" and child != other_than for child, name in names.items())
 
-    return look
+    return is_there

@@ -1,4 +1,4 @@
-"""kill -9 of the worker under a crowd of mixed requests: each ends as it would have ended without."""
+"""SIGKILL of the worker during many different requests, which then complete with unchanged responses."""
 
 import itertools
 import signal
@@ -26,7 +26,7 @@ _SCHEMA = {
 }
 _GREEDY = {"temperature": 0}
 _DRAWN = {"temperature": 1.0, "top_p": 0.95}
-# A path, and what is asked for there. Each with five prompts and seeds; every other one is a stream.
+# Path and body of each kind of request. Each has five prompts and seeds. Every second request is a stream.
 KINDS: list[tuple[str, dict[str, Any]]] = [
     (_TEXT, {**_GREEDY, "ignore_eos": True}),
     (_TEXT, {**_DRAWN, "ignore_eos": True, "stop": ["never to be seen"], "return_token_ids": True}),
@@ -43,7 +43,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 def crowd() -> list[tuple[str, dict[str, Any]]]:
-    """40 requests, no two alike."""
+    """Return 40 different requests."""
     asked = []
     for (path, fields), number in itertools.product(KINDS, range(5)):
         prompt = "once the a in " * (1 + number % 3) + str(number)
@@ -53,7 +53,7 @@ def crowd() -> list[tuple[str, dict[str, Any]]]:
 
 
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
-    """What of an answer has to be the same in every run: not its id, its times, and what the cache had."""
+    """Send a request and return the parts of the response that are equal in every run."""
     response = client.post(path, json=body)
     assert response.status_code == 200, response.text
     if path == "/v1/embeddings":
@@ -63,8 +63,8 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     return joined(events(response.text))["choices"] if body.get("stream") else response.json()["choices"]
 
 
-def ask_again_and_again(client: httpx.Client, path: str, body: dict[str, Any], over: threading.Event) -> list[Any]:
-    """What a client is told that asks the same short question until it is over, and once more."""
+def repeat(client: httpx.Client, path: str, body: dict[str, Any], over: threading.Event) -> list[Any]:
+    """Repeat a short request until `over` is set, and once more. Return all responses."""
     answers = []
     while not over.is_set():
         answers.append(ask(client, path, body))
@@ -76,8 +76,8 @@ def kill(worker: psutil.Process) -> None:
     wait_until(lambda: not alive([worker]), what="the worker's end")
 
 
-def kill_and_look(service: Service) -> None:
-    """Kill the worker, and look what the others say before the standby, which is stopped meanwhile, takes its place."""
+def kill_and_probe(service: Service) -> None:
+    """Kill the worker, and check /ready and /health while the standby is stopped and cannot replace the worker."""
     wait_until(has_standby(service), what="a standby")
     standby = service.standby
     standby.suspend()
@@ -102,8 +102,8 @@ def client(service: Service) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_every_request_ends_as_if_nothing_had_happened(service: Service, client: httpx.Client) -> None:
-    """Two deaths: a standby takes the place of the first worker, and the second dies before there is another one."""
+def test_worker_deaths_change_no_response(service: Service, client: httpx.Client) -> None:
+    """The standby replaces the first worker. The second worker dies before another standby is ready."""
 
     def generated() -> float:
         return service.metric("llm_generation_tokens_total")
@@ -113,13 +113,13 @@ def test_every_request_ends_as_if_nothing_had_happened(service: Service, client:
         expected = list(threads.map(lambda asked: ask(client, *asked), crowd()))
         restarts, before = service.metric("llm_worker_restarts_total"), generated()
         shorts = [
-            threads.submit(ask_again_and_again, client, "/v1/embeddings", {"input": ["once", "the a"]}, over),
-            threads.submit(ask_again_and_again, client, "/inspect/attention", {"prompt": "once", "layer": 1}, over),
+            threads.submit(repeat, client, "/v1/embeddings", {"input": ["once", "the a"]}, over),
+            threads.submit(repeat, client, "/inspect/attention", {"prompt": "once", "layer": 1}, over),
         ]
         try:
             told = [threads.submit(ask, client, *asked) for asked in crowd()]
             wait_until(lambda: generated() > before + 1000, what="the crowd to be served")
-            kill_and_look(service)
+            kill_and_probe(service)
             wait_until(service.is_ready, what="the next worker")
             kill(service.worker)
             answers = [each.result() for each in told]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loadtest.measurement.provenance import provenance
 from tests.faults.report import page
-from tests.faults.suite import KERNELS, Plan, run
+from tests.faults.suite import IS_NATIVE, Plan, run
 
 
 def main() -> int:
@@ -16,7 +16,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/kvasir-9m"), help="what is served")
     parser.add_argument(
         "--dtype",
-        choices=list(KERNELS),
+        choices=list(IS_NATIVE),
         default="float64",
         help="float64: PyTorch's kernels; float32: our own, which need a compiler and have to give the same bits",
     )

@@ -12,11 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.ipc.messages import EngineIdle, FinishReason
-from service.ipc.serving_path import get_serving_path
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Kind
-from service.metrics.recorder import EngineState, Metrics, Objectives
+from service.metrics.recorder import TPOT_OBJECTIVE_SECONDS, TTFT_OBJECTIVE_SECONDS, EngineState, Metrics
 from service.protocol import errors
-from tests.ops.observations import HELLO, MODEL, OBSERVATIONS, STEP, Observation, finished, observe_everything, scrape
+from tests.ops.observations import HELLO, OBSERVATIONS, STEP, Observation, finished, observe_everything, scrape
 
 # https://docs.vllm.ai/en/stable/usage/metrics/, limited to the metrics that Kvasir has.
 VLLM_FAMILIES = {
@@ -61,7 +60,6 @@ def changes(metrics: Metrics, before: dict[str, float]) -> dict[str, float]:
 def test_an_observation_changes_its_samples_and_no_other(metrics: Metrics, observation: Observation) -> None:
     before = scrape(metrics)
     observation.make(metrics)
-    metrics.flush()
     assert changes(metrics, before) == pytest.approx(observation.changes)
 
 
@@ -77,7 +75,7 @@ def test_every_family_moves_in_some_observation(metrics: Metrics) -> None:
     assert moved == expected
 
 
-def test_the_process_names_its_versions(metrics: Metrics) -> None:
+def test_build_info_has_the_versions(metrics: Metrics) -> None:
     version, torch, litserve = map(importlib.metadata.version, ("kvasir", "torch", "litserve"))
     labels = f'litserve="{litserve}",python="{platform.python_version()}",torch="{torch}",version="{version}"'
     assert scrape(metrics)[f"build_info{{{labels}}}"] == 1
@@ -96,7 +94,7 @@ def test_counters_with_known_labels_begin_at_zero(metrics: Metrics) -> None:
         assert samples[name] == 0
 
 
-def test_a_histogram_counts_up_to_the_bound_and_including_it(metrics: Metrics) -> None:
+def test_a_histogram_bound_includes_an_equal_value(metrics: Metrics) -> None:
     metrics.observe_first_token(0.25)
     samples = scrape(metrics)
     assert samples['time_to_first_token_seconds_bucket{le="0.16"}'] == 0
@@ -108,8 +106,8 @@ def test_bounds_ascend_and_hold_the_objectives() -> None:
     for family in FAMILIES.values():
         assert list(family.buckets) == sorted(set(family.buckets))
         assert bool(family.buckets) == (family.kind is Kind.HISTOGRAM)
-    assert Objectives().ttft_seconds in FAMILIES["time_to_first_token_seconds"].buckets
-    assert Objectives().tpot_seconds in FAMILIES["request_time_per_output_token_seconds"].buckets
+    assert TTFT_OBJECTIVE_SECONDS in FAMILIES["time_to_first_token_seconds"].buckets
+    assert TPOT_OBJECTIVE_SECONDS in FAMILIES["request_time_per_output_token_seconds"].buckets
 
 
 def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> None:
@@ -131,7 +129,6 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
             num_non_finite=0,
         )
     )
-    metrics.flush()
     assert changes(metrics, before) == {
         "generation_tokens_total": 3,
         "engine_busy_seconds_total": 0.03125,
@@ -144,12 +141,13 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
     }
 
 
-def test_an_idle_engine_holds_nothing(metrics: Metrics) -> None:
+def test_an_idle_engine_reports_no_load_and_keeps_its_limit(metrics: Metrics) -> None:
     metrics.observe_engine(STEP)
     metrics.observe_engine(EngineIdle())
     samples = scrape(metrics)
     assert [samples[f"num_requests_{state}"] for state in ("running", "waiting")] == [0, 0]
     assert samples["kv_cache_usage_perc"] == 0
+    assert samples["max_num_requests_running"] == STEP.max_num_running
 
 
 @pytest.mark.parametrize(
@@ -184,13 +182,6 @@ def test_a_choice_meets_an_objective_or_not(
         assert samples[f'slo_requests_total{{met="false",slo="{slo}"}}'] == (not is_met)
 
 
-def test_objectives_can_be_set(metrics: Metrics) -> None:
-    strict = Metrics(MODEL, objectives=Objectives(ttft_seconds=0.125, tpot_seconds=0.01))
-    finished(strict)
-    samples = scrape(strict)
-    assert [samples[f'slo_requests_total{{met="false",slo="{slo}"}}'] for slo in ("ttft", "tpot")] == [1, 1]
-
-
 def test_a_failed_choice_meets_no_objective_and_has_no_latency(metrics: Metrics) -> None:
     before = scrape(metrics)
     finished(metrics, FinishReason.ERROR)
@@ -208,7 +199,7 @@ def test_an_aborted_choice_is_counted_and_nothing_else(metrics: Metrics) -> None
     assert changes(metrics, before) == {'request_success_total{finished_reason="abort"}': 1}
 
 
-def test_one_state_holds(metrics: Metrics) -> None:
+def test_exactly_one_engine_state_is_set(metrics: Metrics) -> None:
     for state in EngineState:
         metrics.set_engine_state(state)
         samples = scrape(metrics)
@@ -245,7 +236,7 @@ def test_the_exposition_is_well_formed(metrics: Metrics) -> None:
             assert set(sample.labels) - {"le"} == {*COMMON_LABELS, *family.labels}
 
 
-def test_every_error_of_the_service_is_a_known_ending() -> None:
+def test_every_error_class_is_a_known_label_value() -> None:
     failures, rejections = FAMILIES["request_failures"].known, FAMILIES["admission_rejections"].known
     refusals = (errors.Overloaded, errors.Draining)
     refusing = [error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, refusals)]
@@ -267,19 +258,17 @@ def test_help_is_a_sentence_of_plain_words() -> None:
         assert "\n" not in family.help, family.name
 
 
-def test_a_new_worker_replaces_the_facts_of_the_old(metrics: Metrics) -> None:
-    metrics.observe_worker_start(HELLO, get_serving_path(HELLO))
+def test_a_new_worker_replaces_the_cache_shape_of_the_old_worker(metrics: Metrics) -> None:
+    metrics.observe_worker_start(HELLO)
     metrics.observe_engine(STEP)
-    other = msgspec.structs.replace(HELLO, device="cuda", kernel_level=None)
-    metrics.observe_worker_start(other, get_serving_path(other))
+    metrics.observe_worker_start(msgspec.structs.replace(HELLO, device="cuda"))
     samples = scrape(metrics)
-    facts = [name for name in samples if name.startswith(("cache_config_info", "serving_path"))]
-    assert len(facts) == 2
-    assert all('device="cuda"' in name for name in facts)
+    (shape,) = (name for name in samples if name.startswith("cache_config_info"))
+    assert 'device="cuda"' in shape
     assert (samples["num_requests_running"], samples["generation_tokens_total"]) == (0, STEP.num_completion_tokens)
 
 
-def test_gauges_of_a_dead_worker_vanish_and_its_counters_stay(metrics: Metrics) -> None:
+def test_gauges_of_a_dead_worker_are_dropped_and_counters_stay(metrics: Metrics) -> None:
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
     metrics.observe_engine(STEP)
     metrics.forget_engine()
@@ -287,10 +276,9 @@ def test_gauges_of_a_dead_worker_vanish_and_its_counters_stay(metrics: Metrics) 
     samples = scrape(metrics)
     assert not any(gauge in samples for gauge in gauges)
     assert samples["generation_tokens_total"] == STEP.num_completion_tokens
-    metrics.observe_worker_start(HELLO, get_serving_path(HELLO))
+    metrics.observe_worker_start(HELLO)
     assert scrape(metrics)["num_requests_running"] == 0
     metrics.observe_engine(msgspec.structs.replace(STEP, num_running=9))
-    metrics.flush()
     assert scrape(metrics)["num_requests_running"] == 9
 
 

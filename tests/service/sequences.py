@@ -49,13 +49,11 @@ def make_delta(uid: str = "a", *, index: int = 0, ids: tuple[int, ...] = (), tex
 
 def make_hello(epoch: int) -> WorkerReady:
     return WorkerReady(
-        worker_id=0,
         epoch=epoch,
         device="cpu",
         dtype="float32",
         attention="native",
         kernel_level="avx2",
-        matrices="packed",
         kv_cache_dtype="float32",
         num_blocks=8,
         block_size=4,

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from typing import Any
 
 import msgspec
 import pytest
@@ -170,17 +169,18 @@ def test_readiness_follows_worker_and_phase(
     assert ready() == (503, "draining")
 
 
-def test_ready_tells_the_path_that_serves(client: TestClient, frontend: Frontend, lifecycle: Lifecycle) -> None:
-    def path() -> dict[str, Any] | None:
-        told: dict[str, Any] | None = client.get("/ready").json()["path"]
-        return told
+def test_ready_reports_the_kernels_of_the_worker_that_is_up(
+    client: TestClient, frontend: Frontend, lifecycle: Lifecycle
+) -> None:
+    def reported() -> tuple[object, ...]:
+        readiness = client.get("/ready").json()
+        return tuple(readiness[field] for field in ("level", "attention", "dtype"))
 
-    assert path() is None, "nobody serves"
+    assert reported() == (None, None, None)
     say(frontend, make_hello(0))
-    shared = {"matrices": "packed", "dtype": "float32", "device": "cpu"}
-    assert path() == {"kernels": "own", "level": "avx2", "attention": "native", **shared}
+    assert reported() == ("avx2", "native", "float32")
     lifecycle.epoch.value = 1
-    assert path() is None, "the next worker may serve by another"
+    assert reported() == (None, None, None), "the next worker may use other kernels"
 
 
 def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(

@@ -1,4 +1,4 @@
-"""Messages arrive whole and in order, however long they are and whoever dies while writing one."""
+"""Messages of any length arrive whole and in order, even if a process dies while writing."""
 
 import asyncio
 import errno
@@ -57,7 +57,7 @@ def test_another_process_sends_messages_of_any_length_in_order() -> None:
     channel.close()
 
 
-def test_what_a_worker_had_not_written_whole_is_lost_and_nothing_else() -> None:
+def test_only_the_unfinished_message_of_a_dead_worker_is_lost() -> None:
     channel = Channel()
     dying = _started(_die_half_way, channel)
     dying.join()
@@ -68,8 +68,8 @@ def test_what_a_worker_had_not_written_whole_is_lost_and_nothing_else() -> None:
     channel.close()
 
 
-def test_a_message_is_handed_over_in_the_turn_in_which_it_is_read() -> None:
-    """And the next one in a turn of its own, so that clients are looked at between two."""
+def test_a_message_is_delivered_in_the_event_loop_iteration_that_reads_the_message() -> None:
+    """The next message is delivered in another iteration, so that clients are served between two messages."""
 
     async def test() -> None:
         channel, turns = Channel(), list[int]()
@@ -116,7 +116,7 @@ def _echo(channel: WorkerChannel, count: int) -> None:
 
 
 def test_commands_of_any_length_reach_another_process_in_order() -> None:
-    """The messages are longer than the socket's buffer: some of them wait in the sending process."""
+    """The messages are longer than the buffer of the socket, so some packets wait in the sending process."""
     items = [b"x", LONG, b"", b"y" * _PACKET_BYTES, b"z" * 1000] * 3
     channel = Channel()
 
@@ -134,7 +134,7 @@ def test_commands_of_any_length_reach_another_process_in_order() -> None:
     channel.close()
 
 
-def test_nothing_arrives_before_something_is_sent() -> None:
+def test_receive_returns_none_before_a_message_is_sent() -> None:
     channel = Channel()
     worker = WorkerChannel(channel.worker_end)
     assert worker.receive(0.0) is None
@@ -164,8 +164,8 @@ def test_a_new_worker_gets_whole_messages_after_unsent_packets_were_dropped() ->
     asyncio.run(test())
 
 
-def test_a_kernel_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packet neither fails the request that it belongs to, nor is it lost."""
+def test_a_packet_is_sent_again_if_the_kernel_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packet is not lost, and the request of the packet does not fail."""
 
     class Failing:
         def __init__(self, writer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Silence, and what is none."""
+"""Watchdog over heartbeats."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from service.ipc.shared_state import Watchdog
 
 
 class Bench:
-    """A watchdog that looks ten times a second, at a sign that is set by hand."""
+    """Watchdog that checks ten times a second, with a heartbeat value that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -14,7 +14,7 @@ class Bench:
         self.watchdog = Watchdog(lambda: self.sign, clock=lambda: self.now)
 
     def silence_after(self, seconds: float) -> float:
-        """What it says then."""
+        """Return the silence in seconds after the given time."""
         until, silence = self.now + seconds, 0.0
         while self.now < until - 0.05:
             self.now += 0.1
@@ -22,7 +22,7 @@ class Bench:
         return round(silence, 3)
 
 
-def test_silence_is_counted_since_the_last_sign() -> None:
+def test_silence_begins_at_the_last_heartbeat() -> None:
     bench = Bench()
     bench.silence_after(1.0)
     assert bench.silence_after(9.0) == 9.9  # it was there at the first look
@@ -31,21 +31,21 @@ def test_silence_is_counted_since_the_last_sign() -> None:
         assert bench.silence_after(5.0) == 4.9
 
 
-def test_any_change_is_a_sign() -> None:
+def test_any_change_of_the_value_is_a_heartbeat() -> None:
     bench = Bench()
     for sign in ((5, 0), (0, 1), (0, 0), None, (5, 0)):
         bench.sign = sign
         assert bench.silence_after(0.1) == 0.0
 
 
-def test_who_has_acted_begins_anew() -> None:
+def test_forgive_resets_the_silence() -> None:
     bench = Bench()
     bench.silence_after(20.0)
     bench.watchdog.forgive()
     assert bench.silence_after(3.0) == 2.9
 
 
-def test_time_in_which_nobody_looked_counts_as_little() -> None:
+def test_a_gap_between_two_checks_counts_as_one_second() -> None:
     bench = Bench()
     before = bench.silence_after(5.0)
     bench.now += 3600.0  # a paused container

@@ -1,4 +1,4 @@
-"""Templates that would take all there is take what they may, and the next conversation is rendered all the same."""
+"""A template that exceeds a limit fails with one line, and the process then renders the next conversation."""
 
 import subprocess
 import sys
@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from model.chat.template_sandbox import TemplateFailure
-from service.preprocess.template_process import TemplateLimits, TemplateProcess
+from service.preprocess.template_process import TemplateProcess
+from service.sandbox.child_process import ProcessLimits
 from tests.model.chat_templates import CHATML
 
-SMALL = TemplateLimits(cpu_seconds=0.5, memory_bytes=256 * 2**20, max_characters=100_000)
+SMALL = ProcessLimits(cpu_seconds=0.5, memory_bytes=256 * 2**20)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def renderers() -> set[int]:
     return {child.pid for child in children if "template_process" in " ".join(child.cmdline())}
 
 
-def test_conversations_are_rendered_one_after_the_other() -> None:
+def test_one_process_renders_successive_conversations() -> None:
     with closing(TemplateProcess("{{ messages[0].content | upper }}{{ eos_token }}")) as process:
         for content in ("a", "é 😀\n\u2028", "\ud800", "x" * 1_000_000):
             text = process.render({"messages": [{"content": content}], "eos_token": "."})
@@ -50,9 +51,9 @@ def test_conversations_are_rendered_one_after_the_other() -> None:
         "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
     ],
 )
-def test_a_bomb_is_bounded_and_one_line(bomb: str) -> None:
+def test_a_template_over_a_limit_fails_with_one_line(bomb: str) -> None:
     source = "{% if messages[0].content == 'boom' %}" + bomb + "{% endif %}ok"
-    with closing(TemplateProcess(source, SMALL)) as process:
+    with closing(TemplateProcess(source, SMALL, max_characters=100_000)) as process:
         with pytest.raises(TemplateFailure) as caught:
             process.render({"messages": [{"content": "boom"}]})
         assert "\n" not in str(caught.value)
@@ -61,15 +62,15 @@ def test_a_bomb_is_bounded_and_one_line(bomb: str) -> None:
         assert process.render({"messages": [{"content": "peace"}]}) == "ok"
 
 
-def test_a_template_that_takes_too_long_to_compile_is_bounded() -> None:
+def test_a_template_that_compiles_too_long_fails() -> None:
     with (
         closing(TemplateProcess("{{ 9 ** (9 ** 9) }}", SMALL)) as process,
-        pytest.raises(TemplateFailure, match="processor time"),
+        pytest.raises(TemplateFailure, match="CPU time"),
     ):
         process.render(None)
 
 
-def test_a_template_may_refuse_and_goes_on() -> None:
+def test_raise_exception_of_a_template_keeps_the_process() -> None:
     with closing(
         TemplateProcess("{% if not messages %}{{ raise_exception('say something') }}{% endif %}ok")
     ) as process:
@@ -82,7 +83,7 @@ def test_a_template_may_refuse_and_goes_on() -> None:
         assert renderers() == before
 
 
-def test_what_is_no_template_is_told_when_it_is_checked() -> None:
+def test_a_syntax_error_is_reported_when_the_template_is_checked() -> None:
     with (
         closing(TemplateProcess("{% if %}")) as process,
         pytest.raises(TemplateFailure, match="line 1: Expected an expression"),
@@ -111,16 +112,18 @@ def test_a_template_cannot_read_files_beside_it(tmp_path: Path) -> None:
 
 
 _ENDLESS = """
-from service.preprocess.template_process import TemplateLimits, TemplateProcess
+from service.preprocess.template_process import TemplateProcess
+from service.sandbox.child_process import ProcessLimits
 loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-process = TemplateProcess("{% if messages %}" + loops + "{% endif %}", TemplateLimits(cpu_seconds=3600))
+limits = ProcessLimits(cpu_seconds=3600, memory_bytes=2**29)
+process = TemplateProcess("{% if messages %}" + loops + "{% endif %}", limits)
 process.render(None)
 print("checked", flush=True)
 process.render({"messages": ["a"]})
 """
 
 
-def test_it_ends_with_its_parent_in_the_middle_of_work() -> None:
+def test_the_rendering_process_ends_with_the_parent_process() -> None:
     with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"checked\n"

@@ -1,4 +1,4 @@
-"""A child that is killed is replaced, one that a limit ends is not."""
+"""A killed child process is replaced; a child process that a limit ends is not."""
 
 import os
 import signal
@@ -10,24 +10,18 @@ import psutil
 import pytest
 
 from service.sandbox import child_process
-from service.sandbox.child_process import BoundedProcess, ProcessEnded, ProcessKilled
+from service.sandbox.child_process import (
+    BoundedProcess,
+    ProcessEnded,
+    ProcessKilled,
+    ProcessLimits,
+    ProcessNotStarted,
+)
 from tests.e2e.process import wait_until
 
-# Answers its pid and what it was first told; ends by itself, or has itself ended, where an order says so.
-CHILD = """
-import json, os, sys
-opening = None
-for line in sys.stdin:
-    order = json.loads(line)
-    opening = opening or order
-    if "signal" in order:
-        os.kill(os.getpid(), order["signal"])
-    print(json.dumps({"pid": os.getpid(), "opening": opening["name"]}), flush=True)
-"""
 
-
-class OnceItIsStopped(threading.Thread):
-    """In place of a timer: patience ends when the child stands still, however long a new one takes to begin."""
+class StopTimer(threading.Thread):
+    """Substitute of `threading.Timer` that fires once the child is stopped."""
 
     def __init__(self, seconds: float, kill: Callable[[], None]) -> None:
         super().__init__()
@@ -47,41 +41,46 @@ class OnceItIsStopped(threading.Thread):
 
 @pytest.fixture
 def process() -> Iterator[BoundedProcess]:
-    process = BoundedProcess(["-c", CHILD])
-    assert process.start({"name": "first"})["opening"] == "first"
+    limits = ProcessLimits(cpu_seconds=60.0, memory_bytes=2**30)
+    process = BoundedProcess("tests.service.sandbox.pid_reporter", limits, lambda: {"name": "first"})
     yield process
     process.close()
 
 
-def test_one_that_was_killed_is_replaced_and_told_all_again(process: BoundedProcess) -> None:
+def test_a_killed_child_is_replaced_and_gets_the_opening_again(process: BoundedProcess) -> None:
     pid = process.ask({})["pid"]
     child = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE, what="its end")
-    answer = process.ask({})
-    assert answer["pid"] != pid
-    assert answer["opening"] == "first"
+    wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE, what="the end of the child")
+    reply = process.ask({})
+    assert reply["pid"] != pid
+    assert reply["name"] == "first"
 
 
-def test_one_that_a_limit_ends_is_not(process: BoundedProcess) -> None:
+def test_a_command_that_exceeds_a_limit_is_not_repeated(process: BoundedProcess) -> None:
+    pid = process.ask({})["pid"]
     with pytest.raises(ProcessEnded) as raised:
         process.ask({"signal": signal.SIGPROF})
     assert raised.type is ProcessEnded
-    assert not process.is_running
+    assert not psutil.pid_exists(pid)
 
 
-def test_what_kills_its_successor_too_is_given_up(process: BoundedProcess) -> None:
+def test_a_command_that_kills_two_children_is_given_up(process: BoundedProcess) -> None:
     with pytest.raises(ProcessKilled):
         process.ask({"signal": signal.SIGKILL})
-    assert not process.is_running
 
 
-def test_one_that_is_stopped_is_killed_and_replaced(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses no processor time, so no limit of its own would ever end it, and all who come later wait for it."""
+def test_a_child_that_ends_before_its_first_reply_is_not_started(process: BoundedProcess) -> None:
+    process._opening = lambda: {"name": "first", "signal": signal.SIGKILL}
+    with pytest.raises(ProcessNotStarted):
+        process.ask({})
+
+
+def test_a_stopped_child_is_killed_and_replaced(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped child uses no CPU time, so only the timeout of a reply ends the child."""
     pid = process.ask({})["pid"]
-    monkeypatch.setattr(child_process, "threading", SimpleNamespace(Timer=OnceItIsStopped))
+    monkeypatch.setattr(child_process, "threading", SimpleNamespace(Timer=StopTimer))
     os.kill(pid, signal.SIGSTOP)
     assert process.ask({})["pid"] != pid
     with pytest.raises(ProcessKilled):
         process.ask({"signal": signal.SIGSTOP})
-    assert not process.is_running

@@ -11,7 +11,8 @@ import pytest
 from service.protocol.completions import CompletionRequest
 from service.protocol.errors import InvalidRequest, Overloaded
 from service.protocol.response_format import MAX_SCHEMA_CHARACTERS, ConstraintKind, OutputConstraint
-from service.structured_output.compiler import CompilerLimits, GrammarChecker
+from service.sandbox.child_process import ProcessLimits
+from service.structured_output.compiler import GrammarChecker
 from tests.tiny_model import tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -101,7 +102,7 @@ def test_what_is_refused_names_its_field(fields: dict[str, Any], param: str, mes
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
-    checker = GrammarChecker(tiny_tokenizer(), CompilerLimits(cpu_seconds=1.0))
+    checker = GrammarChecker(tiny_tokenizer(), ProcessLimits(cpu_seconds=1.0, memory_bytes=2**30))
     yield checker
     checker.close()
 
@@ -187,7 +188,7 @@ def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered()
 
 
 def test_who_waits_too_long_is_told_to_come_back() -> None:
-    checker = GrammarChecker(tiny_tokenizer(), CompilerLimits(cpu_seconds=1.0), wait_seconds=0.01)
+    checker = GrammarChecker(tiny_tokenizer(), ProcessLimits(cpu_seconds=1.0, memory_bytes=2**30), wait_seconds=0.01)
 
     async def ask_two() -> list[Any]:
         slow = OutputConstraint("json", {"type": "integer", "multipleOf": 1234567}, "slow")

@@ -1,4 +1,4 @@
-"""Looks in the worker's loop: between steps, one at a time, and nobody's completion changes."""
+"""Attention queries in the engine loop: one at a time, between steps, without a change of any completion."""
 
 import time
 from array import array
@@ -23,7 +23,7 @@ from tests.service.worker.test_worker import Bench
 
 
 class LookingBench(Bench):
-    """The scripted engine, which also looks, and notes it."""
+    """Scripted engine that records each attention query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,20 +59,20 @@ def look(uid: str) -> AttentionQuery:
     return AttentionQuery(uid=uid, token_ids=(1, 2), layer=1, heads=(0, 3))
 
 
-def test_a_look_alone(bench: LookingBench) -> None:
+def test_an_idle_engine_answers_an_attention_query(bench: LookingBench) -> None:
     bench.put(look("a"))
     bench.engine_loop.run_once()
     assert bench.engine.calls == [("look", (1, 2), 1, (0, 3))]
     assert bench.looked() == [("a", b"weights")]
 
 
-def test_a_look_is_told_before_it_is_computed(bench: LookingBench) -> None:
+def test_an_attention_query_is_reported_before_its_computation(bench: LookingBench) -> None:
     bench.put(msgspec.structs.replace(look("a"), attempt=2))
     bench.engine_loop.run_once()
     assert bench.started() == [("a", 2)]
 
 
-def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
+def test_a_step_runs_between_two_attention_queries(bench: LookingBench) -> None:
     bench.put(make_submit("s"), look("a"), look("b"))
     for _ in range(3):
         bench.engine_loop.run_once()
@@ -81,7 +81,7 @@ def test_streams_get_a_step_between_two_looks(bench: LookingBench) -> None:
     assert [uid for uid, _ in bench.looked()] == ["a", "b"]
 
 
-def test_looks_get_a_quarter_of_the_time_beside_streams(bench: LookingBench) -> None:
+def test_attention_queries_get_a_quarter_of_the_time_beside_streams(bench: LookingBench) -> None:
     bench.step_seconds, bench.look_seconds = 0.5, 2.0
     bench.put(make_submit("s", max_tokens=100), *(look(uid) for uid in "abc"))
     for _ in range(30):
@@ -91,7 +91,7 @@ def test_looks_get_a_quarter_of_the_time_beside_streams(bench: LookingBench) -> 
     assert did[looks[0] + 1 : looks[1]] == did[looks[1] + 1 : looks[2]] == ["step"] * 12
 
 
-def test_looks_have_all_the_time_when_nothing_streams(bench: LookingBench) -> None:
+def test_attention_queries_get_all_the_time_of_an_idle_engine(bench: LookingBench) -> None:
     bench.look_seconds = 5.0
     bench.put(*(look(uid) for uid in "abc"))
     for _ in range(3):
@@ -99,20 +99,20 @@ def test_looks_have_all_the_time_when_nothing_streams(bench: LookingBench) -> No
     assert [uid for uid, _ in bench.looked()] == ["a", "b", "c"]
 
 
-def test_waiting_looks_need_no_further_command(bench: LookingBench) -> None:
+def test_queued_attention_queries_run_without_another_command(bench: LookingBench) -> None:
     bench.put(look("a"), look("b"))
     bench.engine_loop.run_once()
     bench.engine_loop.run_once()
     assert [uid for uid, _ in bench.looked()] == ["a", "b"]
 
 
-def test_a_cancelled_look_is_not_computed(bench: LookingBench) -> None:
+def test_a_cancelled_attention_query_is_not_computed(bench: LookingBench) -> None:
     bench.put(look("a"), look("b"), Cancel(uid="a"))
     bench.engine_loop.run_once()
     assert [uid for uid, _ in bench.looked()] == ["b"]
 
 
-def test_a_look_that_fails_is_answered_and_streams_go_on(bench: LookingBench) -> None:
+def test_a_failed_attention_query_is_answered_and_streams_continue(bench: LookingBench) -> None:
     bench.fails = True
     bench.put(make_submit("s"), look("a"))
     bench.engine_loop.run_once()
@@ -122,7 +122,7 @@ def test_a_look_that_fails_is_answered_and_streams_go_on(bench: LookingBench) ->
 
 
 def run(engine: Engine, *, looks: bool) -> list[int]:
-    """A completion's tokens, with a look after every step or none."""
+    """Return the tokens of a completion, with or without an attention query after every step."""
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
     engine.submit(
         Submit(
@@ -146,7 +146,7 @@ def run(engine: Engine, *, looks: bool) -> list[int]:
     return tokens
 
 
-def test_looking_changes_no_completion_and_tells_the_models_weights(tiny_checkpoint: Path) -> None:
+def test_attention_queries_change_no_completion_and_return_the_weights_of_the_model(tiny_checkpoint: Path) -> None:
     manifest = read_manifest(tiny_checkpoint)
     model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
     config = EngineConfig(block_size=4, num_blocks=64, max_num_running=2, max_batched_tokens=8)

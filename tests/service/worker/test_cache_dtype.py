@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype`: what it makes of the cache's size, what is told of it, and what refuses it."""
+"""`--kv-cache-dtype`: size of the KV-cache, reported values, and rejected models."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def settings(checkpoint: Path, **values: Any) -> ModelSettings:
     return ModelSettings(checkpoint=checkpoint, **{"device": "cpu", "threads": 1, **values})
 
 
-def test_the_same_memory_holds_twice_the_tokens(tiny_checkpoint: Path) -> None:
+def test_float16_cache_holds_twice_the_tokens_in_the_same_memory(tiny_checkpoint: Path) -> None:
     manifest = read_manifest(tiny_checkpoint)
     found = {}
     for wanted in ("auto", "float16"):
@@ -42,7 +42,7 @@ def test_the_same_memory_holds_twice_the_tokens(tiny_checkpoint: Path) -> None:
     assert found["float16"].num_blocks == 2 * found["auto"].num_blocks
 
 
-def test_the_same_tokens_take_half_the_memory(tiny_checkpoint: Path) -> None:
+def test_float16_cache_takes_half_the_memory_for_the_same_tokens(tiny_checkpoint: Path) -> None:
     manifest = read_manifest(tiny_checkpoint)
     whole, half = (
         build_engine(settings(tiny_checkpoint, max_num_running=4, kv_cache_dtype=wanted), manifest)[1]
@@ -53,7 +53,7 @@ def test_the_same_tokens_take_half_the_memory(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_it_serves_beside_matrices_of_any_kind(tiny_checkpoint: Path, quantize: str) -> None:
+def test_float16_cache_serves_with_each_matrix_format(tiny_checkpoint: Path, quantize: str) -> None:
     asked = settings(tiny_checkpoint, kv_cache_dtype="float16", quantize=quantize)
     engine, facts = build_engine(asked, read_manifest(tiny_checkpoint))
     assert (facts.dtype, facts.kv_cache_dtype) == ("float32", "float16")
@@ -70,7 +70,7 @@ def test_it_serves_beside_matrices_of_any_kind(tiny_checkpoint: Path, quantize: 
         ({"device": "cuda", "dtype": "float32"}, "float32 on CUDA"),
     ],
 )
-def test_other_models_are_refused(
+def test_float16_cache_of_another_model_dtype_or_device_is_rejected(
     asked: dict[str, str], model: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -81,14 +81,14 @@ def test_other_models_are_refused(
     assert str(refusal.value) == line
 
 
-def test_a_refusal_is_one_line_of_a_command(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rejected_cache_dtype_is_a_one_line_error(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "cpu", "--dtype", "bfloat16", "--kv-cache-dtype", "float16", "--prompt", "a"]
     assert main(["generate", "--checkpoint", str(tiny_checkpoint), *flags]) != 0
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("kvasir generate: --kv-cache-dtype float16 needs a float32 model on the CPU")
 
 
-def test_a_variable_gives_it_too(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_sets_the_cache_dtype(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_KV_CACHE_DTYPE", "float16")
     read = read_settings(ModelSettings, ["--checkpoint", str(tiny_checkpoint)], command="serve", summary="")
     assert read.kv_cache_dtype == "float16"
@@ -96,7 +96,9 @@ def test_a_variable_gives_it_too(tiny_checkpoint: Path, monkeypatch: pytest.Monk
         read_settings(ModelSettings, ["--kv-cache-dtype", "float32", "--checkpoint", "."], command="serve", summary="")
 
 
-def test_what_it_costs_is_measured(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_measures_the_loss_of_a_float16_cache(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts, out = tmp_path / "texts.txt", tmp_path / "out.json"
     texts.write_text("once upon a time, the inn and the rain\n" * 5)
     results = {}

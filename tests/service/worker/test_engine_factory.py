@@ -1,6 +1,7 @@
-"""What "auto" comes to, and what cannot be built."""
+"""Values of "auto" settings, and engines that cannot be built."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -66,7 +67,7 @@ def test_auto_threads_are_all_cpus_for_native_kernels_only(
         assert facts.threads == torch.get_num_threads() == threads
 
 
-def test_auto_dtype_is_the_checkpoints_where_native_kernels_compute(
+def test_auto_dtype_is_that_of_the_checkpoint_with_native_kernels(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bfloat16 checkpoint is computed in bfloat16 by the native kernels, and in float32 by PyTorch's."""
@@ -100,16 +101,16 @@ def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_c
     assert facts.found()["attention"] == f"native ({facts.kernel_level})"
 
 
-def test_native_attention_is_no_default_for_scalar_code(
+def test_auto_attention_is_sdpa_without_vector_instructions(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on ARM, where the native kernels have only their portable level and oneDNN is faster."""
+    """As on ARM, which has no native kernels."""
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     _, facts = build_engine(settings(tiny_checkpoint), manifest)
     assert (facts.attention, facts.kernel_level) == ("sdpa", None)
 
 
-def test_kernels_are_prepared_where_they_are_to_serve(
+def test_native_kernels_are_loaded_only_if_the_attention_setting_uses_native_kernels(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[Path] = []
@@ -138,11 +139,17 @@ def test_auto_takes_at_most_half_of_free_memory_and_at_least_one_context(
     ("context", "running", "tokens"),
     [(8192, 2, 2 * 8192 * 1.5), (131_072, 64, 64 * 8192 * 1.5), (131_072, 2, 131_072), (131_072, 11, 11 * 8192 * 1.5)],
 )
-def test_auto_of_a_long_context_is_what_can_be_of_use(
-    tiny_checkpoint: Path, context: int, running: int, tokens: float
+def test_auto_cache_of_a_long_context_is_limited_to_useful_blocks(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, context: int, running: int, tokens: float
 ) -> None:
+    has_free(monkeypatch, 2**40)
     asked = settings(tiny_checkpoint, max_num_running=running)
-    num_blocks = engine_factory._num_blocks(asked, context, 16 * BYTES_PER_TOKEN, 2**40, is_shared=True)
+    resolved: Any = SimpleNamespace(
+        block_bytes=16 * BYTES_PER_TOKEN,
+        max_context_length=context,
+        context=SimpleNamespace(device=torch.device("cpu")),
+    )
+    num_blocks = engine_factory._num_blocks(asked, resolved, 0, None)
     assert num_blocks * 16 == tokens
 
 
@@ -150,7 +157,7 @@ def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: num_bytes)
 
 
-def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
+def test_a_context_that_does_not_fit_is_rejected_with_the_length_that_fits(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_factory, "_MIB", 1024)
@@ -168,7 +175,7 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
 def server_with(
     monkeypatch: pytest.MonkeyPatch, manifest: Manifest, *, contexts: int, standby_bytes: int, **server: Any
 ) -> EngineFacts:
-    """Build a server's engine where the plan leaves room for so many contexts, of which the cache takes half."""
+    """Build an engine of a server whose memory plan leaves room for twice the contexts of the KV-cache."""
     for module in (engine_factory, memory_plan):
         monkeypatch.setattr(module, "available_memory_bytes", lambda: 2**30)
     monkeypatch.setattr(memory_plan, "memory_limit_bytes", lambda: 2**30)
@@ -187,8 +194,10 @@ def test_the_cache_of_a_server_leaves_room_for_its_plan(manifest: Manifest, monk
     assert (fits_not.num_blocks, fits_not.has_standby) == (10 * CONTEXT / 16, False)
 
 
-def test_a_worker_that_replaces_another_has_its_cache(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is free by then: the API process is there, too."""
+def test_a_replacement_worker_has_the_cache_size_of_the_first_worker(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The free memory at the replacement does not matter, since the API process has taken some."""
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: 0)
     asked = settings(manifest.directory)
     _, facts = build_engine(asked, manifest, server=ServerNeeds(standby=True, num_blocks=17))
@@ -207,7 +216,7 @@ def test_a_shorter_context_sizes_the_cache_and_ends_sequences(manifest: Manifest
     assert "the context holds 1 to 40" in str(finishes["b"].error)
 
 
-def test_a_longer_context_than_the_models_is_refused_with_both_numbers(
+def test_a_context_over_the_positions_of_the_model_is_rejected_with_both_numbers(
     manifest: Manifest, tiny_checkpoint: Path
 ) -> None:
     with pytest.raises(SettingsError, match="--max-context-length 257 is over the 256 positions of the model"):
@@ -215,7 +224,7 @@ def test_a_longer_context_than_the_models_is_refused_with_both_numbers(
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("float64", torch.float64)])
-def test_a_dtype_is_that_of_weights_and_keys(
+def test_the_dtype_setting_applies_to_weights_and_kv_cache(
     name: str, dtype: torch.dtype, manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models: list[Any] = []
@@ -225,7 +234,7 @@ def test_a_dtype_is_that_of_weights_and_keys(
     assert facts.num_blocks == 2 * 2**20 // (16 * BYTES_PER_TOKEN * dtype.itemsize // 4)
 
 
-def test_what_was_asked_for_is_what_is_built(
+def test_explicit_settings_are_those_of_the_engine(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[EngineConfig] = []
@@ -261,7 +270,7 @@ def test_what_was_asked_for_is_what_is_built(
     assert "1 thread," in str(facts)
 
 
-def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
+def test_a_cache_too_small_for_one_context_is_rejected_with_the_needed_size(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remedy = r"63.0KiB holds 240 tokens.*: give it 1MiB, or set --max-context-length 240"
@@ -270,7 +279,7 @@ def test_a_cache_too_small_for_one_context_is_refused_with_what_is_needed(
     assert build_engine(settings(tiny_checkpoint, kv_cache_memory="64KiB"), manifest)[1].num_blocks == 16
 
 
-def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made(
+def test_a_cache_larger_than_memory_is_rejected_before_its_allocation(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_free(monkeypatch, 100 * 2**20)
@@ -278,7 +287,7 @@ def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made(
         build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
 
 
-def test_a_device_that_is_not_there_is_refused(
+def test_a_missing_device_is_rejected(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -286,7 +295,7 @@ def test_a_device_that_is_not_there_is_refused(
         build_engine(settings(tiny_checkpoint, device="cuda"), manifest)
 
 
-def test_matrices_are_packed_or_of_int8(manifest: Manifest, tiny_checkpoint: Path) -> None:
+def test_matrices_are_packed_or_int8(manifest: Manifest, tiny_checkpoint: Path) -> None:
     kinds = {}
     for flags in ({}, {"quantize": "int8"}, {"dtype": "float64"}):
         _, facts = build_engine(settings(tiny_checkpoint, **flags), manifest)
@@ -295,7 +304,7 @@ def test_matrices_are_packed_or_of_int8(manifest: Manifest, tiny_checkpoint: Pat
     assert list(kinds.values()) == ["packed", "int8", "plain"]
 
 
-def test_int8_serve_in_every_precision_of_the_rest(manifest: Manifest, tiny_checkpoint: Path) -> None:
+def test_int8_matrices_serve_with_every_dtype(manifest: Manifest, tiny_checkpoint: Path) -> None:
     told = {}
     for dtype in ("float32", "float64", "bfloat16"):
         engine, facts = build_engine(settings(tiny_checkpoint, quantize="int8", dtype=dtype), manifest)
@@ -311,7 +320,7 @@ def test_int8_serve_in_every_precision_of_the_rest(manifest: Manifest, tiny_chec
     assert told["bfloat16"][0] == pytest.approx(told["float32"][0], abs=0.1)
 
 
-def test_attention_that_the_device_does_not_have(
+def test_attention_that_the_device_does_not_support_is_rejected(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -319,7 +328,7 @@ def test_attention_that_the_device_does_not_have(
         build_engine(settings(tiny_checkpoint, device="auto", attention="native"), manifest)
 
 
-def test_int8_that_the_device_does_not_have(
+def test_quantization_that_the_device_does_not_support_is_rejected(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SettingsError, match="--quantize fp8 works only on a GPU; choose --quantize int8, or omit it"):
@@ -330,10 +339,10 @@ def test_int8_that_the_device_does_not_have(
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_gpus_int8_serve(
+def test_gpu_quantization_serves(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """With the CPU in the GPU's place."""
+    """A CPU stands for the GPU."""
     quantization = Quantization(form=FORMATS[name], kernels=PLAIN)
     monkeypatch.setattr(engine_factory, "choose_quantization", lambda *given: quantization)
     flags = {"quantize": name, "dtype": "bfloat16", "attention": "sdpa"}

@@ -1,4 +1,4 @@
-"""A server's memory is planned for all of its processes before the weights are read."""
+"""Memory plan for all processes of a server, made before the weights are read."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ def has_memory(monkeypatch: pytest.MonkeyPatch, available: int, limit: int | Non
 
 
 def least_memory(monkeypatch: pytest.MonkeyPatch, model: LoadedModel) -> int:
-    """Return the MiB that a model needs beside what is used, by what the rejection says."""
+    """Return the additional MiB that a model needs, as given by the error message."""
     has_memory(monkeypatch, 0)
     with pytest.raises(ValueError, match="needs at least") as raised:
         plan_memory(model, SETTINGS, standby=True)
@@ -34,7 +34,7 @@ def least_memory(monkeypatch: pytest.MonkeyPatch, model: LoadedModel) -> int:
     return int(found[1])
 
 
-def test_a_standby_is_kept_where_it_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_standby_that_fits_is_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     has_memory(monkeypatch, least_memory(monkeypatch, MODEL) * MIB + IMPORTS)
     with_standby = plan_memory(MODEL, SETTINGS, standby=True)
     without = plan_memory(MODEL, SETTINGS, standby=False)
@@ -43,7 +43,7 @@ def test_a_standby_is_kept_where_it_fits(monkeypatch: pytest.MonkeyPatch, caplog
     assert not caplog.records
 
 
-def test_a_standby_that_does_not_fit_is_left_out_with_a_warning(
+def test_a_standby_that_does_not_fit_is_omitted_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     has_memory(monkeypatch, least_memory(monkeypatch, MODEL) * MIB + IMPORTS - 2 * MIB)
@@ -54,7 +54,7 @@ def test_a_standby_that_does_not_fit_is_left_out_with_a_warning(
     assert re.match(r"no standby worker: memory is short by [12] MiB; ", record.message)
 
 
-def test_a_limit_that_is_too_small_is_rejected_with_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_limit_that_is_too_small_is_rejected_with_the_needed_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, used = 512 * MIB, 240 * MIB
     needed = used // MIB + least_memory(monkeypatch, MODEL)
     has_memory(monkeypatch, 10 * MIB, limit=10 * MIB + used)
@@ -67,13 +67,13 @@ def test_a_limit_that_is_too_small_is_rejected_with_one_that_does(monkeypatch: p
     assert plan_memory(MODEL, SETTINGS, standby=True).has_standby is False
 
 
-def test_without_a_limit_the_machines_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_memory_limit_the_error_names_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     has_memory(monkeypatch, 10 * MIB)
     with pytest.raises(ValueError, match=r"^10 MiB of memory are available and this model needs at least \d+ MiB: "):
         plan_memory(MODEL, SETTINGS, standby=False)
 
 
-def test_what_is_needed_follows_the_model_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needed_memory_grows_with_the_model_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CONFIG.tie_embeddings
     values = CONFIG.num_parameters + CONFIG.vocab_size * CONFIG.hidden_size
     assert MODEL.weight_bytes == 4 * values

@@ -1,4 +1,4 @@
-"""Events that gather on the way from the engine to the API process."""
+"""Outbox between the engine loop and the carrier thread."""
 
 from queue import SimpleQueue
 
@@ -16,7 +16,7 @@ def _delta(number: int) -> TokenDelta:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1))
-def test_all_waiting_events_leave_at_once_and_in_order(steps: list[int]) -> None:
+def test_all_waiting_events_are_sent_together_and_in_order(steps: list[int]) -> None:
     outbox: SimpleQueue[list[Event]] = SimpleQueue()
     sent: list[Event] = []
     for count in steps:

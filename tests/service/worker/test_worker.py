@@ -1,4 +1,4 @@
-"""The loop around the engine: order of commands, one message a step, endings for everybody when it fails."""
+"""Engine loop: order of commands, one message per step, and errors for all requests after a failure."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ class Result:
 
 @dataclass
 class ScriptedEngine:
-    """An engine that counts one token a step for each sequence, and notes what is asked of it."""
+    """Engine that counts one token per step for each sequence, and records the calls."""
 
     calls: list[Any] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
@@ -89,7 +89,7 @@ class ScriptedEngine:
 
 
 class Bench:
-    """A driver, its inbox, and what it sent."""
+    """Engine loop with a list of commands, and the events that the loop has sent."""
 
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
@@ -130,7 +130,7 @@ class Bench:
             self.sent.append(others)
 
     def started(self) -> list[tuple[str, int]]:
-        """Uid and attempt of what was reported ahead of being computed."""
+        """Uid and attempt of each sequence that was reported before its computation."""
         told = [event for events in self.sent_now for event in events]
         return [(event.uid, event.attempt) for event in told if isinstance(event, Started)]
 
@@ -143,7 +143,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
+def test_a_step_sends_one_message_with_the_events_of_all_sequences(bench: Bench) -> None:
     bench.put(make_submit("a"), make_submit("b"))
     bench.put(make_submit("c"))
     bench.engine_loop.run_once()
@@ -151,7 +151,7 @@ def test_a_step_sends_one_message_with_everybodys_events(bench: Bench) -> None:
     assert bench.engine.calls == [("submit", "a", 0), ("submit", "b", 0), ("submit", "c", 0), "step"]
 
 
-def test_steps_and_rest_are_reported(bench: Bench) -> None:
+def test_steps_and_idleness_are_reported(bench: Bench) -> None:
     bench.put(make_submit("a", max_tokens=2))
     for _ in range(2):
         bench.engine_loop.run_once()
@@ -161,7 +161,7 @@ def test_steps_and_rest_are_reported(bench: Bench) -> None:
     assert kinds == [EngineIdle, StepStats, StepStats, EngineIdle, StepStats]
 
 
-def test_a_changed_limit_on_running_sequences_goes_once_with_the_next_events(bench: Bench) -> None:
+def test_a_changed_limit_of_running_sequences_is_sent_once_with_the_next_events(bench: Bench) -> None:
     def limits() -> list[list[int]]:
         told = [[e.max_num_running for e in events if isinstance(e, RunningLimitChanged)] for events in bench.sent]
         return [each for each in told if each]
@@ -175,7 +175,7 @@ def test_a_changed_limit_on_running_sequences_goes_once_with_the_next_events(ben
     assert limits() == [[5], [7]]
 
 
-def test_commands_that_arrive_during_a_step_act_before_the_next(bench: Bench) -> None:
+def test_commands_that_arrive_during_a_step_take_effect_before_the_next_step(bench: Bench) -> None:
     bench.put(make_submit("a"))
     bench.engine.before_step = lambda: bench.put(make_submit("b"))
     bench.engine_loop.run_once()
@@ -184,7 +184,7 @@ def test_commands_that_arrive_during_a_step_act_before_the_next(bench: Bench) ->
     assert bench.uids() == [["a"], ["a", "b"]]
 
 
-def test_a_cancelled_sequence_is_gone_before_the_next_step(bench: Bench) -> None:
+def test_a_cancelled_sequence_is_removed_before_the_next_step(bench: Bench) -> None:
     bench.put(make_submit("a"), make_submit("b"))
     bench.engine_loop.run_once()
     bench.put(Cancel(uid="a"), Cancel(uid="unknown"))
@@ -201,7 +201,7 @@ def test_a_finished_sequence_can_no_longer_be_cancelled(bench: Bench) -> None:
     assert ("cancel", "a") not in bench.engine.calls
 
 
-def test_only_the_newest_attempt_is_heard(bench: Bench) -> None:
+def test_events_of_older_attempts_are_not_sent(bench: Bench) -> None:
     first = make_submit("a")
     again = Submit(**{**{f: getattr(first, f) for f in first.__struct_fields__}, "attempt": 1})
     bench.put(first)
@@ -216,7 +216,7 @@ def test_only_the_newest_attempt_is_heard(bench: Bench) -> None:
     assert [e.attempt for e in bench.sent[-1] if isinstance(e, TokenDelta)] == [1]
 
 
-def test_when_the_engine_raises_every_request_ends_with_an_error_and_the_next_is_served(bench: Bench) -> None:
+def test_an_engine_failure_ends_all_requests_with_an_error_and_the_next_request_is_served(bench: Bench) -> None:
     bench.put(make_submit("a"), make_submit("b"))
     bench.engine.failures = [ZeroDivisionError("at /some/path")]
     bench.engine_loop.run_once()
@@ -229,7 +229,7 @@ def test_when_the_engine_raises_every_request_ends_with_an_error_and_the_next_is
     assert bench.uids()[1] == ["c"]
 
 
-def test_an_engine_that_fails_twice_in_a_row_is_given_up(bench: Bench) -> None:
+def test_a_second_engine_failure_in_a_row_ends_the_worker(bench: Bench) -> None:
     bench.engine.failures = [ValueError("once"), ValueError("twice")]
     bench.put(make_submit("a"))
     bench.engine_loop.run_once()
@@ -239,7 +239,7 @@ def test_an_engine_that_fails_twice_in_a_row_is_given_up(bench: Bench) -> None:
     assert bench.uids() == [["a"], ["b"]], "the second one has its ending, too"
 
 
-def test_failures_with_success_between_them_are_survived(bench: Bench) -> None:
+def test_engine_failures_with_a_success_between_do_not_end_the_worker(bench: Bench) -> None:
     for uid in ("a", "b", "c"):
         bench.engine.failures = [ValueError(uid)]
         bench.put(make_submit(uid))
@@ -249,7 +249,7 @@ def test_failures_with_success_between_them_are_survived(bench: Bench) -> None:
     assert bench.uids() == [["a"], ["a!"], ["b"], ["b!"], ["c"], ["c!"]]
 
 
-def test_an_idle_turn_does_not_walk_the_block_pool(bench: Bench) -> None:
+def test_an_idle_iteration_does_not_check_the_block_pool(bench: Bench) -> None:
     for uid in ("a", "b"):
         bench.put(make_submit(uid, max_tokens=1))
         bench.engine_loop.run_once()
@@ -257,7 +257,7 @@ def test_an_idle_turn_does_not_walk_the_block_pool(bench: Bench) -> None:
     assert bench.inbox.empty()
 
 
-def test_what_begins_is_told_before_it_is_computed_and_once(bench: Bench) -> None:
+def test_a_sequence_is_reported_once_before_its_computation(bench: Bench) -> None:
     told: list[int] = []
     bench.engine.before_step = lambda: told.append(len(bench.started()))
     bench.put(make_submit("a", max_tokens=3))
@@ -268,7 +268,7 @@ def test_what_begins_is_told_before_it_is_computed_and_once(bench: Bench) -> Non
     assert bench.started() == [("a", 0), ("b", 0)]
 
 
-def test_a_newer_attempt_begins_anew(bench: Bench) -> None:
+def test_a_newer_attempt_is_reported_again(bench: Bench) -> None:
     bench.put(make_submit("a"))
     bench.engine_loop.run_once()
     bench.put(msgspec.structs.replace(make_submit("a"), attempt=1))
@@ -276,8 +276,8 @@ def test_a_newer_attempt_begins_anew(bench: Bench) -> None:
     assert bench.started() == [("a", 0), ("a", 1)]
 
 
-def test_a_grammar_begins_when_it_comes(bench: Bench) -> None:
-    """It is compiled beside the steps, long before its sequence is computed."""
+def test_a_sequence_with_a_grammar_is_reported_when_the_sequence_arrives(bench: Bench) -> None:
+    """The grammar is compiled beside the steps, long before the sequence is computed."""
     bench.engine.submit = lambda submit: bench.engine.calls.append(len(bench.started()))  # type: ignore[method-assign]
     bench.put(msgspec.structs.replace(make_submit("a"), grammar="start: /a+/"), make_submit("b"))
     bench.engine_loop.run_once()
@@ -285,7 +285,7 @@ def test_a_grammar_begins_when_it_comes(bench: Bench) -> None:
     assert bench.started() == [("a", 0)]
 
 
-def test_every_turn_is_a_sign_of_life(bench: Bench) -> None:
+def test_every_iteration_sends_a_heartbeat(bench: Bench) -> None:
     bench.put(make_submit("a", max_tokens=3))
     bench.engine_loop.run_once()
     before = bench.num_heartbeats
@@ -294,7 +294,7 @@ def test_every_turn_is_a_sign_of_life(bench: Bench) -> None:
     assert bench.num_heartbeats == before + 2
 
 
-def test_a_worker_that_waits_gives_signs_of_life(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_worker_sends_heartbeats(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_loop, "_BEAT_SECONDS", 0.001)
     thread = threading.Thread(target=bench.engine_loop.run_once, daemon=True)
     thread.start()
@@ -335,6 +335,6 @@ Refusing().run()
 """
 
 
-def test_a_refused_start_is_one_line_while_a_thread_computes() -> None:
+def test_a_failed_start_is_one_line_while_a_thread_computes() -> None:
     done = subprocess.run([sys.executable, "-c", _REFUSED_START], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (EXIT_SETTINGS, "kvasir serve: --kv-cache-memory holds too little\n")
