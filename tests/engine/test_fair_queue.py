@@ -22,7 +22,7 @@ def make_sequence(number: int, tenant: str, *, priority: int = 0) -> SequenceSta
 def take(queue: FairQueue, *, num_tokens: int = 10) -> str:
     """Take and serve the next sequence."""
     sequence = queue.first()
-    queue.remove(sequence)
+    queue.remove(sequence.tenant, sequence.rank)
     queue.charge(sequence.tenant, num_tokens)
     queue.check_integrity()
     return sequence.uid
@@ -103,7 +103,8 @@ def test_everybody_leaves_once_and_the_served_stay_close(
         queue.add(sequence)
     for move in moves:
         if move is not None and str(move) in waiting:
-            queue.remove(waiting.pop(str(move)))
+            sequence = waiting.pop(str(move))
+            queue.remove(sequence.tenant, sequence.rank)
         elif waiting:
             left.append(take(queue))
             del waiting[left[-1]]

@@ -13,7 +13,7 @@ from service.engine.engine import Engine
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus
-from service.engine.scheduling.step_plan import Chunk, step_plan
+from service.engine.scheduling.step_plan import Chunk, StepPlan
 from service.ipc.messages import FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import CONTEXT, FakeRunner, expected_tokens, make_engine, make_submit
 
@@ -231,7 +231,7 @@ def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_ste
         scheduler._running.append(sequence)
     first = sequences[0]
     first.max_length = 8
-    plan = step_plan([Chunk("a", 0, 0, 2, True, [1, 2], first.block_table, first.params)])
+    plan = StepPlan(chunks=(Chunk("a", 0, 0, 2, True, [1, 2], first.block_table, first.params),))
     assert (scheduler.schedule_ahead(plan) is not None) == is_planned
     assert first.block_table == ([0, 1] if is_planned else [0])
     scheduler._pool.check_integrity([sequence.block_table for sequence in sequences[:num_running]])
@@ -279,13 +279,13 @@ def test_the_prefix_cache_knows_all_that_was_computed(looks_ahead: bool) -> None
     assert end.num_cached_tokens == 10
 
 
-def test_only_whose_computation_begins_is_told_and_that_before_it_does() -> None:
+def test_a_sequence_is_reported_once_and_before_its_first_step() -> None:
     engine, runner = ahead()
     engine.submit(unending("a", [1], max_tokens=4))
-    told: list[tuple[int, list[str]]] = []
+    reported: list[tuple[int, list[tuple[str, int]]]] = []
     while engine.has_work:
-        engine.step(before=lambda uids: told.append((runner.num_launched, uids)))
-    assert told == [(0, ["a"])]
+        engine.step(before=lambda admitted: reported.append((runner.num_launched, admitted)))
+    assert reported == [(0, [("a", 0)])]
 
 
 NEEDS_THE_HOST: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
-from service.engine.scheduling.step_plan import step_plan
+from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
@@ -282,7 +282,7 @@ def test_a_draft_is_cut_before_its_first_non_finite_token(
     assert sequence is not None
     sequence.num_computed_tokens = 4
     drafted = msgspec.structs.replace(first, start=4, num_tokens=4, token_ids=[5], draft=(7, 8, 9))
-    plan = step_plan([drafted, msgspec.structs.replace(second, samples=False)])
+    plan = StepPlan(chunks=(drafted, msgspec.structs.replace(second, samples=False)))
     assert [failed.uid for failed in scheduler.end_non_finite(plan, frozenset(non_finite))] == ended
     scheduler.commit(plan, [7, 8, 9, 10], frozenset(non_finite))
     assert len(sequence.token_ids) == 5 + num_added

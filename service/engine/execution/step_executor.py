@@ -9,7 +9,7 @@ from collections.abc import Callable
 from model.sampling.sampler import can_sample_without_host
 from service.engine.execution.grammar_masks import Masks
 from service.engine.execution.model_inputs import InputBuilder, ModelInputs
-from service.engine.execution.model_runner import Runner, StepOutputs
+from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.engine.scheduling.step_plan import StepPlan
 
 _NO_OUTPUTS = StepOutputs(token_ids=[], logprobs=[], prompt_logprobs={})
@@ -25,7 +25,7 @@ class StepExecutor:
         looks_ahead: launch steps instead of running them, if possible.
     """
 
-    def __init__(self, runner: Runner, *, block_size: int, scratch_block: int, looks_ahead: bool) -> None:
+    def __init__(self, runner: ModelRunner, *, block_size: int, scratch_block: int, looks_ahead: bool) -> None:
         self._runner = runner
         self._looks_ahead = looks_ahead
         self._inputs = InputBuilder(block_size=block_size, scratch_block=scratch_block)

@@ -48,8 +48,12 @@ def naive(logits: list[float], params: SamplingParams, prompt: list[int], comple
     return left
 
 
+def rules_of(params: SamplingParams, prompt: list[int], completion: list[int]) -> TokenRules | None:
+    return TokenRules(params, prompt, completion) if params.has_token_rules else None
+
+
 def apply(logits_BV: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, list[TokenRules | None]]:
-    rules = [TokenRules.of(*row) for row in rows]
+    rules = [rules_of(*row) for row in rows]
     return obey(logits_BV, rules, [() if its is None else its.forbidden for its in rules])[0], rules
 
 
@@ -71,7 +75,7 @@ def test_equals_the_naive_twin_in_any_batch(rows: list[Row], seed: int) -> None:
 def test_kept_or_rebuilt_the_rules_are_the_same(row: Row, cut: int) -> None:
     """After a crash, the rules see the tokens of the earlier and of the current attempt."""
     params, prompt, completion = row
-    kept, rebuilt = TokenRules.of(params, prompt, completion[:cut]), TokenRules.of(params, prompt, completion)
+    kept, rebuilt = rules_of(params, prompt, completion[:cut]), rules_of(params, prompt, completion)
     if kept is None or rebuilt is None:
         assert not params.has_token_rules
         return
@@ -84,7 +88,7 @@ def test_kept_or_rebuilt_the_rules_are_the_same(row: Row, cut: int) -> None:
 
 def test_who_has_no_rules_costs_nothing() -> None:
     logits = torch.randn(3, VOCAB)
-    assert TokenRules.of(SamplingParams(max_tokens=1, top_k=3, min_tokens=1), [1]) is None
+    assert not SamplingParams(max_tokens=1, top_k=3, min_tokens=1).has_token_rules
     assert obey(logits, (), ()) == (logits, False)
     left, may_leave_none = obey(logits, (None,) * 3, ((),) * 3)
     assert left is logits
@@ -92,7 +96,7 @@ def test_who_has_no_rules_costs_nothing() -> None:
 
 
 def test_counts_grow_beyond_any_first_guess() -> None:
-    rules = TokenRules.of(SamplingParams(max_tokens=1, frequency_penalty=1.0), [5], list(range(1000)) * 2)
+    rules = TokenRules(SamplingParams(max_tokens=1, frequency_penalty=1.0), [5], list(range(1000)) * 2)
     assert rules is not None
     ids, counts = rules.counted
     assert ids.tolist() == list(range(1000))
@@ -121,9 +125,9 @@ def test_each_rule_changes_what_is_drawn_greedily_and_surely(change: dict[str, A
     logits = torch.tensor([[10.0, 9.0, 8.0, 1.0, 0.0, 0.0]])
     for temperature in (0.0, 0.01):
         params = SamplingParams(max_tokens=1, temperature=temperature, **change)
-        rules = TokenRules.of(params, [1], [0, 0])
+        rules = TokenRules(params, [1], [0, 0])
         forbidden = [() if rules is None else rules.forbidden]
-        assert sample(logits, [params], [3], forbidden=forbidden, rules=[rules]) == [drawn]
+        assert sample(logits, [params], [3], forbidden=forbidden, rules=[rules]).tolist() == [drawn]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -132,9 +136,9 @@ def test_a_row_that_is_left_no_token_draws_none_and_the_others_draw(temperature:
     logits[3] = torch.nan  # the request did not cause damaged weights
     free = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
     walled = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, allowed_token_ids=(1, 2))
-    rules = [TokenRules.of(params, [0]) for params in (free, walled, walled, walled)]
+    rules = [TokenRules(params, [0]) for params in (free, walled, walled, walled)]
     forbidden = [tuple(range(VOCAB)), (2, 1), (1,), (1,)]
-    ids = sample(logits, [free, walled, walled, walled], [0] * 4, forbidden=forbidden, rules=rules)
+    ids = sample(logits, [free, walled, walled, walled], [0] * 4, forbidden=forbidden, rules=rules).tolist()
     assert ids[:3] == [NO_TOKEN, NO_TOKEN, 2]
     assert 0 <= ids[3] < VOCAB
 
@@ -143,7 +147,7 @@ def test_log_probabilities_stay_the_models_own() -> None:
     logits = torch.randn(1, VOCAB)
     own = top_logprobs(logits, [3], 2)
     params = SamplingParams(max_tokens=1, logit_bias=((3, 50.0),), presence_penalty=2.0)
-    assert sample(logits, [params], [0], rules=[TokenRules.of(params, [0], [1])]) == [3]
+    assert sample(logits, [params], [0], rules=[TokenRules(params, [0], [1])]).tolist() == [3]
     assert top_logprobs(logits, [3], 2) == own
 
 
