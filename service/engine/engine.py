@@ -12,17 +12,25 @@ import torch
 from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
+from model.sampling.sampler import can_sample_without_host
 from model.tokenizer.interface import Tokenizer
 from service.engine.execution.cuda_graphs import Capture
 from service.engine.execution.grammar_masks import Grammars
+from service.engine.execution.model_inputs import InputBuilder, ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
-from service.engine.execution.step_executor import StepExecutor
 from service.engine.output_processor import SequenceOutput, create_delta
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler, SequenceUpdate
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta
+
+_NO_OUTPUTS = StepOutputs(token_ids=[], logprobs=[], prompt_logprobs={})
+# Error message of a request whose rules forbid every next token.
+_NO_TOKEN = (
+    "no token may follow the {} tokens of this completion: allowed_token_ids, bad_words, min_tokens and the grammar "
+    "together forbid every token; allow more tokens, or lower min_tokens"
+)
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -78,9 +86,10 @@ class Engine:
         if looks_ahead is None:
             looks_ahead = runner.is_asynchronous
         looks_ahead = looks_ahead and not config.max_draft_tokens  # the host must verify drafts
-        self._executor = StepExecutor(
-            runner, block_size=config.block_size, scratch_block=config.num_blocks, looks_ahead=looks_ahead
-        )
+        self._looks_ahead = looks_ahead
+        self._inputs = InputBuilder(block_size=config.block_size, scratch_block=config.num_blocks)
+        self._plan: StepPlan | None = None  # of the step that is launched ahead
+        self._launched: Callable[[], StepOutputs] | None = None  # waits for the outputs of the step of `_plan`
         self._grammars = Grammars(tokenizer)
         self._outputs: dict[str, SequenceOutput] = {}  # by uid, until the sequence's ending is reported
         self._rejections: list[TokenDelta] = []
@@ -180,13 +189,26 @@ class Engine:
         for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._rejections)):
             self._enqueue(submit)
         ended = self._scheduler.take_ended()
-        plan = self._executor.plan
+        plan, read = self._plan, self._launched
+        self._plan = self._launched = None
+        outputs = _NO_OUTPUTS
         if plan is None or not self._scheduler.has_running(plan):
-            plan = self._scheduler.schedule()
+            plan, read = self._scheduler.schedule(), None
             if before is not None and plan.admitted:
                 before(plan.admitted)
-            self._executor.start(plan, self._grammars.masks(plan) if self._grammars.uids else None)
-        outputs = self._executor.finish(self._scheduler.schedule_ahead(plan) if self._executor.is_launched else None)
+            if plan.chunks:
+                masks = self._grammars.masks(plan) if self._grammars.uids else None
+                inputs = self._inputs.build(plan, min_rows=self._runner.min_rows, masks=masks)
+                if self._looks_ahead and _needs_no_host(plan, inputs):
+                    read = self._runner.launch(inputs)
+                else:
+                    outputs = self._runner.run(inputs)
+        if read is not None:
+            ahead = self._scheduler.schedule_ahead(plan)
+            if ahead is not None:
+                self._launched = self._runner.launch(self._inputs.build(ahead, min_rows=self._runner.min_rows))
+                self._plan = ahead
+            outputs = read()
         failed: list[SequenceState] = []
         if outputs.non_finite:
             failed = self._scheduler.end_non_finite(plan, outputs.non_finite)
@@ -269,7 +291,8 @@ class Engine:
             return output.ending(is_computed=True) if sequence.finish_reason is not None else None
         new_ids = sequence.token_ids[chunk.num_known_tokens :]
         if not new_ids:
-            return create_delta(sequence, error=self._grammars.error(sequence.uid) or _no_token(sequence))
+            error = self._grammars.error(sequence.uid) or _NO_TOKEN.format(sequence.num_completion_tokens)
+            return create_delta(sequence, error=error)
         num_kept, text, stop = output.detokenizer.push(new_ids, is_last=sequence.finish_reason is not None)
         if stop is not None:
             self._scheduler.truncate(sequence, chunk.num_known_tokens + num_kept, stop)
@@ -322,9 +345,14 @@ def create_submit(uid: str, prompt_token_ids: Sequence[int], params: SamplingPar
     )
 
 
-def _no_token(sequence: SequenceState) -> str:
-    """Return the error message for a request whose rules forbid every next token."""
+def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
+    """Return True if all sequences sample a token, and the device can sample this and later tokens without the host.
+
+    Grammar masks, token rules, logprobs and drafts need the host, and so does top-p sampling without a small top-k.
+    """
     return (
-        f"no token may follow the {sequence.num_completion_tokens} tokens of this completion: allowed_token_ids, "
-        "bad_words, min_tokens and the grammar together forbid every token; allow more tokens, or lower min_tokens"
+        all(chunk.samples for chunk in plan.chunks)
+        and not (inputs.rules or inputs.forbidden or inputs.prompt_rows or inputs.wants_logprobs)
+        and inputs.masks is None
+        and all(map(can_sample_without_host, inputs.params))
     )

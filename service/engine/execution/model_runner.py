@@ -14,9 +14,9 @@ from model.inspect.attention_weights import weights_of_layer
 from model.native.decode_call import Decoded
 from model.native.native_transformer import NativeTransformer, to_native
 from model.nn.transformer import Transformer
+from model.sampling.logits_processors import mask_logits
 from model.sampling.params import SamplingParams
 from model.sampling.sampler import NO_TOKEN, most_likely, sample, top_logprobs
-from model.structured_output.token_masks import mask_logits
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.execution.model_inputs import ModelInputs, PooledRows
 from service.engine.scheduling.step_plan import MIN_ROWS
@@ -131,7 +131,9 @@ class ModelRunner:
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states TE of a step, and the requested logits RV."""
-        sampled_B = self._previous_tokens(inputs.previous_rows) if inputs.previous_rows else None
+        sampled_B = self._sampled_B if inputs.previous_rows else None
+        if sampled_B is not None and inputs.previous_rows != tuple(range(len(sampled_B))):
+            sampled_B = sampled_B[torch.tensor(inputs.previous_rows).to(self._device, non_blocking=True)]
         x_TE = None if self._graphs is None else self._graphs.hidden(inputs, sampled_B)
         if x_TE is None:
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
@@ -146,13 +148,6 @@ class ModelRunner:
         if logits_RV.shape[1] > self._vocab_size:
             logits_RV = logits_RV[:, : self._vocab_size]
         return x_TE, logits_RV
-
-    def _previous_tokens(self, rows: tuple[int, ...]) -> Tensor:
-        """Return the tokens that the step launched last sampled in these rows."""
-        assert self._sampled_B is not None
-        if rows == tuple(range(len(self._sampled_B))):
-            return self._sampled_B
-        return self._sampled_B[torch.tensor(rows).to(self._device, non_blocking=True)]
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step. All sampled ids are copied to the host at once."""

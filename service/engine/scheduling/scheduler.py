@@ -401,7 +401,8 @@ class Scheduler:
         end = start + num_tokens
         if end // self._config.block_size > sequence.num_registered_blocks:
             self._register_blocks(sequence, end)
-        self._num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
+        if start < sequence.num_prompt_tokens:
+            self._num_prompt_tokens += min(end, sequence.num_prompt_tokens) - start
         self._waiting.charge(sequence.tenant, num_tokens)
         scored_start, scored_ids = 0, list[int]()
         if params.prompt_logprobs is not None:
