@@ -16,7 +16,7 @@ HALF, CROWDED_HALF = (dataclasses.replace(config, kv_cache_dtype="float16") for 
 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
-def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, variant: str, kind: str) -> None:
+def test_a_completion_is_batch_invariant(level: str, variant: str, kind: str) -> None:
     """Covers chunks, prefix-cache hits, preemption, and speculative tokens."""
     submits = submissions(12)
     guessing = dataclasses.replace(CROWDED_HALF, max_draft_tokens=3)
@@ -31,7 +31,7 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, variant: s
 
 
 @pytest.mark.parametrize("variant", ["rotary-gqa", "average", "relative-bias-window", "disentangled"])
-def test_pytorchs_way_serves_alike(variant: str) -> None:
+def test_pytorch_attention_serves_with_a_float16_cache(variant: str) -> None:
     """Logprobs differ from those with a float32 cache, but only by rounding."""
     submits = submissions(6)
     crowd, _ = drive(Engine(build(VARIANTS[variant]), TOKENIZER, CROWDED_HALF), submits)
@@ -47,7 +47,7 @@ def test_pytorchs_way_serves_alike(variant: str) -> None:
     assert 0 < max(differences) < 5e-3
 
 
-def test_a_look_is_at_what_is_served() -> None:
+def test_attention_weights_use_the_cache_dtype() -> None:
     model = build(VARIANTS["rotary-gqa"])
     looks = {}
     for config in (CONFIG, HALF):

@@ -59,7 +59,7 @@ def apply(logits_BV: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, l
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_rows, min_size=1, max_size=5), st.integers(0, 1000))
-def test_equals_the_naive_twin_in_any_batch(rows: list[Row], seed: int) -> None:
+def test_output_equals_a_naive_implementation_in_any_batch(rows: list[Row], seed: int) -> None:
     logits = 3 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
     left, _ = apply(logits, rows)
@@ -72,7 +72,7 @@ def test_equals_the_naive_twin_in_any_batch(rows: list[Row], seed: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(_rows, st.integers(0, 20))
-def test_kept_or_rebuilt_the_rules_are_the_same(row: Row, cut: int) -> None:
+def test_appended_and_rebuilt_rules_are_equal(row: Row, cut: int) -> None:
     """After a crash, the rules see the tokens of the earlier and of the current attempt."""
     params, prompt, completion = row
     kept, rebuilt = rules_of(params, prompt, completion[:cut]), rules_of(params, prompt, completion)
@@ -86,7 +86,7 @@ def test_kept_or_rebuilt_the_rules_are_the_same(row: Row, cut: int) -> None:
         assert np.array_equal(one, other)
 
 
-def test_who_has_no_rules_costs_nothing() -> None:
+def test_rows_without_rules_are_not_copied() -> None:
     logits = torch.randn(3, VOCAB)
     assert not SamplingParams(max_tokens=1, top_k=3, min_tokens=1).has_token_rules
     assert obey(logits, (), ()) == (logits, False)
@@ -95,7 +95,7 @@ def test_who_has_no_rules_costs_nothing() -> None:
     assert not may_leave_none
 
 
-def test_counts_grow_beyond_any_first_guess() -> None:
+def test_token_counts_grow_without_limit() -> None:
     rules = TokenRules(SamplingParams(max_tokens=1, frequency_penalty=1.0), [5], list(range(1000)) * 2)
     assert rules is not None
     ids, counts = rules.counted
@@ -121,7 +121,7 @@ def test_counts_grow_beyond_any_first_guess() -> None:
         ({"bad_word_ids": ((1, 0, 0, 0), (5, 0, 0), (1, 0))}, 0),  # none of these would be a word of the completion
     ],
 )
-def test_each_rule_changes_what_is_drawn_greedily_and_surely(change: dict[str, Any], drawn: int) -> None:
+def test_each_rule_changes_the_sampled_token(change: dict[str, Any], drawn: int) -> None:
     logits = torch.tensor([[10.0, 9.0, 8.0, 1.0, 0.0, 0.0]])
     for temperature in (0.0, 0.01):
         params = SamplingParams(max_tokens=1, temperature=temperature, **change)
@@ -131,7 +131,7 @@ def test_each_rule_changes_what_is_drawn_greedily_and_surely(change: dict[str, A
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_left_no_token_draws_none_and_the_others_draw(temperature: float) -> None:
+def test_a_row_without_an_allowed_token_samples_none(temperature: float) -> None:
     logits = torch.randn(4, VOCAB)
     logits[3] = torch.nan  # the request did not cause damaged weights
     free = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
@@ -163,6 +163,6 @@ def test_log_probabilities_stay_the_models_own() -> None:
         ({"bad_word_ids": ((),)}, "must not be empty"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused(change: dict[str, Any], said: str) -> None:
+def test_unusable_rules_are_rejected(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SamplingParams(max_tokens=1, **change)
