@@ -47,7 +47,8 @@ class SequenceOutput:
 
         is_computed: the prompt has been computed, so its logprobs and its embedding are reported.
         """
-        sequence, embedding = self.sequence, None
+        sequence = self.sequence
+        embedding: bytes | None = None
         if is_computed and sequence.pooling is not None:  # sum and mean have the same direction
             length = max(float(np.linalg.norm(self._sum_E)), float(np.finfo(np.float32).tiny))
             embedding = (self._sum_E / length).astype(np.float32).tobytes()

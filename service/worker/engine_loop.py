@@ -112,11 +112,10 @@ class EngineLoop:
         try:
             result = self._engine.step(before=self._report_started)
         except Exception as error:  # on any failure every request gets an error, and the service continues
+            logger.exception("the engine failed; all its sequences end with an error")
             self._num_failures += 1
-            events = self._engine.abort_all(_FAILED)
-            logger.exception("the engine failed; its %d sequences end with an error", len(events))
-            if events:
-                self._send([*events])
+            if endings := self._engine.abort_all(_FAILED):
+                self._send([*endings])
             if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
                 raise RuntimeError("the engine failed twice in a row") from error
             return

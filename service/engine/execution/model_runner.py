@@ -151,7 +151,8 @@ class ModelRunner:
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step. All sampled ids are copied to the host at once."""
-        model, decoded = self._model, None
+        model = self._model
+        decoded: Decoded | None = None
         if isinstance(model, NativeTransformer):  # no gradients, and entering inference_mode costs as much as sampling
             if inputs.metadata.logit_rows_R is None:
                 decoded = model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
