@@ -36,6 +36,7 @@ class InstantEngine:
         self._step_seconds = step_seconds
         self._next_step_seconds = 0.0
         self._live: dict[str, tuple[Submit, int]] = {}  # sequence and number of its tokens, by uid
+        self._admitted: list[tuple[str, int]] = []  # uid and attempt of the sequences since the last step
 
     @property
     def has_work(self) -> bool:
@@ -45,15 +46,17 @@ class InstantEngine:
     def submit(self, submit: Submit) -> None:
         """Add a sequence of at least one token."""
         self._live[submit.uid] = (submit, len(submit.prior_token_ids))
+        self._admitted.append((submit.uid, submit.attempt))
 
     def cancel(self, uid: str) -> None:
         """Remove a sequence."""
         self._live.pop(uid, None)
 
-    def step(self, *, before: Callable[[list[str]], None] | None = None) -> SimpleNamespace:
-        """Return a token for every sequence. `before` is called with their uids."""
-        if before is not None:
-            before(list(self._live))
+    def step(self, *, before: Callable[[list[tuple[str, int]]], None] | None = None) -> SimpleNamespace:
+        """Return a token for every sequence. `before` is called with the uid and attempt of new sequences."""
+        if before is not None and self._admitted:
+            before(self._admitted)
+        self._admitted = []
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
         self._next_step_seconds = time.monotonic() + self._step_seconds
         events = [self._next_token(submit, done) for submit, done in list(self._live.values())]

@@ -36,10 +36,10 @@ def generate(
         logits_TV = model(torch.tensor(token_ids, device=device), metadata, None)
         completion = token_ids[len(prompt_token_ids) :]
         forbidden = sorted(ends) if len(completion) < params.min_tokens else []
-        rules = TokenRules.of(params, prompt_token_ids, completion)
+        rules = TokenRules(params, prompt_token_ids, completion) if params.has_token_rules else None
         if rules is not None:
             forbidden += rules.forbidden
-        (next_id,) = sample(logits_TV[-1:], [params], [len(token_ids)], forbidden=[forbidden], rules=[rules])
+        (next_id,) = sample(logits_TV[-1:], [params], [len(token_ids)], forbidden=[forbidden], rules=[rules]).tolist()
         if next_id == NO_TOKEN:
             break
         token_ids.append(next_id)

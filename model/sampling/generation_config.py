@@ -3,12 +3,14 @@
 Key names and their neutral values are those of `transformers.GenerationConfig`.
 """
 
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from model.io.json_file import FileError, read_object
 from model.sampling.params import REPETITION_RANGE
@@ -55,7 +57,25 @@ def read_generation_config(directory: Path) -> GenerationConfig:
         values = read_object(path, optional=True)
     except FileError as error:
         raise GenerationConfigError(f"{path}: {error}") from error
-    return _config(path, {key: value for key, value in values.items() if value is not None})
+    values = {key: value for key, value in values.items() if value is not None}
+    used: dict[str, Any] = {}
+    for key, (kind, expected) in _KINDS.items():
+        if key in values:
+            try:
+                used[key] = msgspec.convert(values[key], kind)
+            except (msgspec.ValidationError, OverflowError) as error:
+                shown = _shown(values[key])
+                raise GenerationConfigError(
+                    f"{path}: {key} must be {expected}, not {shown}; correct the file"
+                ) from error
+    try:
+        used["eos_token_ids"] = token_ids(values.get("eos_token_id"))
+    except ValueError as error:
+        raise GenerationConfigError(f"{path}: eos_token_id: {error}; correct the file") from error
+    if used.pop("do_sample", True) is False:
+        used["temperature"] = 0.0
+    ignored = sorted(key for key, value in values.items() if not _acts_or_is_harmless(key, value))
+    return GenerationConfig(**used, ignored=tuple(ignored))
 
 
 def token_ids(value: object) -> tuple[int, ...]:
@@ -64,38 +84,15 @@ def token_ids(value: object) -> tuple[int, ...]:
     Raises:
         ValueError: it is something else.
     """
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(map(_is_id, ids)):
-        raise ValueError(f"a token id or a list of token ids expected, not {_shown(value)}")
-    return tuple(dict.fromkeys(ids))
-
-
-def _config(path: Path, values: Mapping[str, Any]) -> GenerationConfig:
-    for key, (is_good, expected) in _RANGES.items():
-        if key in values and not is_good(values[key]):
-            raise GenerationConfigError(
-                f"{path}: {key} must be {expected}, not {_shown(values[key])}; correct the file"
-            )
     try:
-        eos_token_ids = token_ids(values.get("eos_token_id"))
-    except ValueError as error:
-        raise GenerationConfigError(f"{path}: eos_token_id: {error}; correct the file") from error
-    return GenerationConfig(
-        temperature=0.0 if values.get("do_sample") is False else values.get("temperature"),
-        top_k=values.get("top_k"),
-        top_p=values.get("top_p"),
-        min_p=values.get("min_p"),
-        repetition_penalty=values.get("repetition_penalty"),
-        max_new_tokens=values.get("max_new_tokens"),
-        eos_token_ids=eos_token_ids,
-        bos_token_id=values.get("bos_token_id"),
-        pad_token_id=values.get("pad_token_id"),
-        ignored=tuple(key for key in sorted(values) if not _acts_or_is_harmless(key, values[key])),
-    )
+        ids = msgspec.convert([] if value is None else value, _TokenId | list[_TokenId])
+    except msgspec.ValidationError:
+        raise ValueError(f"a token id or a list of token ids expected, not {_shown(value)}") from None
+    return tuple(dict.fromkeys(ids if isinstance(ids, list) else [ids]))
 
 
 def _acts_or_is_harmless(key: str, value: object) -> bool:
-    if key in _RANGES or key == "eos_token_id" or key in _HARMLESS or key.startswith(("_", "output_", "assistant_")):
+    if key in _KINDS or key == "eos_token_id" or key in _HARMLESS or key.startswith(("_", "output_", "assistant_")):
         return True
     return key in _NEUTRAL and value == _NEUTRAL[key]
 
@@ -105,34 +102,21 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
-def _is_number(value: object) -> bool:
-    # Sampling converts the number to a float, and an int may be too large for that.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
-
-
-def _number_between(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: _is_number(value) and low <= value <= high
-
-
-# Supported keys: the check of a value, and the expected value for the error.
-_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
-    "temperature": (_number_between(0, math.inf), "a number of at least 0"),
-    "top_k": (_is_count, "a whole number from 0 to 2147483647"),
-    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number over 0 and at most 1"),
-    "min_p": (_number_between(0, 1), "a number from 0 to 1"),
-    "repetition_penalty": (_number_between(*REPETITION_RANGE), "a number from {:g} to {:g}".format(*REPETITION_RANGE)),
-    "max_new_tokens": (lambda value: _is_count(value) and value > 0, "a whole number from 1 to 2147483647"),
-    "bos_token_id": (_is_id, "a token id"),
-    "pad_token_id": (_is_id, "a token id"),
+_TokenId = Annotated[int, Meta(ge=0)]
+# Supported keys: the type of a value, and the expected value for the error.
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "do_sample": (bool, "true or false"),
+    "temperature": (Annotated[float, Meta(ge=0, le=sys.float_info.max)], "a number of at least 0"),
+    "top_k": (Annotated[int, Meta(ge=0, le=_LARGEST)], "a whole number from 0 to 2147483647"),
+    "top_p": (Annotated[float, Meta(gt=0, le=1)], "a number over 0 and at most 1"),
+    "min_p": (Annotated[float, Meta(ge=0, le=1)], "a number from 0 to 1"),
+    "repetition_penalty": (
+        Annotated[float, Meta(ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])],
+        "a number from {:g} to {:g}".format(*REPETITION_RANGE),
+    ),
+    "max_new_tokens": (Annotated[int, Meta(ge=1, le=_LARGEST)], "a whole number from 1 to 2147483647"),
+    "bos_token_id": (_TokenId, "a token id"),
+    "pad_token_id": (_TokenId, "a token id"),
 }
 # Keys that change no completion: records, caches, speed, shape of Python results.
 _HARMLESS = {

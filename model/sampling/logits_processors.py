@@ -13,7 +13,7 @@ The order is vLLM's, and precedes temperature and filters:
 
 Only rows with rules change, and only at the tokens that the rules name. Each row is independent of the others.
 
-Legend: B sequences, V vocabulary, N single logits, anywhere in the batch.
+Legend: B sequences, R rows with a mask, V vocabulary, N single logits, anywhere in the batch.
 """
 
 from collections.abc import Sequence
@@ -92,3 +92,18 @@ def _places(logits_BV: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) ->
 
 def _column(logits_BV: Tensor, parts: Sequence[NDArray[np.float32]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(logits_BV.device)
+
+
+def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
+    """Return a copy of the logits with -inf in these rows wherever `allowed_RV` (bool) is false.
+
+    Raises:
+        ValueError: the shapes disagree.
+    """
+    if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
+        raise ValueError(f"masks of {tuple(allowed_RV.shape)} for {len(rows)} rows of {logits_BV.shape[1]}")
+    allowed_RV = allowed_RV.to(logits_BV.device, non_blocking=True)
+    if len(rows) == len(logits_BV):  # rows are distinct and in order, so these are all rows
+        return logits_BV.masked_fill(~allowed_RV, -torch.inf)
+    rows_R = torch.tensor(rows, device=logits_BV.device)
+    return logits_BV.index_copy(0, rows_R, logits_BV[rows_R].masked_fill(~allowed_RV, -torch.inf))

@@ -59,24 +59,8 @@ def sample(
     *,
     forbidden: Sequence[Sequence[int]] = (),
     rules: Sequence[TokenRules | None] = (),
-) -> list[int]:
-    """Sample one token per row and copy the ids to the host at once; `NO_TOKEN` where the rules leave no token.
-
-    See `sample_on_device`.
-    """
-    ids: list[int] = sample_on_device(logits_BV, params, positions, forbidden=forbidden, rules=rules).tolist()
-    return ids
-
-
-def sample_on_device(
-    logits_BV: Tensor,
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-    *,
-    forbidden: Sequence[Sequence[int]] = (),
-    rules: Sequence[TokenRules | None] = (),
 ) -> Tensor:
-    """Sample one token per row; return int64 ids_B on the logits' device, `NO_TOKEN` where the rules leave no token.
+    """Sample one token per row and return int64 ids_B on the logits' device, `NO_TOKEN` where the rules leave no token.
 
     The host waits for a GPU's results only if a row has rules or is not `can_sample_without_host`.
 
@@ -95,7 +79,7 @@ def sample_on_device(
     logits_BV, may_leave_none = obey(logits_BV, rules, forbidden)
     random_rows = [row for row, param in enumerate(params) if not param.greedy]
     if not random_rows and not may_leave_none:
-        return torch.as_tensor(_most_likely(logits_BV))
+        return torch.as_tensor(most_likely(logits_BV))
     ids_B = _sample_rows(logits_BV, params, positions, random_rows)
     if may_leave_none:
         ids_B = ids_B.masked_fill(logits_BV.amax(dim=-1) == -torch.inf, NO_TOKEN)
@@ -111,14 +95,11 @@ def can_sample_without_host(params: SamplingParams) -> bool:
     return params.greedy or params.top_p >= 1.0 or 0 < params.top_k <= _NUCLEUS_CANDIDATES
 
 
-def most_likely(logits_BV: Tensor) -> list[int]:
-    """Return each row's most likely token: the first of the highest logits, or of the NaNs in a row that has any."""
-    ids: list[int] = _most_likely(logits_BV).tolist()
-    return ids
+def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
+    """Return each row's most likely token: the first of the highest logits, or of the NaNs in a row that has any.
 
-
-def _most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
-    """Return the argmax of each row. On CPUs NumPy's argmax is ten times as fast as PyTorch's."""
+    On CPUs NumPy's argmax is ten times as fast as PyTorch's.
+    """
     if logits_BV.is_cpu and not logits_BV.requires_grad:
         highest_B: NDArray[np.int64] = logits_BV.numpy().argmax(axis=-1)
         return highest_B
@@ -133,7 +114,7 @@ def _sample_rows(
     ids_B = (
         logits_BV.new_empty(len(params), dtype=torch.int64)
         if is_whole_batch
-        else torch.as_tensor(_most_likely(logits_BV))
+        else torch.as_tensor(most_likely(logits_BV))
     )
     count = max(1, _AT_ONCE // logits_BV.shape[1]) if logits_BV.is_cpu else max(1, len(random_rows))
     for first in range(0, len(random_rows), count):

@@ -7,7 +7,6 @@ rules.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,9 @@ class TokenRules:
         allowed_ids: the only tokens that may be sampled; None allows all.
     """
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int], completion_token_ids: Iterable[int] = ()
+    ) -> None:
         self.params = params
         self.bias_ids: Ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
@@ -36,18 +37,8 @@ class TokenRules:
         # The repetition penalty alone looks at the prompt.
         self._counts = _Counts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
         self._words = _Words(params.bad_word_ids)
-
-    @classmethod
-    def of(
-        cls, params: SamplingParams, prompt_token_ids: Sequence[int], completion_token_ids: Iterable[int] = ()
-    ) -> Self | None:
-        """Return the rules of a completion that already has these tokens; None if the request has no rules."""
-        if not params.has_token_rules:
-            return None
-        rules = cls(params, prompt_token_ids)
         for token_id in completion_token_ids:
-            rules.append(token_id)
-        return rules
+            self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Add the completion's next token."""

@@ -5,18 +5,11 @@ stop string to be complete ends the text. Of several stop strings that end at th
 text of a stop token or a stop string is returned only with `include_stop_str_in_output`.
 """
 
-import msgspec
+from collections.abc import Sequence
 
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
-
-
-class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """Text that is safe to stream, and the stop string that ended the text, or None."""
-
-    text: str
-    stop: str | None
 
 
 class Detokenizer:
@@ -31,43 +24,50 @@ class Detokenizer:
         self._num_tokens = 0
         self._held = ""
 
-    def push(self, token_id: int) -> TextDelta:
-        """Return the text that a token makes safe to stream. Stop strings are ignored before `min_tokens`."""
-        self._num_tokens += 1
-        text = "" if token_id in self._hidden_ids else self._decoder.push_one(token_id)
-        if not self._stops or self._num_tokens < self._min_tokens:
-            return TextDelta(text, None)
-        self._held += text
-        found = _first_complete(self._held, self._stops)
-        if found is not None:
-            start, stop = found
-            shown = self._held[: start + len(stop)] if self._include_stop else self._held[:start]
-            self._held = ""
-            return TextDelta(shown, stop)
-        num_held = _num_that_may_begin(self._held, self._stops)
-        shown, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
-        return TextDelta(shown, None)
+    def push(self, token_ids: Sequence[int], *, is_last: bool = False) -> tuple[int, str, str | None]:
+        """Decode new tokens up to the first stop string. Stop strings are ignored before `min_tokens`.
 
-    def flush(self) -> TextDelta:
-        """Return the held text at the end of the sequence. The decoder's last characters may complete a stop string."""
+        is_last: the sequence ends after these tokens, so held text is returned too.
+
+        Returns:
+            The number of tokens up to the stop string, the text that is safe to stream, and the stop string or None.
+        """
+        streamed = ""
+        for number, token_id in enumerate(token_ids, 1):
+            self._num_tokens += 1
+            text = "" if token_id in self._hidden_ids else self._decoder.push_one(token_id)
+            if not self._stops or self._num_tokens < self._min_tokens:
+                streamed += text
+                continue
+            self._held += text
+            shown, stop = self._cut()
+            if stop is not None:
+                return number, streamed + shown, stop
+            end = len(self._held) - _num_that_may_begin(self._held, self._stops)
+            streamed += self._held[:end]
+            self._held = self._held[end:]
+        if not is_last:
+            return len(token_ids), streamed, None
+        text, stop = self.flush()
+        return len(token_ids), streamed + text, stop
+
+    def flush(self) -> tuple[str, str | None]:
+        """Return the held text at the end of the sequence, and the stop string that its last characters complete."""
         self._held += self._decoder.flush()
-        found = _first_complete(self._held, self._stops)
-        if found is None:
-            shown, stop = self._held, None
-        else:
-            start, stop = found
-            shown = self._held[: start + len(stop)] if self._include_stop else self._held[:start]
+        shown, stop = self._cut()
+        if stop is None:
+            shown, self._held = self._held, ""
+        return shown, stop
+
+    def _cut(self) -> tuple[str, str | None]:
+        """Remove the held text if it has a stop string. Return the text before, and the stop string that ends first."""
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if not found:
+            return "", None
+        end, start, stop = min(found)
+        shown = self._held[: end if self._include_stop else start]
         self._held = ""
-        return TextDelta(shown, stop)
-
-
-def _first_complete(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return the start and the text of the stop string that is complete first; None without a match."""
-    found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
-    if not found:
-        return None
-    _, start, stop = min(found)
-    return start, stop
+        return shown, stop
 
 
 def _num_that_may_begin(text: str, stops: tuple[str, ...]) -> int:

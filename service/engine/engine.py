@@ -12,17 +12,25 @@ import torch
 from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
+from model.sampling.sampler import can_sample_without_host
 from model.tokenizer.interface import Tokenizer
 from service.engine.execution.cuda_graphs import Capture
 from service.engine.execution.grammar_masks import Grammars
-from service.engine.execution.model_runner import ModelRunner, Runner, StepOutputs
-from service.engine.execution.step_executor import StepExecutor
-from service.engine.output_processor import SequenceOutput, create_ending
+from service.engine.execution.model_inputs import InputBuilder, ModelInputs
+from service.engine.execution.model_runner import ModelRunner, StepOutputs
+from service.engine.output_processor import SequenceOutput, create_delta
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler, SequenceUpdate
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta
+
+_NO_OUTPUTS = StepOutputs(token_ids=[], logprobs=[], prompt_logprobs={})
+# Error message of a request whose rules forbid every next token.
+_NO_TOKEN = (
+    "no token may follow the {} tokens of this completion: allowed_token_ids, bad_words, min_tokens and the grammar "
+    "together forbid every token; allow more tokens, or lower min_tokens"
+)
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -52,7 +60,7 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig,
         *,
-        runner: Runner | None = None,
+        runner: ModelRunner | None = None,
         capture: Capture | None = None,
         looks_ahead: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -78,9 +86,10 @@ class Engine:
         if looks_ahead is None:
             looks_ahead = runner.is_asynchronous
         looks_ahead = looks_ahead and not config.max_draft_tokens  # the host must verify drafts
-        self._executor = StepExecutor(
-            runner, block_size=config.block_size, scratch_block=config.num_blocks, looks_ahead=looks_ahead
-        )
+        self._looks_ahead = looks_ahead
+        self._inputs = InputBuilder(block_size=config.block_size, scratch_block=config.num_blocks)
+        self._plan: StepPlan | None = None  # of the step that is launched ahead
+        self._launched: Callable[[], StepOutputs] | None = None  # waits for the outputs of the step of `_plan`
         self._grammars = Grammars(tokenizer)
         self._outputs: dict[str, SequenceOutput] = {}  # by uid, until the sequence's ending is reported
         self._rejections: list[TokenDelta] = []
@@ -126,7 +135,7 @@ class Engine:
             if submit.attempt <= known.attempt:
                 return
             self.cancel(submit.uid)
-        if not self._grammars.hold(submit):
+        if submit.grammar is None or not self._grammars.hold(submit):
             self._enqueue(submit)
 
     def _enqueue(self, submit: Submit) -> None:
@@ -139,18 +148,26 @@ class Engine:
             max_draft_tokens=self._config.max_draft_tokens,
             eos_token_ids=self._tokenizer.eos_token_ids,
         )
+        params, size, is_complete = submit.params, self._tokenizer.vocab_size, False
+        rules = [*params.allowed_token_ids, *(token_id for token_id, _ in params.logit_bias)]
+        rules += [token_id for word in params.bad_word_ids for token_id in word]
         try:
-            self._check_ids(submit)
-            is_complete = self._grammars.begin(submit)
+            for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids, rules):
+                if ids and not 0 <= min(ids) <= max(ids) < size:  # would fail the step of all sequences
+                    raise ValueError(
+                        f"token ids range from {min(ids)} to {max(ids)}; the vocabulary has 0 to {size - 1}"
+                    )
+            if submit.grammar is not None:
+                is_complete = self._grammars.begin(submit.uid, submit.prior_token_ids)
             self._scheduler.add(sequence)
         except ValueError as error:
             self._grammars.forget(submit.uid)
             sequence.finish_reason = FinishReason.ERROR
-            self._rejections.append(create_ending(sequence, error=str(error)))
+            self._rejections.append(create_delta(sequence, error=str(error)))
             return
         self._outputs[submit.uid] = output = SequenceOutput(sequence, self._tokenizer)
         # The client already has the text of the prior tokens: only the detokenizer's state is needed.
-        _, _, stop = output.push(submit.prior_token_ids, is_last=False)
+        _, _, stop = output.detokenizer.push(submit.prior_token_ids)
         if stop is not None or is_complete:
             self._scheduler.finish_uncomputed(sequence, FinishReason.STOP, stop)
 
@@ -160,26 +177,38 @@ class Engine:
         if self._scheduler.cancel(uid):
             del self._outputs[uid]
 
-    def step(self, *, before: Callable[[list[str]], None] | None = None) -> StepResult:
+    def step(self, *, before: Callable[[list[tuple[str, int]]], None] | None = None) -> StepResult:
         """Compute one step and return its events.
 
         If a step has been launched ahead, this call finishes that step.
 
         Args:
-            before: called with the uids of the step's sequences before the step is computed. Not called for a step
-                launched ahead, whose sequences are among those of the previous step.
+            before: called before a step that begins to compute sequences, with the uid and attempt of these sequences.
         """
         began = time.perf_counter()
         for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._rejections)):
             self._enqueue(submit)
         ended = self._scheduler.take_ended()
-        plan = self._executor.plan
+        plan, read = self._plan, self._launched
+        self._plan = self._launched = None
+        outputs = _NO_OUTPUTS
         if plan is None or not self._scheduler.has_running(plan):
-            plan = self._scheduler.schedule()
-            if before is not None:
-                before([chunk.uid for chunk in plan.chunks])
-            self._executor.start(plan, self._grammars.masks(plan))
-        outputs = self._executor.finish(self._scheduler.schedule_ahead(plan) if self._executor.is_launched else None)
+            plan, read = self._scheduler.schedule(), None
+            if before is not None and plan.admitted:
+                before(plan.admitted)
+            if plan.chunks:
+                masks = self._grammars.masks(plan) if self._grammars.uids else None
+                inputs = self._inputs.build(plan, min_rows=self._runner.min_rows, masks=masks)
+                if self._looks_ahead and _needs_no_host(plan, inputs):
+                    read = self._runner.launch(inputs)
+                else:
+                    outputs = self._runner.run(inputs)
+        if read is not None:
+            ahead = self._scheduler.schedule_ahead(plan)
+            if ahead is not None:
+                self._launched = self._runner.launch(self._inputs.build(ahead, min_rows=self._runner.min_rows))
+                self._plan = ahead
+            outputs = read()
         failed: list[SequenceState] = []
         if outputs.non_finite:
             failed = self._scheduler.end_non_finite(plan, outputs.non_finite)
@@ -188,7 +217,7 @@ class Engine:
             self._advance_grammars(updates, outputs.token_ids)
         events = [
             *self._rejections,
-            *[create_ending(sequence, error=NON_FINITE) for sequence in failed],
+            *[create_delta(sequence, error=NON_FINITE) for sequence in failed],
             *[self._outputs[sequence.uid].ending(is_computed=False) for sequence in ended],
             *[event for update in updates if (event := self._event(update, outputs)) is not None],
         ]
@@ -198,7 +227,8 @@ class Engine:
             if event.finish is not None:
                 self._outputs.pop(event.uid, None)
                 self._grammars.forget(event.uid)
-        return StepResult(events, self._stats(plan, updates, events, len(failed), time.perf_counter() - began))
+        num_tokens = [len(event.token_ids) for event in events if event.token_ids]
+        return StepResult(events, self._stats(plan, len(updates), num_tokens, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
         """Return the attention weights of a text, as in `service.ipc.messages.AttentionResult`.
@@ -218,7 +248,7 @@ class Engine:
         events = list(self._rejections)
         for output in self._outputs.values():
             self._scheduler.finish(output.sequence, FinishReason.ERROR)
-            events.append(create_ending(output.sequence, error=error))
+            events.append(create_delta(output.sequence, error=error))
         self._scheduler.reset_prefix_cache()
         for uid in self._grammars.uids:
             self._grammars.forget(uid)
@@ -234,23 +264,7 @@ class Engine:
         """
         self._scheduler.check_integrity()
         assert self._outputs.keys() == {sequence.uid for sequence in self._scheduler.sequences()}
-        assert self._grammars.uids <= self._outputs.keys()
-
-    def _check_ids(self, submit: Submit) -> None:
-        """Check that all token ids of a submission are in the vocabulary.
-
-        An id without an embedding would fail the step of all sequences.
-
-        Raises:
-            ValueError: a token id is outside the vocabulary.
-        """
-        params, size = submit.params, self._tokenizer.vocab_size
-        biased = (token_id for token_id, _ in params.logit_bias)
-        words = (token_id for word in params.bad_word_ids for token_id in word)
-        rules = (*params.allowed_token_ids, *biased, *words)
-        for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids, rules):
-            if ids and not 0 <= min(ids) <= max(ids) < size:
-                raise ValueError(f"token ids range from {min(ids)} to {max(ids)}; the vocabulary has 0 to {size - 1}")
+        assert set(self._grammars.uids) <= self._outputs.keys()
 
     def _advance_grammars(self, updates: list[SequenceUpdate], token_ids: Sequence[int | None]) -> None:
         """Feed the sampled tokens to the grammar matchers, and end the sequences whose grammar is complete."""
@@ -272,13 +286,14 @@ class Engine:
         if (prompt_logprobs := outputs.prompt_logprobs.get(sequence.uid)) is not None:
             output.add_prompt_logprobs(prompt_logprobs)
         if (sum_E := outputs.pooled.get(sequence.uid)) is not None:
-            output.embedding.add(sum_E, start=chunk.start)
+            output.add_hidden_states(sum_E, start=chunk.start)
         if not update.rows:
             return output.ending(is_computed=True) if sequence.finish_reason is not None else None
         new_ids = sequence.token_ids[chunk.num_known_tokens :]
         if not new_ids:
-            return create_ending(sequence, error=self._grammars.error(sequence.uid) or _no_token(sequence))
-        num_kept, text, stop = output.push(new_ids, is_last=sequence.finish_reason is not None)
+            error = self._grammars.error(sequence.uid) or _NO_TOKEN.format(sequence.num_completion_tokens)
+            return create_delta(sequence, error=error)
+        num_kept, text, stop = output.detokenizer.push(new_ids, is_last=sequence.finish_reason is not None)
         if stop is not None:
             self._scheduler.truncate(sequence, chunk.num_known_tokens + num_kept, stop)
             del new_ids[num_kept:]
@@ -286,22 +301,15 @@ class Engine:
         if outputs.logprobs:
             entries = (outputs.logprobs[row] for row in update.rows[: len(new_ids)])
             logprobs = tuple(entry for entry in entries if entry is not None) or None
-        return output.token_delta(new_ids, text, logprobs)
+        scores = output.prompt_logprobs_before(len(new_ids))
+        return create_delta(sequence, new_ids, text, logprobs=logprobs, prompt_logprobs=scores)
 
     def _stats(
-        self, plan: StepPlan, updates: list[SequenceUpdate], events: list[TokenDelta], num_failed: int, seconds: float
+        self, plan: StepPlan, batch_size: int, num_tokens: list[int], num_failed: int, seconds: float
     ) -> StepStats:
+        """Return the statistics of a step. `num_tokens`: number of new tokens of each sequence that has any."""
         num_blocks, num_free = self._config.num_blocks, self._scheduler.num_free_blocks
-        num_prompt_tokens = num_drafts = num_draft_tokens = num_sampled = num_first = 0
-        for update in updates:
-            chunk, num_prompt = update.chunk, update.sequence.num_prompt_tokens
-            if chunk.start < num_prompt:
-                num_prompt_tokens += min(chunk.num_tokens, num_prompt - chunk.start)
-            if chunk.draft:
-                num_drafts, num_draft_tokens = num_drafts + 1, num_draft_tokens + len(chunk.draft)
-        for event in events:
-            if event.token_ids:
-                num_sampled, num_first = num_sampled + len(event.token_ids), num_first + 1
+        drafts = [len(chunk.draft) for chunk in plan.chunks if chunk.draft]
         return StepStats(
             num_running=self._scheduler.num_running,
             max_num_running=self._scheduler.max_num_running,
@@ -309,16 +317,16 @@ class Engine:
             num_blocks=num_blocks,
             num_free_blocks=num_free,
             kv_usage=1 - num_free / num_blocks,
-            batch_size=len(updates),
-            num_prompt_tokens=num_prompt_tokens,
-            num_completion_tokens=num_sampled,
+            batch_size=batch_size,
+            num_prompt_tokens=plan.num_prompt_tokens,
+            num_completion_tokens=sum(num_tokens),
             num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
             num_prefix_queries=plan.num_prefix_queries,
             num_prefix_hits=plan.num_prefix_hits,
             num_preemptions=plan.num_preemptions,
-            num_drafts=num_drafts,
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=num_sampled - num_first,
+            num_drafts=len(drafts),
+            num_draft_tokens=sum(drafts),
+            num_accepted_tokens=sum(num_tokens) - len(num_tokens),
             step_seconds=seconds,
             num_non_finite=num_failed,
         )
@@ -337,9 +345,14 @@ def create_submit(uid: str, prompt_token_ids: Sequence[int], params: SamplingPar
     )
 
 
-def _no_token(sequence: SequenceState) -> str:
-    """Return the error message for a request whose rules forbid every next token."""
+def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
+    """Return True if all sequences sample a token, and the device can sample this and later tokens without the host.
+
+    Grammar masks, token rules, logprobs and drafts need the host, and so does top-p sampling without a small top-k.
+    """
     return (
-        f"no token may follow the {sequence.num_completion_tokens} tokens of this completion: allowed_token_ids, "
-        "bad_words, min_tokens and the grammar together forbid every token; allow more tokens, or lower min_tokens"
+        all(chunk.samples for chunk in plan.chunks)
+        and not (inputs.rules or inputs.forbidden or inputs.prompt_rows or inputs.wants_logprobs)
+        and inputs.masks is None
+        and all(map(can_sample_without_host, inputs.params))
     )

@@ -4,6 +4,7 @@ Commands travel API -> worker, events travel worker -> API (`service.ipc.channel
 seconds: on Linux all processes of a machine share this clock.
 """
 
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -225,26 +226,8 @@ class CommandBatch(msgspec.Struct, frozen=True, array_like=True):
     commands: list[Command]
 
 
-def encode_commands(batch: CommandBatch) -> bytes:
-    """Encode commands for the worker."""
-    return _ENCODER.encode(batch)
-
-
-def decode_commands(data: bytes) -> CommandBatch:
-    """Decode commands written by `encode_commands`. Raises `msgspec.DecodeError` on any other bytes."""
-    return _COMMANDS_DECODER.decode(data)
-
-
-def encode_events(events: list[Event]) -> bytes:
-    """Encode the events of one step."""
-    return _ENCODER.encode(events)
-
-
-def decode_events(data: bytes) -> list[Event]:
-    """Decode events written by `encode_events`. Raises `msgspec.DecodeError` on any other bytes."""
-    return _EVENTS_DECODER.decode(data)
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_COMMANDS_DECODER = msgspec.msgpack.Decoder(CommandBatch)
-_EVENTS_DECODER = msgspec.msgpack.Decoder(list[Event])
+# The encoders return bytes. The decoders raise `msgspec.DecodeError` on bytes of any other message.
+encode_commands: Callable[[CommandBatch], bytes] = msgspec.msgpack.Encoder().encode
+decode_commands: Callable[[bytes], CommandBatch] = msgspec.msgpack.Decoder(CommandBatch).decode
+encode_events: Callable[[Sequence[Event]], bytes] = msgspec.msgpack.Encoder().encode
+decode_events: Callable[[bytes], list[Event]] = msgspec.msgpack.Decoder(list[Event]).decode

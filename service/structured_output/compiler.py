@@ -7,7 +7,7 @@ that wait too long behind other grammars are rejected with a Retry-After.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 

@@ -18,9 +18,7 @@ from service.ipc.messages import (
     Event,
     RunningLimitChanged,
     Started,
-    StepStats,
     Submit,
-    TokenDelta,
 )
 
 if TYPE_CHECKING:
@@ -67,8 +65,6 @@ class EngineLoop:
         self._send = send
         self._send_now = send_now
         self._beat = beat
-        self._attempts: dict[str, int] = {}  # attempt of each unfinished sequence, by uid
-        self._started: set[str] = set()  # uids of `_attempts` that the engine has begun to compute
         self._queries: dict[str, AttentionQuery] = {}  # by uid, in order of arrival
         self._clock = clock
         self._next_query_seconds = -math.inf  # earliest time of the next query while sequences run
@@ -116,56 +112,37 @@ class EngineLoop:
         try:
             result = self._engine.step(before=self._report_started)
         except Exception as error:  # on any failure every request gets an error, and the service continues
-            logger.exception("the engine failed; its %d sequences end with an error", len(self._attempts))
+            logger.exception("the engine failed; all its sequences end with an error")
             self._num_failures += 1
-            self._emit(self._engine.abort_all(_FAILED))
+            if endings := self._engine.abort_all(_FAILED):
+                self._send([*endings])
             if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
                 raise RuntimeError("the engine failed twice in a row") from error
             return
         self._num_failures = 0
-        self._emit(result.events, result.stats)
+        events: list[Event] = [*result.events]
+        if events and self._max_num_running != self._engine.max_num_running:
+            self._max_num_running = self._engine.max_num_running
+            events.append(RunningLimitChanged(max_num_running=self._max_num_running))
+        events.append(result.stats)
+        self._send(events)
 
     def _handle(self, commands: Iterable[Command]) -> None:
         for command in commands:
             match command:
                 case Submit():
-                    self._attempts[command.uid] = command.attempt
-                    self._started.discard(command.uid)
                     if command.grammar is not None:  # its compilation begins with `submit`, before any step
-                        self._report_started([command.uid])
+                        self._report_started([(command.uid, command.attempt)])
                     self._engine.submit(command)
                 case AttentionQuery():
                     self._queries[command.uid] = command
                 case Cancel():
                     self._queries.pop(command.uid, None)
-                    self._started.discard(command.uid)
-                    if self._attempts.pop(command.uid, None) is not None:
-                        self._engine.cancel(command.uid)
+                    self._engine.cancel(command.uid)
 
-    def _report_started(self, uids: list[str]) -> None:
-        """Report the sequences that are about to be computed, before they are.
+    def _report_started(self, sequences: list[tuple[str, int]]) -> None:
+        """Report the uids and attempts of sequences before the engine computes them for the first time.
 
         If the worker then crashes, the API process knows which requests may have caused the crash.
         """
-        new = [uid for uid in uids if uid not in self._started]
-        self._started.update(new)
-        if new:
-            self._send_now([Started(uid=uid, attempt=self._attempts[uid]) for uid in new])
-
-    def _emit(self, deltas: list[TokenDelta], stats: StepStats | None = None) -> None:
-        """Send the deltas and the statistics of this step in one message."""
-        events: list[Event] = []
-        for delta in deltas:
-            if self._attempts.get(delta.uid) != delta.attempt:
-                continue  # cancelled, or an older attempt
-            events.append(delta)
-            if delta.finish is not None:
-                del self._attempts[delta.uid]
-                self._started.discard(delta.uid)
-        if events and self._max_num_running != self._engine.max_num_running:
-            self._max_num_running = self._engine.max_num_running
-            events.append(RunningLimitChanged(max_num_running=self._max_num_running))
-        if stats is not None:
-            events.append(stats)
-        if events:
-            self._send(events)
+        self._send_now([Started(uid=uid, attempt=attempt) for uid, attempt in sequences])

@@ -30,12 +30,12 @@ class PoisonedEngine:
         self._poisons[submit.uid] = list(submit.prompt_token_ids)
         self._engine.submit(submit)
 
-    def step(self, *, before: Callable[[list[str]], None]) -> Any:
+    def step(self, *, before: Callable[[list[tuple[str, int]]], None]) -> Any:
         """A step, if it survives it."""
 
-        def begin(uids: list[str]) -> None:
-            before(uids)
-            if KILLS in (self._poisons[uid] for uid in uids):
+        def begin(admitted: list[tuple[str, int]]) -> None:
+            before(admitted)
+            if KILLS in (self._poisons[uid] for uid, _ in admitted):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return self._engine.step(before=begin)

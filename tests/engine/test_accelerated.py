@@ -52,13 +52,13 @@ def test_the_largest_step_is_prompts_as_long_as_they_may_be() -> None:
     assert replace(step, max_context_length=256).lengths == (256, 256)
 
 
-def test_on_a_cpu_half_of_free_memory_is_the_rule_and_nothing_is_recorded() -> None:
+def test_a_cpu_uses_half_of_free_memory_and_captures_nothing() -> None:
     step = LargestStep(block_size=4, num_tokens=8, num_sampled=2, max_context_length=64)
     assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9, call_again) is None
     assert capture_for(torch.device("cpu")) is None
 
 
-def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_attention_is_paged_on_a_gpu_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[KernelContext] = []
     chosen = gpu_setup.choose(CPU)
     monkeypatch.setattr(gpu_setup, "choose", lambda place: asked.append(place) or chosen)
@@ -101,7 +101,7 @@ def test_quantization_for_a_gpu_is_chosen_only_on_a_gpu(
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_the_service_records_where_it_is_told_to(
+def test_cuda_graphs_follow_the_setting(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: bool
 ) -> None:
     """Uses a CPU stand-in for CUDA graphs; the engine then gives the same completions."""
@@ -129,9 +129,7 @@ def test_the_service_records_where_it_is_told_to(
 
 
 @pytest.mark.parametrize("lookahead", [True, False])
-def test_the_service_launches_ahead_where_it_is_told_to(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool
-) -> None:
+def test_lookahead_follows_the_device(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool) -> None:
     """A CPU stands for a device that computes asynchronously."""
     launched: list[tuple[int, ...]] = []
     launch = ModelRunner.launch

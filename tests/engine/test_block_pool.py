@@ -86,7 +86,7 @@ def test_evicts_the_least_recently_freed_and_the_tail_before_the_head() -> None:
     assert pool.find([b"a", b"b"]) == first[:1]
 
 
-def test_blocks_that_nobody_can_find_are_taken_first() -> None:
+def test_blocks_without_a_hash_are_evicted_first() -> None:
     pool = BlockPool(4)
     found, unfinished = pool.allocate(2), pool.allocate(1)
     assert found is not None
@@ -149,7 +149,7 @@ def test_refuses_an_empty_pool() -> None:
         BlockPool(0)
 
 
-def test_no_salt_stands_for_anybodys_tokens() -> None:
+def test_no_salt_collides_with_token_ids() -> None:
     """A salt equal to the bytes of another request's first block must not give access to its cached context."""
     first = block_hash(b"", [97, 98])
     assert root_hash("a\0\0\0b\0\0\0") != first

@@ -7,7 +7,7 @@ import torch
 
 from model.inspect.attention_weights import weights_of_layer
 from service.engine.engine import Engine
-from tests.engine.test_native_engine import CONFIG, CROWDED, TOKENIZER, answer, drive, loaded, native_model, submissions
+from tests.engine.test_native_engine import CONFIG, CROWDED, TOKENIZER, answer, drive, native, native_model, submissions
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE
 
@@ -16,22 +16,22 @@ HALF, CROWDED_HALF = (dataclasses.replace(config, kv_cache_dtype="float16") for 
 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
-def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, variant: str, kind: str) -> None:
+def test_a_completion_is_batch_invariant(level: str, variant: str, kind: str) -> None:
     """Covers chunks, prefix-cache hits, preemption, and speculative tokens."""
     submits = submissions(12)
     guessing = dataclasses.replace(CROWDED_HALF, max_draft_tokens=3)
-    model = native_model(variant, loaded(level), kind=kind)
+    model = native_model(variant, native(level), kind=kind)
     crowd, stats = drive(Engine(model, TOKENIZER, guessing), submits)
     for name in ("num_preemptions", "num_prefix_hits"):
         assert sum(getattr(step, name) for step in stats) > 0
-    alone = Engine(native_model(variant, loaded(level), kind=kind), TOKENIZER, HALF)
+    alone = Engine(native_model(variant, native(level), kind=kind), TOKENIZER, HALF)
     for submit in submits:
         told, _ = drive(alone, [submit])
         assert answer(told[submit.uid]) == answer(crowd[submit.uid])
 
 
 @pytest.mark.parametrize("variant", ["rotary-gqa", "average", "relative-bias-window", "disentangled"])
-def test_pytorchs_way_serves_alike(variant: str) -> None:
+def test_pytorch_attention_serves_with_a_float16_cache(variant: str) -> None:
     """Logprobs differ from those with a float32 cache, but only by rounding."""
     submits = submissions(6)
     crowd, _ = drive(Engine(build(VARIANTS[variant]), TOKENIZER, CROWDED_HALF), submits)
@@ -47,7 +47,7 @@ def test_pytorchs_way_serves_alike(variant: str) -> None:
     assert 0 < max(differences) < 5e-3
 
 
-def test_a_look_is_at_what_is_served() -> None:
+def test_attention_weights_use_the_cache_dtype() -> None:
     model = build(VARIANTS["rotary-gqa"])
     looks = {}
     for config in (CONFIG, HALF):

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
-from service.engine.execution import step_executor
+from service.engine import engine as engine_module
 from service.engine.execution.model_inputs import InputBuilder, ModelInputs, build_inputs
 from service.engine.scheduling.step_plan import MIN_ROWS, StepPlan
 from tests.engine.fakes import make_engine, make_submit
@@ -45,7 +45,7 @@ def plain(inputs: ModelInputs) -> dict[str, Any]:
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compared, "num_moved", 0)
     monkeypatch.setattr(Compared, "num_steps", 0)
-    monkeypatch.setattr(step_executor, "InputBuilder", Compared)
+    monkeypatch.setattr(engine_module, "InputBuilder", Compared)
 
 
 def random_submit(uid: str, rng: random.Random) -> Any:
@@ -65,7 +65,7 @@ def random_submit(uid: str, rng: random.Random) -> Any:
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("min_rows", [1, MIN_ROWS])
-def test_any_steps_have_the_inputs_that_would_be_built_anew(min_rows: int, drafts: int, looks_ahead: bool) -> None:
+def test_updated_inputs_equal_rebuilt_inputs(min_rows: int, drafts: int, looks_ahead: bool) -> None:
     """Sequences arrive, are cancelled and resubmitted, in a pool that is too small."""
     num_preemptions = 0
     for seed in range(12):

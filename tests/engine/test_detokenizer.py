@@ -16,12 +16,14 @@ def stream(ids: list[int], params: SamplingParams) -> tuple[str, str | None, int
     detokenizer = Detokenizer(TOKENIZER, params)
     shown = ""
     for number, token_id in enumerate(ids, start=1):
-        delta = detokenizer.push(token_id)
-        shown += delta.text
-        if delta.stop is not None:
-            return shown, delta.stop, number
-    delta = detokenizer.flush()
-    return shown + delta.text, delta.stop, len(ids)
+        _, text, stop = detokenizer.push([token_id])
+        shown += text
+        if stop is not None:
+            return shown, stop, number
+    text, stop = detokenizer.flush()
+    num_read, whole, whole_stop = Detokenizer(TOKENIZER, params).push(ids, is_last=True)
+    assert (whole, whole_stop, num_read) == (shown + text, stop, len(ids))
+    return shown + text, stop, len(ids)
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -55,10 +57,10 @@ def test_shown_text_is_final_at_every_step(text: str, stops: list[str]) -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=100, stop=tuple(stops)))
     shown = ""
     for token_id in text.encode():
-        delta = detokenizer.push(token_id)
-        shown += delta.text
+        _, added, stop = detokenizer.push([token_id])
+        shown += added
         assert final.startswith(shown)
-        if delta.stop is not None:
+        if stop is not None:
             break
 
 
@@ -85,10 +87,10 @@ def test_a_stop_token_is_shown_only_with_the_stop() -> None:
 
 def test_text_that_may_begin_a_stop_string_waits() -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=9, stop=("abc",)))
-    assert [detokenizer.push(byte).text for byte in b"xababx"] == ["x", "", "", "ab", "", "abx"]
+    assert [detokenizer.push([byte])[1] for byte in b"xababx"] == ["x", "", "", "ab", "", "abx"]
 
 
 def test_invalid_bytes_at_the_end_become_one_replacement_character() -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=9))
-    assert [detokenizer.push(byte).text for byte in "é".encode()[:1]] == [""]
-    assert detokenizer.flush().text == "\ufffd"
+    assert [detokenizer.push([byte])[1] for byte in "é".encode()[:1]] == [""]
+    assert detokenizer.flush()[0] == "\ufffd"

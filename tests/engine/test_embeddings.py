@@ -98,7 +98,7 @@ def test_the_mean_wants_every_token_and_the_last_one_shares_prefixes() -> None:
 
 
 @pytest.mark.parametrize("pooling", Pooling)
-def test_alone_and_in_a_crowd_it_is_the_same(pooling: Pooling) -> None:
+def test_output_is_batch_invariant(pooling: Pooling) -> None:
     wanted = {str(number): ids for number, ids in enumerate(texts(12, seed=4))}
     crowd = Run("rotary-gqa")
     crowd.drive([asked(uid, ids, pooling) for uid, ids in wanted.items()])

@@ -29,13 +29,13 @@ def make(ends: tuple[int, ...], **params: object) -> tuple[Scheduler, SequenceSt
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_any_of_them_ends_a_text_without_a_stop_reason(end: int) -> None:
+def test_any_end_token_ends_a_text_without_a_stop_reason(end: int) -> None:
     scheduler, sequence = make(ENDS)
     run(scheduler, sequence, [3, 4, end])
     assert (sequence.finish_reason, sequence.stop_reason) == (FinishReason.STOP, None)
 
 
-def test_all_of_them_are_forbidden_before_min_tokens() -> None:
+def test_all_end_tokens_are_forbidden_before_min_tokens() -> None:
     _, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,))
     assert sequence.forbidden_token_ids == (5, *ENDS)
     _, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,), ignore_eos=True)

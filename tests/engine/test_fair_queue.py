@@ -22,7 +22,7 @@ def make_sequence(number: int, tenant: str, *, priority: int = 0) -> SequenceSta
 def take(queue: FairQueue, *, num_tokens: int = 10) -> str:
     """Take and serve the next sequence."""
     sequence = queue.first()
-    queue.remove(sequence)
+    queue.remove(sequence.tenant, sequence.rank)
     queue.charge(sequence.tenant, num_tokens)
     queue.check_integrity()
     return sequence.uid
@@ -33,20 +33,20 @@ def fill(queue: FairQueue, *tenants: str, start: int = 0) -> None:
         queue.add(make_sequence(number, tenant))
 
 
-def test_one_owner_alone_goes_by_rank() -> None:
+def test_sequences_of_one_tenant_are_ordered_by_rank() -> None:
     queue = FairQueue()
     for number, priority in enumerate([0, 0, -1, 5]):
         queue.add(make_sequence(number, "a", priority=priority))
     assert [take(queue) for _ in range(4)] == ["2", "0", "1", "3"]
 
 
-def test_owners_take_turns_and_the_first_to_come_begins() -> None:
+def test_tenants_alternate_and_the_first_arrival_begins() -> None:
     queue = FairQueue()
     fill(queue, *"aaaa", *"bb", "c")
     assert [take(queue) for _ in range(7)] == ["0", "4", "6", "1", "5", "2", "3"]
 
 
-def test_turns_are_by_tokens_and_not_by_requests() -> None:
+def test_fairness_counts_tokens_and_not_requests() -> None:
     queue = FairQueue()
     fill(queue, *"aaa", *"bbbbbb")
     order = []
@@ -57,7 +57,7 @@ def test_turns_are_by_tokens_and_not_by_requests() -> None:
     assert "".join(order) == "abbbabbba"
 
 
-def test_what_runs_is_charged_too() -> None:
+def test_running_sequences_are_charged() -> None:
     queue = FairQueue()
     fill(queue, "a", "b", "a")
     assert take(queue) == "0"
@@ -65,7 +65,7 @@ def test_what_runs_is_charged_too() -> None:
     assert [take(queue) for _ in range(2)] == ["2", "1"]
 
 
-def test_nobody_saves_up_service() -> None:
+def test_idle_tenants_earn_no_credit() -> None:
     queue = FairQueue()
     fill(queue, *"aaaaaa")
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_nobody_saves_up_service() -> None:
     assert [take(queue) for _ in range(6)] == ["3", "10", "4", "11", "5", "12"]
 
 
-def test_nobody_runs_up_a_debt_while_none_wait() -> None:
+def test_tokens_without_contention_are_not_charged() -> None:
     queue = FairQueue()
     fill(queue, "a")
     take(queue, num_tokens=1000)
@@ -82,7 +82,7 @@ def test_nobody_runs_up_a_debt_while_none_wait() -> None:
     assert [take(queue), take(queue)] == ["1", "2"]
 
 
-def test_a_priority_helps_among_ones_own_and_no_further() -> None:
+def test_a_priority_orders_sequences_of_one_tenant_only() -> None:
     queue = FairQueue()
     fill(queue, "polite", "polite")
     for number in range(2, 6):
@@ -94,7 +94,7 @@ def test_a_priority_helps_among_ones_own_and_no_further() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=30),
     st.lists(st.one_of(st.none(), st.integers(0, 29), st.integers(1, 50)), max_size=60),
 )
-def test_everybody_leaves_once_and_the_served_stay_close(
+def test_each_sequence_leaves_once_and_service_stays_fair(
     arrivals: list[tuple[str, int]], moves: list[int | None]
 ) -> None:
     queue, left = FairQueue(), []
@@ -103,7 +103,8 @@ def test_everybody_leaves_once_and_the_served_stay_close(
         queue.add(sequence)
     for move in moves:
         if move is not None and str(move) in waiting:
-            queue.remove(waiting.pop(str(move)))
+            sequence = waiting.pop(str(move))
+            queue.remove(sequence.tenant, sequence.rank)
         elif waiting:
             left.append(take(queue))
             del waiting[left[-1]]
@@ -137,7 +138,7 @@ def flooded() -> list[str]:
     return run(engine)
 
 
-def test_an_engine_that_is_flooded_serves_the_others_in_their_turn() -> None:
+def test_other_tenants_are_served_during_a_flood() -> None:
     ended = flooded()
     assert len(ended) == 23
     assert max(ended.index(f"polite-{number}") for number in range(3)) < 8, ended

@@ -43,7 +43,7 @@ def test_regex_choice_and_grammar_are_followed() -> None:
     assert len({outcome.text for outcome in outcomes.values()}) > 15
 
 
-def test_a_mixed_batch_leaves_the_free_ones_alone() -> None:
+def test_masks_leave_unconstrained_sequences_unchanged() -> None:
     free = [ask(f"free{i}", None, seed=i, max_tokens=40, temperature=0.0 if i % 3 else 1.0) for i in range(8)]
     bound = [ask(f"bound{i}", [JSON, REGEX, CHOICE][i % 3], seed=i) for i in range(8)]
     together = drive(make_engine(), [submit for pair in zip(free, bound, strict=True) for submit in pair])
@@ -91,7 +91,7 @@ def test_a_document_of_exactly_max_tokens_is_complete_and_a_longer_one_is_not() 
         json.loads(outcomes["short"].text)
 
 
-def test_an_end_is_drawn_only_where_the_grammar_allows_one() -> None:
+def test_end_of_text_is_sampled_only_where_the_grammar_allows() -> None:
     """`[0-9]{3,}` may end after three digits; then the model or the length limit ends it."""
     open_end = LLMatcher.grammar_from_regex("[0-9]{3,}")
     likely = ((EOS, 100.0),)
@@ -123,7 +123,7 @@ def test_stop_strings_and_min_tokens() -> None:
     assert outcomes["short"].reason is FinishReason.STOP
 
 
-def test_what_grammar_and_request_forbid_together_is_the_requests_fault() -> None:
+def test_grammar_and_rules_that_forbid_every_token_end_the_request() -> None:
     letters = tuple(TOKENIZER.encode("xyz"))
     outcomes = drive(make_engine(), [ask("s", CHOICE, allowed_token_ids=letters), ask("other", CHOICE, seed=3)])
     assert outcomes["s"].finish is not None
@@ -143,7 +143,7 @@ def test_logprobs_are_the_models_own() -> None:
     assert first.top == free.deltas[0].logprobs[0].top
 
 
-def test_control_marks_are_never_drawn_whatever_a_grammar_says() -> None:
+def test_special_tokens_are_never_sampled_under_any_grammar() -> None:
     """A grammar that names special tokens is rejected earlier; this is a second safeguard."""
     end = TOKENIZER.vocab_size - 1
     pairs = [bytes([first, first]) for first in range(end - 257)]
@@ -186,7 +186,7 @@ def until_idle(engine: Engine) -> Iterator[TokenDelta]:
         yield from engine.step().events
 
 
-def test_nobody_else_waits_for_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sequences_do_not_wait_for_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     with slow_compiler(monkeypatch) as may_go:
         engine.submit(ask("held", CHOICE))
@@ -223,7 +223,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_sequence_alone() -> None:
     assert outcomes["good"].reason is FinishReason.STOP
 
 
-def test_tokens_that_do_not_follow_the_grammar_are_refused() -> None:
+def test_prior_tokens_that_violate_the_grammar_are_rejected() -> None:
     matchers = Grammars(TOKENIZER)
     submit = ask("s", CHOICE, prior=TOKENIZER.encode("x"), attempt=1)
     ready = [] if matchers.hold(submit) else [submit]

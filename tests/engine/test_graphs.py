@@ -26,7 +26,7 @@ from tests.model.configs import VARIANTS, build
 CPU = torch.device("cpu")
 
 
-def test_buckets_are_powers_of_two_and_ever_narrower_the_biggest_first() -> None:
+def test_buckets_are_powers_of_two_with_the_largest_first() -> None:
     assert buckets(3, 8) == (Bucket(4, 8),)
     assert buckets(9, 100) == (Bucket(16, 100), Bucket(8, 100), Bucket(4, 100))
     assert {b.rows for b in buckets(64, 8)} == {4, 8, 16, 32, 64}
@@ -100,7 +100,7 @@ class Recorder:
         return counted
 
 
-def test_recordings_are_made_once_of_padding_and_replayed_for_steps_that_fit() -> None:
+def test_graphs_are_captured_once_and_replayed_for_fitting_steps() -> None:
     seen: list[tuple[int, ...]] = []
 
     def hidden(ids_T: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -156,7 +156,7 @@ def answers(engine: Engine, submits: list[Submit], every: int) -> dict[str, list
 
 
 @pytest.mark.parametrize("variant", ["rotary-gqa", "gpt2", "window-one-layer", "alibi"])
-def test_tokens_are_those_of_the_slow_twin(variant: str) -> None:
+def test_tokens_are_those_of_the_reference(variant: str) -> None:
     """Steps of up to 8 rows are replayed; larger steps and prompts are not. The small pool causes preemptions.
 
     Layers with a bias use a backend that needs context lengths, so their steps cannot be captured.
@@ -173,7 +173,7 @@ def test_tokens_are_those_of_the_slow_twin(variant: str) -> None:
     assert set(recorder.replays) == (set() if variant == "alibi" else {0, 1})
 
 
-def test_what_a_step_wants_beside_tokens_is_the_same() -> None:
+def test_logprobs_and_embeddings_are_the_same() -> None:
     """Compare logprobs of tokens and prompts, penalties, drafts and embeddings, with and without replay."""
     rng = random.Random(2)
     texts = [[rng.randrange(EOS) for _ in range(rng.randint(1, 12))] for _ in range(5)]

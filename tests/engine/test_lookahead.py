@@ -13,7 +13,7 @@ from service.engine.engine import Engine
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus
-from service.engine.scheduling.step_plan import Chunk, step_plan
+from service.engine.scheduling.step_plan import Chunk, StepPlan
 from service.ipc.messages import FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import CONTEXT, FakeRunner, expected_tokens, make_engine, make_submit
 
@@ -69,7 +69,7 @@ def test_without_lookahead_nothing_is_launched() -> None:
     assert runner.order == [0, 0, 0, 0]
 
 
-def test_of_those_that_reach_their_length_no_row_is_launched() -> None:
+def test_sequences_at_their_maximum_length_are_not_launched() -> None:
     engine, runner = ahead()
     runner.min_rows = 1
     for number, max_tokens in enumerate([2, 3, 5]):
@@ -79,7 +79,7 @@ def test_of_those_that_reach_their_length_no_row_is_launched() -> None:
     assert runner.num_launched == 5
 
 
-def test_the_row_of_a_sequence_that_ended_is_passed_over() -> None:
+def test_the_row_of_an_ended_sequence_is_ignored() -> None:
     """The stop token was unknown when the next step was launched. The blocks of the sequence are freed and reused."""
     engine, runner = ahead()
     stops, may_continue = stopping("stops", [5, 6], at=3), unending("goes on", [7], max_tokens=12)
@@ -142,7 +142,7 @@ def test_cancelled_between_its_launch_and_its_reading(again: bool) -> None:
     assert tokens_of("b", after) == (expected_tokens(cancelled, CONTEXT) if again else [])
 
 
-def test_a_step_that_nobody_waits_for_is_forgotten() -> None:
+def test_a_launched_step_without_running_sequences_is_dropped() -> None:
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=9))
     engine.step()
@@ -155,7 +155,7 @@ def test_a_step_that_nobody_waits_for_is_forgotten() -> None:
     assert -2 not in runner.order
 
 
-def test_who_fails_is_told_once_and_what_was_launched_is_forgotten() -> None:
+def test_a_failure_is_reported_once_and_drops_the_launched_step() -> None:
     engine, runner = ahead(fail_at=2)
     engine.submit(unending("a", [1, 2], max_tokens=9))
     engine.step()
@@ -171,7 +171,7 @@ def test_who_fails_is_told_once_and_what_was_launched_is_forgotten() -> None:
     assert tokens_of("b", drive(engine)) == expected_tokens(submit, CONTEXT)
 
 
-def test_an_arrival_waits_for_what_was_launched_and_no_longer() -> None:
+def test_an_arrival_waits_for_the_launched_step_only() -> None:
     """A step is in flight when the prompt arrives; the next step computes it."""
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=12))
@@ -183,7 +183,7 @@ def test_an_arrival_waits_for_what_was_launched_and_no_longer() -> None:
     assert {event.uid for event in engine.step().events} == {"a", "b"}
 
 
-def test_while_every_place_is_taken_those_who_wait_hold_nothing_up() -> None:
+def test_waiting_sequences_do_not_stop_lookahead_when_all_slots_are_used() -> None:
     """The next sequence starts in the very step in which a slot is known to become free."""
     engine, runner = ahead(max_num_running=2, fakes_time=True)
     engine.submit(unending("a", [1], max_tokens=6))
@@ -195,7 +195,7 @@ def test_while_every_place_is_taken_those_who_wait_hold_nothing_up() -> None:
     assert [tokens_of("waits", told) != [] for told in events] == [False] * 6 + [True]
 
 
-def test_what_is_computed_ahead_counts_as_service() -> None:
+def test_steps_launched_ahead_are_charged() -> None:
     """Tenant x runs two sequences, tenant y one with a long prompt: after a dozen steps, x has been served more."""
     engine, runner = ahead(max_num_running=3, num_blocks=40, max_batched_tokens=20)
     for tenant, uid, length, max_tokens in (
@@ -231,7 +231,7 @@ def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_ste
         scheduler._running.append(sequence)
     first = sequences[0]
     first.max_length = 8
-    plan = step_plan([Chunk("a", 0, 0, 2, True, [1, 2], first.block_table, first.params)])
+    plan = StepPlan(chunks=(Chunk("a", 0, 0, 2, True, [1, 2], first.block_table, first.params),))
     assert (scheduler.schedule_ahead(plan) is not None) == is_planned
     assert first.block_table == ([0, 1] if is_planned else [0])
     scheduler._pool.check_integrity([sequence.block_table for sequence in sequences[:num_running]])
@@ -249,7 +249,7 @@ def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
     assert runner.num_launched > 5
 
 
-def test_blocks_that_must_be_taken_from_others_are_not_taken_ahead() -> None:
+def test_lookahead_preempts_no_sequence() -> None:
     """Two sequences of 16 tokens in ten blocks of two: the later one is preempted, and both results are correct."""
     engine, runner = ahead(num_blocks=10, enable_prefix_cache=False)
     submits = [unending("a", [1, 2], max_tokens=14), unending("b", [3, 4], max_tokens=14)]
@@ -279,13 +279,13 @@ def test_the_prefix_cache_knows_all_that_was_computed(looks_ahead: bool) -> None
     assert end.num_cached_tokens == 10
 
 
-def test_only_whose_computation_begins_is_told_and_that_before_it_does() -> None:
+def test_a_sequence_is_reported_once_and_before_its_first_step() -> None:
     engine, runner = ahead()
     engine.submit(unending("a", [1], max_tokens=4))
-    told: list[tuple[int, list[str]]] = []
+    reported: list[tuple[int, list[tuple[str, int]]]] = []
     while engine.has_work:
-        engine.step(before=lambda uids: told.append((runner.num_launched, uids)))
-    assert told == [(0, ["a"])]
+        engine.step(before=lambda admitted: reported.append((runner.num_launched, admitted)))
+    assert reported == [(0, [("a", 0)])]
 
 
 NEEDS_THE_HOST: dict[str, dict[str, Any]] = {
@@ -298,7 +298,7 @@ NEEDS_THE_HOST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NEEDS_THE_HOST)
-def test_what_the_host_must_know_first_is_never_launched(name: str) -> None:
+def test_steps_that_need_the_host_are_never_launched(name: str) -> None:
     """No sequence that runs beside it is launched ahead either, until it ends."""
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=16))
@@ -319,7 +319,7 @@ def test_a_nucleus_of_few_tokens_is_launched() -> None:
     assert runner.num_launched == 8
 
 
-def test_nor_are_embeddings_scores_drafts_and_prompts_that_are_not_whole_yet() -> None:
+def test_embeddings_scores_drafts_and_partial_prompts_are_not_launched() -> None:
     pooled, runner = ahead()
     pooled.submit(msgspec.structs.replace(make_submit("p", [1, 2], max_tokens=0), pooling=Pooling.LAST))
     pooled.step()

@@ -135,7 +135,7 @@ def piece(event: TokenDelta) -> Any:
         pytest.param(1.0, False, {"max_num_running": 3, "block_size": 1}, id="waiting"),
     ],
 )
-def test_the_same_is_told(plain: float, records: bool, config: dict[str, Any]) -> None:
+def test_completions_with_and_without_lookahead_are_equal(plain: float, records: bool, config: dict[str, Any]) -> None:
     num_ahead = num_run = num_preemptions = 0
     for seed in range(3):
         submits = requests(seed, plain=plain)

@@ -96,7 +96,7 @@ def answer(deltas: list[TokenDelta]) -> tuple[list[int], list[TokenLogprob], str
 
 
 @pytest.mark.parametrize(("level", "dtype", "kind"), CASES)
-def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, dtype: torch.dtype, kind: str) -> None:
+def test_a_completion_is_batch_invariant(level: str, dtype: torch.dtype, kind: str) -> None:
     submits = submissions(12)
     crowd, stats = drive(Engine(native_model("rotary-gqa", native(level), dtype, kind), TOKENIZER, CROWDED), submits)
     assert max(step.batch_size for step in stats) > 4
@@ -110,7 +110,7 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, dtype: tor
 
 @pytest.mark.parametrize("level", BEST)
 @pytest.mark.parametrize("variant", ["gpt2", "rotary-gqa"])
-def test_a_look_does_not_hinder_the_steps_after_it(level: str, variant: str) -> None:
+def test_an_attention_query_does_not_change_later_steps(level: str, variant: str) -> None:
     """attention_weights() has more tokens than any step so far, and allocates the buffers that later steps share."""
     answers = []
     for looks in (False, True):

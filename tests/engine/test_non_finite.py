@@ -26,7 +26,7 @@ from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.sequence import SequenceState
-from service.engine.scheduling.step_plan import step_plan
+from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
@@ -159,9 +159,7 @@ def forced(uid: str) -> Submit:
 
 @pytest.mark.parametrize(("numbers", "value"), NATIVE)
 @pytest.mark.parametrize("level", BEST)
-def test_natively_an_answer_has_the_same_bits_with_and_without_such_neighbours(
-    level: str, numbers: str, value: float
-) -> None:
+def test_native_kernels_are_batch_invariant_beside_non_finite_sequences(level: str, numbers: str, value: float) -> None:
     """Covers random batches, chunks and reused blocks."""
     rng = random.Random(2)
     healthy, ill = good(10, seed=1), with_token(good(6, seed=2), POISON, lambda length: rng.randint(0, length))
@@ -179,7 +177,7 @@ def test_natively_an_answer_has_the_same_bits_with_and_without_such_neighbours(
 
 
 @pytest.mark.parametrize(("backend", "numbers", "value"), ALL)
-def test_neighbours_have_the_bits_that_they_have_beside_others_of_the_same_lengths(
+def test_non_finite_sequences_do_not_change_the_bits_of_other_sequences(
     backend: str, numbers: str, value: float
 ) -> None:
     """PyTorch's results depend on the shape of a step, so steps have the same shapes with and without the token."""
@@ -201,7 +199,7 @@ def test_neighbours_have_the_bits_that_they_have_beside_others_of_the_same_lengt
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "paged"])
-def test_a_neighbour_that_was_to_share_blocks_of_the_same_step_is_computed_again(backend: str) -> None:
+def test_a_sequence_that_shares_non_finite_blocks_is_recomputed(backend: str) -> None:
     """PyTorch's attention also spoils earlier positions of the same prompt, since 0 * NaN is NaN.
 
     The neighbour's own block of this step is not reused by a later request with the same prefix. Of three layers,
@@ -224,7 +222,7 @@ def test_a_neighbour_that_was_to_share_blocks_of_the_same_step_is_computed_again
 
 
 @pytest.mark.parametrize("backend", [*(["native"] if BEST else []), "sdpa", "eager"])
-def test_blocks_of_a_step_that_was_not_finite_are_not_found_again(backend: str) -> None:
+def test_blocks_of_a_non_finite_step_leave_the_prefix_cache(backend: str) -> None:
     common = list(range(20, 20 + 3 * BLOCK))
     answers = Answers(poisoned(backend, "float32", math.nan), max_batched_tokens=64)
     answers.drive([make_submit("b0", [*common, POISON, 9])])
@@ -240,7 +238,7 @@ def test_blocks_of_a_step_that_was_not_finite_are_not_found_again(backend: str) 
     assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in entries)
 
 
-def test_steps_that_are_recorded_and_launched_ahead() -> None:
+def test_steps_that_are_captured_and_launched_ahead() -> None:
     """The next step is launched with the bad sequence before its values are known to be non-finite."""
     answers = []
     healthy = [
@@ -282,7 +280,7 @@ def test_a_draft_is_cut_before_its_first_non_finite_token(
     assert sequence is not None
     sequence.num_computed_tokens = 4
     drafted = msgspec.structs.replace(first, start=4, num_tokens=4, token_ids=[5], draft=(7, 8, 9))
-    plan = step_plan([drafted, msgspec.structs.replace(second, samples=False)])
+    plan = StepPlan(chunks=(drafted, msgspec.structs.replace(second, samples=False)))
     assert [failed.uid for failed in scheduler.end_non_finite(plan, frozenset(non_finite))] == ended
     scheduler.commit(plan, [7, 8, 9, 10], frozenset(non_finite))
     assert len(sequence.token_ids) == 5 + num_added

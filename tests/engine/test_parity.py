@@ -143,7 +143,7 @@ def test_everything_at_once_in_a_pool_that_is_too_small(name: str) -> None:
     assert sum(stats.num_prefix_hits for stats in run.stats) > 0
 
 
-def test_resumption_after_a_crash_goes_on_where_it_stopped() -> None:
+def test_a_resubmitted_sequence_continues_after_its_prior_tokens() -> None:
     """A second engine, given the tokens so far, continues with the same tokens, text and indexes."""
     submits = submissions(8, seed=9)
     whole = Run("rotary-gqa")
@@ -173,7 +173,7 @@ def test_resumption_after_a_crash_goes_on_where_it_stopped() -> None:
             assert shown + second.text(submit.uid) == whole.text(submit.uid)
 
 
-def test_min_tokens_and_stop_tokens_equal_the_slow_twin() -> None:
+def test_min_tokens_and_stop_tokens_equal_the_reference() -> None:
     submits = [
         make_submit(
             str(seed),
@@ -301,7 +301,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
             assert one.logprobs[0].logprob == pytest.approx(many.logprobs[0].logprob, abs=1e-5)
 
 
-def test_ids_beyond_the_tokenizer_are_never_drawn() -> None:
+def test_ids_beyond_the_vocabulary_are_never_sampled() -> None:
     """The embedding matrix is padded beyond the vocabulary."""
     small = train_bpe([], 257)
     engine = Engine(MODELS["gpt2"], small, EngineConfig(num_blocks=40))

@@ -55,7 +55,7 @@ class Machine:
 
 @pytest.mark.parametrize("num_sequences", [1, 4])
 @pytest.mark.parametrize("slowdown", [1.5, 2.0, 4.0])
-def test_a_long_prompt_makes_steps_so_many_times_as_long(num_sequences: int, slowdown: float) -> None:
+def test_a_long_prompt_slows_decodes_by_at_most_the_factor(num_sequences: int, slowdown: float) -> None:
     machine = Machine(slowdown)
     alone = machine.decode(num_sequences)
     machine.arrive("long", 3400)
@@ -65,7 +65,7 @@ def test_a_long_prompt_makes_steps_so_many_times_as_long(num_sequences: int, slo
     assert min(took[10:]) >= 0.9 * slowdown * alone
 
 
-def test_without_a_bound_it_takes_all_that_the_budget_leaves() -> None:
+def test_without_a_bound_a_prefill_takes_the_whole_budget() -> None:
     machine = Machine(math.inf)
     machine.decode(4)
     machine.arrive("long", 2000)
@@ -73,7 +73,7 @@ def test_without_a_bound_it_takes_all_that_the_budget_leaves() -> None:
     assert machine.steps[-1]["long"] == 512 - 4
 
 
-def test_beside_nobody_there_is_no_bound() -> None:
+def test_prefills_without_decodes_have_no_bound() -> None:
     machine = Machine(2.0)
     machine.decode(1)
     machine.scheduler.cancel("d0")
@@ -94,7 +94,7 @@ def test_prompts_that_wait_are_computed_beside_each_other_within_the_budget() ->
     assert all(sum(step.values()) == 56 for step in prompts)
 
 
-def test_a_prompt_gets_on_however_little_others_are_to_wait() -> None:
+def test_a_prefill_always_progresses() -> None:
     machine = Machine(1.0)
     machine.decode(1)
     machine.arrive("long", 100)
@@ -120,7 +120,7 @@ def test_one_step_that_took_long_changes_little() -> None:
     assert machine.steps[-1]["long"] < other.steps[-1]["long"]
 
 
-def test_nothing_bounds_before_anything_is_known() -> None:
+def test_there_is_no_bound_before_the_first_measurement() -> None:
     machine = Machine(2.0)
     machine.arrive("a", 600)
     machine.step()

@@ -42,14 +42,14 @@ def test_lower_goes_first_and_equals_by_arrival() -> None:
     ]
 
 
-def test_a_level_is_worth_so_much_waiting_and_no_more() -> None:
+def test_a_priority_level_equals_ten_seconds_of_waiting() -> None:
     waited = AGEING_SECONDS
     assert order(make("low", 0.0, 1), make("high", waited - 0.5, 0)) == ["high", "low"]
     assert order(make("low", 0.0, 1), make("high", waited + 0.5, 0)) == ["low", "high"]
 
 
 @pytest.mark.parametrize("priority", [0, 3])
-def test_what_keeps_coming_does_not_pass_one_that_waits_for_ever(priority: int) -> None:
+def test_no_sequence_waits_for_ever(priority: int) -> None:
     """Each step brings an urgent request, a second after the last; each takes the only slot for four steps."""
     engine, _ = make_engine(max_num_running=1)
     engine.submit(make("patient", 0.0, priority))
@@ -63,7 +63,7 @@ def test_what_keeps_coming_does_not_pass_one_that_waits_for_ever(priority: int) 
     assert ended == [*(f"urgent-{second}" for second in range(1, int(priority * AGEING_SECONDS))), "patient"]
 
 
-def test_the_last_in_rank_makes_room_and_nobody_is_thrown_out_for_a_place() -> None:
+def test_the_highest_rank_is_preempted_and_only_for_blocks() -> None:
     engine, _ = make_engine(num_blocks=12, max_batched_tokens=30)
     submits = [make_submit(str(i), [i] * 6, max_tokens=18, ignore_eos=True, seed=i, priority=-i) for i in range(4)]
     for submit in submits[:2]:

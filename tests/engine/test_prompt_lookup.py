@@ -15,7 +15,7 @@ from tests.model.configs import VARIANTS
 POEM = TOKENIZER.encode("The fox and the crow. The fox and the grapes. The fox and the")
 
 
-def test_what_followed_before_is_drafted_the_last_time_first() -> None:
+def test_the_latest_continuation_is_drafted() -> None:
     lookup = PromptLookup(3)
     assert lookup.draft([1, 2, 3, 9, 1, 2, 4, 8, 7, 1, 2], 3) == (4, 8, 7)
     assert PromptLookup(2).draft([1, 2, 3, 9, 1, 2], 8) == (3, 9)
@@ -25,11 +25,11 @@ def test_what_followed_before_is_drafted_the_last_time_first() -> None:
     assert PromptLookup(8).draft([1], 8) == ()
 
 
-def test_a_longer_run_of_tokens_says_more_than_a_later_one() -> None:
+def test_longer_ngrams_take_precedence() -> None:
     assert PromptLookup(2).draft([5, 6, 1, 2, 30, 40, 9, 1, 2, 50, 60, 5, 6, 1, 2], 2) == (30, 40)
 
 
-def test_what_repeats_itself_goes_on() -> None:
+def test_repetitions_are_drafted() -> None:
     assert PromptLookup(4).draft([7, 7, 7], 4) == (7, 7, 7, 7)
     assert PromptLookup(4).draft([1, 2, 1, 2], 4) == (1, 2, 1, 2)
 
@@ -68,12 +68,12 @@ def test_a_higher_price_leaves_less_of_a_draft() -> None:
     assert lengths == [16, 8, 4, 1, 0]
 
 
-def test_how_a_prompt_repeats_itself_says_nothing_of_its_completion() -> None:
+def test_repetitions_in_a_prompt_do_not_count_as_predictions() -> None:
     for num_repeats in (2, 20):
         assert drafted_after(PromptLookup(16), [1, 2] * num_repeats, price=0.3) == 1
 
 
-def test_what_costs_as_much_as_it_brings_is_hardly_drafted() -> None:
+def test_drafts_that_barely_pay_are_rare() -> None:
     """If step time is proportional to rows, an uncertain guess is not worth a row."""
     # Seed 3 samples from two tokens: any pair of them has often occurred before.
     submits = [make_submit(str(number), [number], max_tokens=18, seed=3, ignore_eos=True) for number in range(60)]
@@ -190,7 +190,7 @@ def test_nothing_comes_after_a_stop_string_within_a_draft() -> None:
 @pytest.mark.parametrize(
     "changes", [{"frequency_penalty": 0.5}, {"bad_word_ids": ((1, 2),)}, {"repetition_penalty": 1.1}]
 )
-def test_what_depends_on_earlier_draws_is_not_drafted(changes: dict[str, object]) -> None:
+def test_sequences_with_rules_or_grammars_get_no_drafts(changes: dict[str, object]) -> None:
     run = Run("gpt2", max_draft_tokens=8)
     run.drive([make_submit("a", [5, 6] * 4, max_tokens=30, temperature=0.0, ignore_eos=True, **changes)])
     assert not any(stats.num_drafts for stats in run.stats)

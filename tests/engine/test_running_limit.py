@@ -25,7 +25,7 @@ def machine(name: str = "usual", **values: Any) -> SimulatedSteps:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_it_settles_where_answers_keep_the_target_and_throughput_is_near_the_best(name: str) -> None:
+def test_the_limit_settles_at_the_target_with_near_best_throughput(name: str) -> None:
     limited = machine(name)
     limited.run_full(600)
     rate = limited.run_full(1200)
@@ -41,7 +41,7 @@ def test_it_settles_where_answers_keep_the_target_and_throughput_is_near_the_bes
     assert rate >= 0.8 * best
 
 
-def test_without_a_target_all_that_may_run_do_and_no_answer_keeps_it() -> None:
+def test_without_a_target_the_limit_is_max_num_running() -> None:
     free = machine(target_seconds=math.inf)
     free.run_full(600)
     assert free.scheduler.max_num_running == 64
@@ -49,13 +49,13 @@ def test_without_a_target_all_that_may_run_do_and_no_answer_keeps_it() -> None:
     assert free.share_within(TARGET) == 0.0
 
 
-def test_a_target_that_a_full_batch_keeps_changes_nothing() -> None:
+def test_a_target_met_by_a_full_batch_sets_no_limit() -> None:
     limited, free = machine(target_seconds=1.0), machine(target_seconds=math.inf)
     assert limited.run_full(300) == free.run_full(300)
     assert limited.scheduler.max_num_running == 64
 
 
-def test_one_runs_where_even_one_is_too_slow() -> None:
+def test_at_least_one_sequence_runs() -> None:
     limited = machine(target_seconds=0.001)
     limited.run_full(1500)
     assert limited.scheduler.max_num_running == limited.scheduler.num_running == 1
@@ -85,7 +85,7 @@ def test_one_step_that_takes_a_hundred_times_as_long_costs_a_few_slots_for_a_whi
     assert limited.scheduler.max_num_running == pytest.approx(before, abs=1)
 
 
-def test_a_machine_that_gets_slower_and_fast_again_closes_and_opens() -> None:
+def test_the_limit_follows_a_machine_that_slows_and_recovers() -> None:
     limited = machine()
     limited.run_full(600)
     before = limited.scheduler.max_num_running
@@ -100,7 +100,7 @@ def test_a_machine_that_gets_slower_and_fast_again_closes_and_opens() -> None:
     assert limited.scheduler.max_num_running == pytest.approx(before, abs=1)
 
 
-def test_what_runs_is_not_thrown_out_and_time_without_work_does_not_count() -> None:
+def test_a_lower_limit_preempts_nothing_and_idle_time_does_not_count() -> None:
     limited = machine()
     for _ in range(20):
         limited.arrive()
@@ -121,7 +121,7 @@ def test_what_runs_is_not_thrown_out_and_time_without_work_does_not_count() -> N
     assert limited.scheduler.max_num_running >= before
 
 
-def test_what_was_learned_is_forgotten_after_a_failure() -> None:
+def test_estimates_are_reset_after_a_failure() -> None:
     limited = machine()
     limited.run_full(100)
     assert limited.scheduler.max_num_running < 64

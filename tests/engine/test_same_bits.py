@@ -83,7 +83,7 @@ def requests() -> list[Submit]:
 
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_alone_and_under_load(level: str, numbers: str) -> None:
+def test_output_is_the_same_alone_and_under_load(level: str, numbers: str) -> None:
     """Alone: sequential, without sharing. Under load: 64 at once, in chunks, with shared prefixes, or preempted."""
     asked = requests()
     alone = Answers(model_of(level, numbers), enable_prefix_cache=False)

@@ -137,7 +137,7 @@ def test_deadlines_apply_to_the_wait_and_not_to_what_has_begun() -> None:
         (make_submit("a", [1], stop_token_ids=(999,)), "token ids range from 999 to 999; the vocabulary has 0 to 256"),
     ],
 )
-def test_what_can_never_be_computed_ends_with_the_reason(submit: Submit, message: str) -> None:
+def test_an_impossible_submission_ends_with_the_reason(submit: Submit, message: str) -> None:
     engine, _ = make_engine(num_blocks=10)
     engine.submit(submit)
     assert engine.has_work
@@ -157,7 +157,7 @@ def test_cancelled_blocks_are_free_at_the_next_step() -> None:
     assert engine.step().stats.num_free_blocks == 14
 
 
-def test_a_failing_step_ends_everyone_and_the_engine_goes_on() -> None:
+def test_a_failing_step_ends_all_sequences_and_the_engine_continues() -> None:
     engine, _ = make_engine(fail_at=3)
     submits = [make_submit(str(i), [i] * 5, ignore_eos=True) for i in range(6)]
     for submit in submits:
@@ -176,7 +176,7 @@ def test_a_failing_step_ends_everyone_and_the_engine_goes_on() -> None:
     assert run_all(engine)["0"] == expected_tokens(submits[0], CONTEXT)
 
 
-def test_an_ending_of_a_failing_step_is_told() -> None:
+def test_an_ending_in_a_failed_step_is_reported() -> None:
     """Endings by deadline, by completion and by rejection are all reported, although the step then failed."""
     engine, _ = make_engine(fail_at=1)
     engine.submit(make_submit("late", [1, 2], deadline=0.0))
@@ -227,7 +227,7 @@ def test_phases_are_timed() -> None:
     assert event.finish.prefill_seconds > 0.0 == event.finish.decode_seconds
 
 
-def test_engine_config_refuses_what_cannot_work() -> None:
+def test_engine_config_rejects_unusable_values() -> None:
     with pytest.raises(ValueError, match="num_blocks must be positive"):
         EngineConfig(num_blocks=0)
     with pytest.raises(ValueError, match="must be at least max_num_running"):

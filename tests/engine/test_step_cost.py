@@ -15,7 +15,7 @@ def measured(*steps: tuple[int, float]) -> DraftPolicy:
 
 
 @pytest.mark.parametrize(("fixed", "per_row"), [(4.0, 0.3), (1.0, 0.1), (0.0, 1.0), (10.0, 0.01)])
-def test_a_line_is_found(fixed: float, per_row: float) -> None:
+def test_step_cost_is_a_fitted_line(fixed: float, per_row: float) -> None:
     rng = random.Random(1)
     rows = [rng.randint(1, 64) for _ in range(300)]
     cost = measured(*((n, (fixed + per_row * n) * rng.uniform(0.9, 1.1)) for n in rows))
@@ -33,19 +33,19 @@ def test_more_rows_cost_more_before_anything_is_measured() -> None:
         assert 0.9 < shares[-1] <= 1.0
 
 
-def test_a_step_that_was_held_up_says_little() -> None:
+def test_a_stalled_step_changes_the_cost_little() -> None:
     steps = [(n, 1.0 + n / 16) for n in range(1, 33)] * 4
     calm, held_up = measured(*steps), measured(*steps, (32, 1000.0))
     assert held_up.cost_of_one_more(16) == pytest.approx(calm.cost_of_one_more(16), abs=0.05)
 
 
-def test_what_has_changed_is_seen() -> None:
+def test_step_costs_follow_a_changed_machine() -> None:
     rows = [1, 8, 16, 32] * 100
     cost = measured(*((n, 1.0 + n) for n in rows), *((n, 100.0) for n in rows * 10))
     assert cost.cost_of_one_more(16) < 0.15
 
 
-def test_steps_of_no_time_and_falling_lines_are_no_trouble() -> None:
+def test_step_costs_stay_within_bounds_for_any_times() -> None:
     assert measured((4, 0.0)).cost_of_one_more(4) == pytest.approx(0.2)
     falling = measured(*((n, 50.0 - n) for n in range(1, 40)))
     assert [falling.cost_of_one_more(n) for n in (1, 64)] == [0.05, 1.0]

@@ -46,7 +46,7 @@ def submissions(count: int, seed: int) -> list[Submit]:
         ({"num_blocks": 24, "enable_prefix_cache": False}, 0),  # preempted
     ],
 )
-def test_equal_to_the_slow_twin_in_any_batch(config: dict[str, Any], every: int) -> None:
+def test_output_equals_the_reference_in_any_batch(config: dict[str, Any], every: int) -> None:
     submits = submissions(16, seed=3)
     run = Run("rotary-gqa", **config)
     run.drive(submits, every)
@@ -59,7 +59,7 @@ def test_equal_to_the_slow_twin_in_any_batch(config: dict[str, Any], every: int)
             assert unruled != run.token_ids(submit.uid), "the rules acted"
 
 
-def test_resumed_after_a_crash_they_go_on_with_what_came_before() -> None:
+def test_rules_see_the_tokens_of_an_earlier_attempt() -> None:
     submits = submissions(8, seed=4)
     whole, second = Run("rotary-gqa"), Run("rotary-gqa")
     whole.drive(submits)

@@ -34,7 +34,7 @@ def exact_products() -> Iterator[None]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_cached_chunks_equal_the_oracle_on_the_cpu(variant: str, chunk: int) -> None:
+def test_cached_chunks_equal_the_reference_on_the_cpu(variant: str, chunk: int) -> None:
     oracle, model = build(VARIANTS[variant], "eager"), build(VARIANTS[variant]).to("cuda")
     generator = torch.Generator().manual_seed(chunk)
     sequences = [torch.randint(300, (length,), generator=generator) for length in (1, 5, 17, 64)]
@@ -55,7 +55,7 @@ def test_bfloat16_stays_close(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_equal_the_oracles(variant: str) -> None:
+def test_gradients_equal_those_of_the_reference(variant: str) -> None:
     generator = torch.Generator().manual_seed(5)
     ids, targets = torch.randint(300, (2, 75), generator=generator)
     gradients = []
@@ -83,7 +83,7 @@ def test_plain_attention_takes_the_flash_kernel() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_engine_generates_what_the_slow_twin_does(variant: str) -> None:
+def test_the_engine_generates_the_tokens_of_the_reference(variant: str) -> None:
     tokenizer = train_bpe([(Path(__file__).parents[1] / "data" / "aesop.txt").read_text()], 300)
     model = build(VARIANTS[variant]).to("cuda")
     (eos,) = tokenizer.eos_token_ids

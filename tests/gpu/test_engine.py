@@ -67,7 +67,7 @@ def answers(engine: Engine, submits: list[Submit]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("variant", FITTING)
-def test_recorded_steps_give_the_tokens_of_the_slow_twin(variant: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_captured_steps_give_the_tokens_of_the_reference(variant: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.engine.execution.model_runner")
     engine, _ = accelerated(variant, torch.float32)
     assert "CUDA graphs captured for decode steps of up to 16 sequences (3 shapes)" in caplog.text
@@ -78,7 +78,7 @@ def test_recorded_steps_give_the_tokens_of_the_slow_twin(variant: str, caplog: p
         assert found[submit.uid] == generate(twin, submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
 
 
-def test_steps_launched_ahead_give_the_tokens_of_the_slow_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_launched_ahead_give_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are recorded, and with 16 rows at a time in a pool of which rows drop out."""
     ahead: list[bool] = []
     launch = ModelRunner.launch
@@ -103,7 +103,7 @@ def test_steps_launched_ahead_give_the_tokens_of_the_slow_twin(monkeypatch: pyte
     assert sum(ahead) > 10
 
 
-def test_a_recorded_step_has_the_bits_of_a_plain_one_of_as_many_rows() -> None:
+def test_a_captured_step_equals_a_plain_step_bitwise() -> None:
     _, recorded = accelerated("rotary-gqa", torch.bfloat16)
     plain = ModelRunner(
         recorded._model, num_blocks=CONFIG.num_blocks, block_size=CONFIG.block_size, vocab_size=TOKENIZER.vocab_size
@@ -126,7 +126,7 @@ def test_a_recorded_step_has_the_bits_of_a_plain_one_of_as_many_rows() -> None:
         assert torch.equal(found, expected)
 
 
-def test_recordings_share_their_memory() -> None:
+def test_graphs_share_their_memory() -> None:
     torch.cuda.empty_cache()
     model = build(VARIANTS["rotary-gqa"]).to("cuda")
     before = torch.cuda.memory_reserved()

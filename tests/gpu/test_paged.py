@@ -37,7 +37,7 @@ def place(heads: tuple[int, int, int], dtype: torch.dtype, block_size: int = 16,
 @pytest.mark.parametrize("way", DECODE_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", HEADS)
-def test_decoding_equals_the_oracle(way: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+def test_decoding_equals_the_reference(way: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     for changes in ({}, {"sliding_window": 90, "global_layers": [1]}):
         where = place(heads, dtype, **changes)
         check_kernels(PagedAttention(DECODE_KERNELS[way](where), one_by_one), where, (1,) * 7)
@@ -50,7 +50,7 @@ def test_blocks_of_any_size(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [heads for heads in HEADS if heads[2] % 8 == 0])
-def test_prompts_by_flash_attention_equal_the_oracle(heads: tuple[int, int, int]) -> None:
+def test_prompts_by_flash_attention_equal_the_reference(heads: tuple[int, int, int]) -> None:
     for changes in ({}, {"sliding_window": 90, "global_layers": [1]}):
         where = place(heads, torch.bfloat16, **changes)
         check_kernels(PagedAttention(gathered, CHUNK_KERNELS["varlen"](where)), where)
@@ -94,7 +94,7 @@ def test_neighbours_change_no_bit(heads: tuple[int, int, int], window: int | Non
 
 
 @pytest.mark.parametrize("name", DECODE_KERNELS)
-def test_a_recording_follows_its_inputs(name: str) -> None:
+def test_a_replay_reads_its_current_inputs(name: str) -> None:
     where = place((12, 2, 128), torch.bfloat16)
     way = DECODE_KERNELS[name](where)
     q, positions, tables, cache = decoding(where)

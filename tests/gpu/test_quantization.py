@@ -60,7 +60,7 @@ def test_triton_kernels_are_used_on_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_our_kernels_compute_what_pytorch_does(name: str, shape: tuple[int, int], has_bias: bool) -> None:
+def test_triton_kernels_equal_pytorch(name: str, shape: tuple[int, int], has_bias: bool) -> None:
     weight_FE, bias_F, x_TE = matrix(shape)
     eight = chosen(name)
     ours, plain = (
@@ -85,7 +85,7 @@ def test_neighbours_change_no_bit_of_int8_and_little_of_fp8(name: str, shape: tu
             assert (few - whole[:rows]).abs().max() <= 1e-2 * whole.abs().max()
 
 
-def test_a_recording_follows_its_inputs(name: str) -> None:
+def test_a_replay_reads_its_current_inputs(name: str) -> None:
     weight_FE, bias_F, x_TE = matrix((1536, 8960), rows=16)
     linear = chosen(name).make(weight_FE, bias_F)
     still_TE = torch.zeros_like(x_TE)

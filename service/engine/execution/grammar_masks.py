@@ -59,9 +59,9 @@ class Grammars:
         return len(self._held)
 
     @property
-    def uids(self) -> set[str]:
+    def uids(self) -> list[str]:
         """Uids of the sequences with a matcher."""
-        return set(self._matchers)
+        return list(self._matchers)
 
     def warm_up(self) -> None:
         """Prepare the vocabulary once. For a large vocabulary this holds the GIL for about a second."""
@@ -69,8 +69,7 @@ class Grammars:
 
     def hold(self, submit: Submit) -> bool:
         """Hold a submission and return True if its grammar is not compiled. `take_compiled` returns it later."""
-        if submit.grammar is None:
-            return False
+        assert submit.grammar is not None
         held = self._held.get(submit.uid)
         if held is not None and submit.attempt <= held.attempt:
             return True
@@ -97,20 +96,17 @@ class Grammars:
         compiled = {future for uid in self._held if (future := self._futures[uid]).done()}
         return [self._held.pop(uid) for uid in list(self._held) if self._futures[uid] in compiled]
 
-    def begin(self, submit: Submit) -> bool:
-        """Create the matcher of a sequence. Return True if its prior tokens already complete the grammar.
+    def begin(self, uid: str, prior_token_ids: Sequence[int]) -> bool:
+        """Create the matcher of a sequence with a grammar. Return True if its prior tokens complete the grammar.
 
         Raises:
             GrammarError: the grammar cannot be compiled, or the prior tokens violate it.
         """
-        future = self._futures.pop(submit.uid, None)
-        if future is None:
-            return False
-        matcher = future.result().deep_copy()
-        if not matcher.consume_tokens(list(submit.prior_token_ids)):
+        matcher = self._futures.pop(uid).result().deep_copy()
+        if not matcher.consume_tokens(list(prior_token_ids)):
             raise GrammarError(matcher.get_error())
-        self._matchers[submit.uid] = matcher
-        return bool(submit.prior_token_ids) and matcher.is_stopped()
+        self._matchers[uid] = matcher
+        return bool(prior_token_ids) and matcher.is_stopped()
 
     def forget(self, uid: str) -> None:
         """Drop all state of an ended or cancelled sequence. Unknown uids are ignored."""
@@ -124,8 +120,6 @@ class Grammars:
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Start computing the masks of a step in a background thread; None if no row needs a mask."""
-        if not self._matchers:
-            return None
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         rows = [row for row, chunk in enumerate(sampling) if chunk.uid in self._matchers]
         if not rows:

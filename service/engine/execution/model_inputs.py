@@ -88,16 +88,28 @@ def build_inputs(
     before it reads any, and fast because attention batches all sequences of one token.
     """
     chunks = plan.chunks
-    num_padding = max(0, min_rows - plan.num_tokens)
-    lengths, contexts = _lengths(chunks)
-    lengths += [1] * num_padding
-    contexts += [1] * num_padding
+    lengths: list[int] = []
+    contexts: list[int] = []
     token_ids = [0] * len(plan.previous_rows)
-    for chunk in () if plan.previous_rows else chunks:
+    for chunk in chunks:
+        known, num_drafts = chunk.num_known_tokens, len(chunk.draft)
+        lengths += [known - chunk.start, *[1] * num_drafts]
+        contexts += range(known, known + 1 + num_drafts)
         token_ids += chunk.token_ids
         token_ids += chunk.draft
+    num_padding = max(0, min_rows - len(token_ids))
+    lengths += [1] * num_padding
+    contexts += [1] * num_padding
     token_ids += [0] * num_padding
-    tables_BN = _block_tables(chunks, contexts, block_size, scratch_block)
+    width = -(-max(contexts) // block_size)
+    padding = [scratch_block] * width
+    tables: list[int] = []
+    for chunk in chunks:
+        row = chunk.block_table[:width]
+        row += padding[len(row) :]
+        tables += row * (1 + len(chunk.draft))
+    tables += padding * num_padding
+    tables_BN = np.array(tables, dtype=np.int64).reshape(-1, width)
     if len(lengths) == len(token_ids):
         sequence_of_T = np.arange(len(token_ids))
         positions_T = np.array(contexts) - 1
@@ -105,11 +117,15 @@ def build_inputs(
         sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
         positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
     slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
-    sampling, positions = _sampled_positions(chunks)
+    sampling = [chunk for chunk in chunks if chunk.samples]
+    positions = [chunk.num_known_tokens for chunk in sampling]
+    for chunk in tuple(sampling):
+        sampling += [chunk] * len(chunk.draft)
+        positions += range(chunk.num_known_tokens + 1, chunk.num_known_tokens + 1 + len(chunk.draft))
     params = tuple([chunk.params for chunk in sampling])
     forbidden = tuple([chunk.forbidden for chunk in sampling])
     rules = tuple([chunk.rules for chunk in sampling])
-    logit_rows, prompt_rows, pooled_rows = _logit_rows(chunks)
+    logit_rows, prompt_rows, pooled_rows = ([], (), ()) if plan.is_decode else _logit_rows(chunks)
     logit_rows += [0] * max(0, min_rows - len(logit_rows))
     return ModelInputs(
         token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
@@ -133,43 +149,6 @@ def build_inputs(
         pooled_rows=pooled_rows,
         previous_rows=plan.previous_rows,
     )
-
-
-def _lengths(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[int]]:
-    """Return the query lengths and context lengths of all chunks. Each draft token counts as a separate sequence."""
-    lengths: list[int] = []
-    contexts: list[int] = []
-    for chunk in chunks:
-        known = chunk.num_known_tokens
-        lengths.append(known - chunk.start)
-        contexts.append(known)
-        if chunk.draft:
-            lengths += [1] * len(chunk.draft)
-            contexts += range(known + 1, known + 1 + len(chunk.draft))
-    return lengths, contexts
-
-
-def _block_tables(chunks: tuple[Chunk, ...], contexts: list[int], size: int, scratch_block: int) -> NDArray[np.int64]:
-    """Return the block tables, BN int64, with one more row for each draft token, padded with the scratch block."""
-    width = -(-max(contexts) // size)
-    padding = [scratch_block] * width
-    flat: list[int] = []
-    for chunk in chunks:
-        row = chunk.block_table[:width]
-        row += padding[len(row) :]
-        flat += row * (1 + len(chunk.draft))
-    flat += padding * (len(contexts) - len(flat) // width)
-    return np.array(flat, dtype=np.int64).reshape(-1, width)
-
-
-def _sampled_positions(chunks: tuple[Chunk, ...]) -> tuple[list[Chunk], list[int]]:
-    """Return the chunk and the position of each sampled token. Tokens after draft tokens follow all other tokens."""
-    sampling = [chunk for chunk in chunks if chunk.samples]
-    positions = [chunk.num_known_tokens for chunk in sampling]
-    for chunk in tuple(sampling):
-        sampling += [chunk] * len(chunk.draft)
-        positions += [chunk.num_known_tokens + number for number in range(1, 1 + len(chunk.draft))]
-    return sampling, positions
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...], tuple[PooledRows, ...]]:

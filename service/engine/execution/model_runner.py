@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -15,9 +14,9 @@ from model.inspect.attention_weights import weights_of_layer
 from model.native.decode_call import Decoded
 from model.native.native_transformer import NativeTransformer, to_native
 from model.nn.transformer import Transformer
+from model.sampling.logits_processors import mask_logits
 from model.sampling.params import SamplingParams
-from model.sampling.sampler import NO_TOKEN, most_likely, sample, sample_on_device, top_logprobs
-from model.structured_output.token_masks import mask_logits
+from model.sampling.sampler import NO_TOKEN, most_likely, sample, top_logprobs
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.execution.model_inputs import ModelInputs, PooledRows
 from service.engine.scheduling.step_plan import MIN_ROWS
@@ -43,36 +42,6 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_logprobs: dict[str, list[TokenLogprob]]
     pooled: dict[str, NDArray[np.float64]] = {}
     non_finite: frozenset[int] = frozenset()
-
-
-class Runner(Protocol):
-    """Interface of the engine to the computation: `ModelRunner`, or `service.engine.testing.FakeRunner`."""
-
-    @property
-    def min_rows(self) -> int:
-        """Minimum number of rows of a step. Smaller steps are padded, because fewer rows would round differently."""
-        ...
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True if the host is free while a launched step is computed."""
-        ...
-
-    def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute a step and wait for its outputs."""
-        ...
-
-    def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
-        """Launch a step after all steps launched before. Return a function that waits for the step's outputs.
-
-        The step must not need rules, masks or logprobs. The caller may overwrite the inputs once this returns.
-        `previous_rows` refers to the step launched last.
-        """
-        ...
-
-    def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
-        """Return the attention weights of a text, as in `service.ipc.messages.AttentionResult`."""
-        ...
 
 
 class ModelRunner:
@@ -136,18 +105,15 @@ class ModelRunner:
         )
         return shapes
 
-    def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute a step. All sampled ids are copied to the host at once."""
-        if isinstance(self._model, NativeTransformer):
-            return self._run(inputs)  # no gradients here, and entering inference_mode costs as much as sampling
-        with torch.inference_mode():
-            return self._run(inputs)
-
     @torch.inference_mode()
     def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
-        """Launch a step, see `Runner.launch`. Its ids and sums are copied to the host asynchronously."""
+        """Launch a step after all steps launched before. Return a function that waits for the step's outputs.
+
+        The step must not need rules, masks or logprobs. The caller may overwrite the inputs once this returns.
+        `previous_rows` refers to the step launched last.
+        """
         x_TE, logits_RV = self._compute(inputs)
-        self._sampled_B = sample_on_device(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
+        self._sampled_B = sample(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
         ids_B, sums_T = self._sampled_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R)
         copied: torch.cuda.Event | None = None
         if ids_B.is_cuda:
@@ -165,7 +131,9 @@ class ModelRunner:
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states TE of a step, and the requested logits RV."""
-        sampled_B = self._previous_tokens(inputs.previous_rows) if inputs.previous_rows else None
+        sampled_B = self._sampled_B if inputs.previous_rows else None
+        if sampled_B is not None and inputs.previous_rows != tuple(range(len(sampled_B))):
+            sampled_B = sampled_B[torch.tensor(inputs.previous_rows).to(self._device, non_blocking=True)]
         x_TE = None if self._graphs is None else self._graphs.hidden(inputs, sampled_B)
         if x_TE is None:
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
@@ -181,15 +149,19 @@ class ModelRunner:
             logits_RV = logits_RV[:, : self._vocab_size]
         return x_TE, logits_RV
 
-    def _previous_tokens(self, rows: tuple[int, ...]) -> Tensor:
-        """Return the tokens that the step launched last sampled in these rows."""
-        assert self._sampled_B is not None
-        if rows == tuple(range(len(self._sampled_B))):
-            return self._sampled_B
-        return self._sampled_B[torch.tensor(rows).to(self._device, non_blocking=True)]
+    def run(self, inputs: ModelInputs) -> StepOutputs:
+        """Compute a step. All sampled ids are copied to the host at once."""
+        model = self._model
+        decoded: Decoded | None = None
+        if isinstance(model, NativeTransformer):  # no gradients, and entering inference_mode costs as much as sampling
+            if inputs.metadata.logit_rows_R is None:
+                decoded = model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
+            return self._run(inputs, decoded)
+        with torch.inference_mode():
+            return self._run(inputs, None)
 
-    def _run(self, inputs: ModelInputs) -> StepOutputs:
-        decoded = self._decode(inputs)
+    def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
+        """Compute the rest of a step. `decoded`: results of the native kernels for a decode step."""
         if decoded is None:
             likely = None
             x_TE, logits_RV = self._compute(inputs)
@@ -216,21 +188,14 @@ class ModelRunner:
             non_finite=frozenset(non_finite),
         )
 
-    def _decode(self, inputs: ModelInputs) -> Decoded | None:
-        """Compute a decode step in one call of the native kernels; None if they do not support the step."""
-        model = self._model
-        if not isinstance(model, NativeTransformer) or inputs.metadata.logit_rows_R is not None:
-            return None
-        return model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
-
     @property
     def min_rows(self) -> int:
-        """Minimum number of rows, see `Runner.min_rows`. It is 1 for the native kernels, which are batch-invariant."""
+        """Minimum number of rows of a step. Smaller steps are padded, because fewer rows would round differently."""
         return 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
 
     @property
     def is_asynchronous(self) -> bool:
-        """True on a GPU, see `Runner.is_asynchronous`."""
+        """True on a GPU: the host is free while a launched step is computed."""
         return self._device.type == "cuda"
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float64]]:
@@ -281,14 +246,15 @@ def _sample(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) ->
     count = len(inputs.params)
     logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
     if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:
-        return most_likely(logits_BV) if likely is None else likely
+        greedy: list[int] = most_likely(logits_BV).tolist() if likely is None else likely
+        return greedy
     without_token: list[int] = []
     if inputs.masks is not None:
         rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed())
         logits_BV = mask_logits(logits_BV, rows, allowed_RV)
         without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
-    ids = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
-    sampled = [None if token_id == NO_TOKEN else token_id for token_id in ids]
+    ids_B = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
+    sampled = [None if token_id == NO_TOKEN else token_id for token_id in ids_B.tolist()]
     for row in without_token:
         sampled[row] = None
     return sampled

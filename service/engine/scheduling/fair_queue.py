@@ -42,15 +42,15 @@ class FairQueue:
         insort(self._queues[tenant], sequence, key=by_rank)
         self._length += 1
 
-    def remove(self, sequence: SequenceState) -> None:
-        """Remove a sequence, which must be in the queue."""
-        queue = self._queues[sequence.tenant]
-        index = bisect_left(queue, sequence.rank, key=by_rank)
-        assert queue[index] is sequence
+    def remove(self, tenant: str, rank: tuple[float, int]) -> None:
+        """Remove the waiting sequence of this tenant and rank."""
+        queue = self._queues[tenant]
+        index = bisect_left(queue, rank, key=by_rank)
+        assert queue[index].rank == rank
         del queue[index]
         self._length -= 1
         if not queue:
-            del self._queues[sequence.tenant]
+            del self._queues[tenant]
 
     def first(self) -> SequenceState:
         """Return the sequence to admit next. The queue must not be empty."""

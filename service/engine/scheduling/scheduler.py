@@ -24,7 +24,7 @@ from service.engine.scheduling.fair_queue import FairQueue
 from service.engine.scheduling.latency_limits import PrefillBudget, RunningLimit
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus, by_rank
 from service.engine.scheduling.speculation import DraftPolicy
-from service.engine.scheduling.step_plan import Chunk, StepPlan, step_plan
+from service.engine.scheduling.step_plan import Chunk, StepPlan
 from service.ipc.messages import FinishReason, Pooling
 
 
@@ -65,7 +65,7 @@ class Scheduler:
         self._running: list[SequenceState] = []  # by rank
         self._ended: list[SequenceState] = []
         self._num_with_deadline = 0
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_prompt_tokens = 0  # of the step that is being planned
 
     @property
     def num_waiting(self) -> int:
@@ -135,12 +135,12 @@ class Scheduler:
                 self.finish_uncomputed(sequence, FinishReason.ABORT)
         ended, self._ended = self._ended, []
         for sequence in ended:
-            self._retire(sequence)
+            self._retire(sequence.uid)
         return ended
 
     def schedule(self) -> StepPlan:
         """Plan the next step. A `commit` with the sampled tokens must follow."""
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_prompt_tokens = 0
         self._scheduled_seconds = self._clock()
         budget, size = self._config.max_batched_tokens, self._config.block_size
         if self._config.max_draft_tokens:
@@ -171,6 +171,7 @@ class Scheduler:
                 chunks.append(self._plan(sequence, num_tokens))
                 budget -= num_tokens
         queries = hits = cached = 0
+        new: list[tuple[str, int]] = []
         while budget and self._waiting and len(self._running) < self._limit.num_sequences:
             if self._num_preemptions or (admitted := self._admit()) is None:
                 break
@@ -183,8 +184,11 @@ class Scheduler:
             if sequence.first_scheduled_seconds is None:
                 cached += sequence.num_cached_tokens
                 sequence.first_scheduled_seconds = self._clock()
-        return step_plan(
-            chunks,
+                new.append((sequence.uid, sequence.attempt))
+        return StepPlan(
+            chunks=tuple(chunks),
+            admitted=new,
+            num_prompt_tokens=self._num_prompt_tokens,
             num_cached_prompt_tokens=cached,
             num_prefix_queries=queries,
             num_prefix_hits=hits,
@@ -226,7 +230,7 @@ class Scheduler:
             self._waiting.charge(sequence.tenant, 1)
             start, table, params = chunk.num_known_tokens, sequence.block_table, sequence.params
             chunks.append(Chunk(sequence.uid, sequence.attempt, start, 1, True, (), table, params))
-        return step_plan(chunks, previous_rows=tuple([row for row, _, _ in following]))
+        return StepPlan(chunks=tuple(chunks), previous_rows=tuple([row for row, _, _ in following]))
 
     def has_running(self, plan: StepPlan) -> bool:
         """Return True if some sequence of a plan is still running."""
@@ -241,7 +245,8 @@ class Scheduler:
 
         Args:
             plan: the computed step.
-            token_ids: sampled tokens, assigned to chunks by `StepPlan.sampled_rows`; None if no token may follow.
+            token_ids: sampled tokens; None if no token may follow. Tokens sampled after known tokens come first, in the
+                order of the chunks. Tokens sampled after draft tokens follow.
             non_finite: packed tokens with NaN or infinity. Drafts are cut before the first of these tokens. Sequences
                 with such known tokens must have ended, see `end_non_finite`.
         """
@@ -250,14 +255,19 @@ class Scheduler:
             self._draft_policy.observe(plan.num_rows, now - self._scheduled_seconds)
         self._prefill_budget.observe(plan, now - self._scheduled_seconds)
         updates: list[SequenceUpdate] = []
-        num_decodes = num_decoded = row = 0
-        for chunk, rows in zip(plan.chunks, plan.sampled_rows, strict=True):
-            row += chunk.num_tokens
+        num_decodes = num_decoded = end = sampled = 0
+        drafted = sum([chunk.samples for chunk in plan.chunks])
+        for chunk in plan.chunks:
+            end += chunk.num_tokens
+            rows: tuple[int, ...] = ()
+            if chunk.samples:
+                rows = (sampled, *range(drafted, drafted + len(chunk.draft))) if chunk.draft else (sampled,)
+                sampled, drafted = sampled + 1, drafted + len(chunk.draft)
             if (sequence := self._running_sequence(chunk)) is None:
                 continue
             if non_finite and chunk.draft:
-                first = row - len(chunk.draft)
-                rows = rows[: 1 + next((at for at in range(first, row) if at in non_finite), row) - first]
+                first = end - len(chunk.draft)
+                rows = rows[: 1 + next((at for at in range(first, end) if at in non_finite), end) - first]
             num_known = chunk.num_known_tokens
             if plan.previous_rows:  # the token ids, and so the block hashes, were unknown when the step was planned
                 self._register_blocks(sequence, num_known)
@@ -280,7 +290,7 @@ class Scheduler:
             if chunk.start >= sequence.num_prompt_tokens and chunk.is_decode:
                 num_decodes, num_decoded = num_decodes + 1, num_decoded + len(sequence.token_ids) - num_known
             if ends:
-                self._retire(sequence)
+                self._retire(sequence.uid)
             updates.append(SequenceUpdate(sequence, chunk, rows))
         self._limit.observe(
             now - self._committed_seconds,
@@ -328,7 +338,7 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         if sequence.status is not SequenceStatus.FINISHED:
-            self._retire(sequence)
+            self._retire(sequence.uid)
             self._ended = [ended for ended in self._ended if ended is not sequence]
 
     def truncate(self, sequence: SequenceState, num_tokens: int, stop: str) -> None:
@@ -391,6 +401,8 @@ class Scheduler:
         end = start + num_tokens
         if end // self._config.block_size > sequence.num_registered_blocks:
             self._register_blocks(sequence, end)
+        if start < sequence.num_prompt_tokens:
+            self._num_prompt_tokens += min(end, sequence.num_prompt_tokens) - start
         self._waiting.charge(sequence.tenant, num_tokens)
         scored_start, scored_ids = 0, list[int]()
         if params.prompt_logprobs is not None:
@@ -465,7 +477,17 @@ class Scheduler:
         """
         sequence = self._waiting.first()
         size = self._config.block_size
-        known, num_queried = self._find_cached_blocks(sequence)
+        known: list[int] = []
+        num_queried = 0
+        if self._config.enable_prefix_cache:
+            num_queried = len(sequence.token_ids)
+            # The last token is always computed: the next token is sampled from its logits.
+            num_skippable, num_scored = num_queried - 1, sequence.num_scored_tokens
+            if sequence.params.prompt_logprobs is not None and num_scored < sequence.num_prompt_tokens - 1:
+                num_skippable = num_scored  # prompt logprobs need the logits of the other tokens
+            if sequence.pooling is Pooling.MEAN:
+                num_skippable = 0  # mean pooling needs every hidden state
+            known = self._pool.find(sequence.full_block_hashes(num_skippable // size, size))
         needed = -(-len(sequence.token_ids) // size) - len(known)
         # Keep one spare block per running sequence, so that the admitted sequence is not preempted soon after.
         if self._pool.num_free - self._pool.num_free_among(known) < needed + len(self._running):
@@ -473,7 +495,7 @@ class Scheduler:
         self._pool.acquire(known)
         blocks = self._pool.allocate(needed)
         assert blocks is not None
-        self._waiting.remove(sequence)
+        self._waiting.remove(sequence.tenant, sequence.rank)
         sequence.block_table = [*known, *blocks]
         sequence.num_computed_tokens = len(known) * size
         sequence.num_registered_blocks = len(known)
@@ -482,19 +504,6 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         insort(self._running, sequence, key=by_rank)
         return sequence, num_queried
-
-    def _find_cached_blocks(self, sequence: SequenceState) -> tuple[list[int], int]:
-        """Return the cached leading blocks of a sequence, not yet acquired, and the number of tokens looked up."""
-        if not self._config.enable_prefix_cache:
-            return [], 0
-        # The last token is always computed: the next token is sampled from its logits.
-        num_skippable = len(sequence.token_ids) - 1
-        if sequence.params.prompt_logprobs is not None and sequence.num_scored_tokens < sequence.num_prompt_tokens - 1:
-            num_skippable = sequence.num_scored_tokens  # prompt logprobs need the logits of the other tokens
-        if sequence.pooling is Pooling.MEAN:
-            num_skippable = 0  # mean pooling needs every hidden state
-        num_full = num_skippable // self._config.block_size
-        return self._pool.find(sequence.full_block_hashes(num_full, self._config.block_size)), len(sequence.token_ids)
 
     def _register_blocks(self, sequence: SequenceState, num_tokens: int) -> None:
         """Make the blocks findable that are full once the first `num_tokens` tokens are computed."""
@@ -506,14 +515,14 @@ class Scheduler:
             self._pool.register(sequence.block_table[index], hashes[index])
         sequence.num_registered_blocks = num_full
 
-    def _retire(self, sequence: SequenceState) -> None:
-        """Remove a sequence from its queue and free its blocks."""
+    def _retire(self, uid: str) -> None:
+        """Remove an unfinished sequence from its queue and free its blocks."""
+        sequence = self._sequences.pop(uid)
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
             self._pool.free(sequence.block_table)
             sequence.block_table = []
         else:
-            self._waiting.remove(sequence)
+            self._waiting.remove(sequence.tenant, sequence.rank)
         sequence.status = SequenceStatus.FINISHED
-        del self._sequences[sequence.uid]
         self._num_with_deadline -= sequence.deadline_seconds is not None

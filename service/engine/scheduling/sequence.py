@@ -9,6 +9,7 @@ that arrive within a bounded time can overtake a waiting sequence.
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 
 from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
@@ -156,7 +157,9 @@ class SequenceState:
             max_draft_tokens: maximum length of a draft; 0 for no speculative decoding.
             eos_token_ids: end-of-sequence tokens of the model.
         """
-        rules = TokenRules.of(submit.params, submit.prompt_token_ids, submit.prior_token_ids)
+        rules = None
+        if submit.params.has_token_rules:
+            rules = TokenRules(submit.params, submit.prompt_token_ids, submit.prior_token_ids)
         drafts = max_draft_tokens > 0 and rules is None and submit.grammar is None and submit.pooling is None
         return cls(
             uid=submit.uid,
@@ -178,6 +181,5 @@ class SequenceState:
         )
 
 
-def by_rank(sequence: SequenceState) -> tuple[float, int]:
-    """Return the rank of a sequence, as a sort key."""
-    return sequence.rank
+# Sort key of sequences.
+by_rank = attrgetter("rank")

@@ -1,6 +1,6 @@
 """Plan of one step: the scheduler's output. It holds values only, so that execution needs no other engine state."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -56,58 +56,41 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
         return self.samples and self.num_tokens == 1 + len(self.draft)
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class StepPlan(msgspec.Struct, kw_only=True, eq=False):
     """Plan of one step, with statistics of the scheduling.
 
     Attributes:
         chunks: the computation of each sequence.
-        sampled_rows: indices of each chunk's sampled tokens among all sampled tokens of the step; empty if the chunk
-            samples none. Tokens sampled after known tokens come first, in the order of the chunks. Tokens sampled after
-            draft tokens follow.
-        is_decode: every chunk computes one token and samples the next token, without drafts.
         previous_rows: for each chunk of a step launched ahead (`Scheduler.schedule_ahead`), the index of its input
             token among the tokens that the previous step samples. Empty in other steps.
+        admitted: uid and attempt of the sequences that are computed for the first time.
+        num_prompt_tokens: computed tokens of prompts.
         num_cached_prompt_tokens: prompt tokens found in the prefix cache by sequences admitted for the first time.
         num_prefix_queries: tokens looked up in the prefix cache, counted as in vLLM.
         num_prefix_hits: tokens found in the prefix cache.
         num_preemptions: sequences preempted while the step was planned.
+        is_decode: every chunk computes one token and samples the next token, without drafts. Derived from the chunks.
     """
 
     chunks: tuple[Chunk, ...]
-    sampled_rows: list[tuple[int, ...]]
-    is_decode: bool
     previous_rows: tuple[int, ...] = ()
+    admitted: list[tuple[str, int]] = []
+    num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_preemptions: int = 0
+    is_decode: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_decode = all(chunk.num_tokens == 1 and chunk.samples for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
         """Number of computed tokens."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
     def num_rows(self) -> int:
         """Number of rows of the forward pass: tokens and padding."""
         return max(MIN_ROWS, self.num_tokens)
-
-
-def step_plan(chunks: Iterable[Chunk], *, previous_rows: tuple[int, ...] = (), **statistics: int) -> StepPlan:
-    """Create a plan, with `sampled_rows` and `is_decode` derived from its chunks."""
-    chunks = tuple(chunks)
-    row, after = 0, sum([chunk.samples for chunk in chunks])
-    sampled_rows: list[tuple[int, ...]] = []
-    for chunk in chunks:
-        if not chunk.samples:
-            sampled_rows.append(())
-            continue
-        sampled_rows.append((row, *range(after, after + len(chunk.draft))) if chunk.draft else (row,))
-        row, after = row + 1, after + len(chunk.draft)
-    return StepPlan(
-        chunks=chunks,
-        sampled_rows=sampled_rows,
-        is_decode=all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks),
-        previous_rows=previous_rows,
-        **statistics,
-    )

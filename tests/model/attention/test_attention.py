@@ -92,7 +92,7 @@ def test_padding_blocks_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("num_queries", [1, 3])
-def test_blocks_behind_the_window_are_not_read(num_queries: int) -> None:
+def test_blocks_before_the_window_are_not_read(num_queries: int) -> None:
     """The blocks hold NaN, which even a weight of 0 would propagate."""
     context_length, window = 30, 5
     config = VARIANTS["rotary-gqa"]
@@ -116,7 +116,7 @@ def test_blocks_behind_the_window_are_not_read(num_queries: int) -> None:
     assert out.isfinite().all()
 
 
-def test_bfloat16_stays_close_to_the_float32_oracle() -> None:
+def test_bfloat16_stays_close_to_the_float32_reference() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(40, heads, 16).bfloat16() for heads in (4, 2, 2))
     metadata = AttentionMetadata.uncached((33, 7))
@@ -144,7 +144,7 @@ def test_cache_gathers_what_was_written() -> None:
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product([0, -1, 3], [0, -2, 4]))[:-1])
-def test_cache_refuses_empty_sizes(sizes: tuple[int, int]) -> None:
+def test_cache_rejects_sizes_of_zero(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         KVCache(VARIANTS["gpt2"], num_blocks=sizes[0], block_size=sizes[1], dtype=torch.float32, device="cpu")
 
@@ -152,7 +152,7 @@ def test_cache_refuses_empty_sizes(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("queries", "contexts", "tokens"), [((1,), (1, 2), 1), ((0,), (1,), 0), ((3,), (2,), 3), ((2,), (2,), 3)]
 )
-def test_metadata_refuses_lengths_that_disagree(
+def test_metadata_rejects_inconsistent_lengths(
     queries: tuple[int, ...], contexts: tuple[int, ...], tokens: int
 ) -> None:
     with pytest.raises(ValueError, match=r"lengths|length must|positions"):

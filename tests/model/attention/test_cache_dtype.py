@@ -116,7 +116,7 @@ class Spy:
 
 
 @torch.inference_mode()
-def test_what_is_looked_at_is_what_is_served() -> None:
+def test_attention_weights_are_those_of_serving() -> None:
     spy = Spy()
     model_of("rotary-gqa", RoundedAttention(spy, HALF))(IDS, AttentionMetadata.uncached((len(IDS),)), None)
     model = model_of("rotary-gqa", EagerAttention())

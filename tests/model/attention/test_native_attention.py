@@ -125,7 +125,7 @@ ORACLE_CASES = [(way, shape) for way in BUILDABLE for shape in (SHAPES if way in
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("way", "shape"), ORACLE_CASES)
 @torch.no_grad()
-def test_it_equals_the_oracle(way: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_it_equals_the_reference(way: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     scene = Scene(shape, LENGTHS, dtype, unwritten=0.0 if way == "none" else torch.nan)
     biases = biases_of(shape)
     for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
@@ -182,7 +182,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("way", BUILDABLE)
-def test_what_the_kernel_does_not_know_goes_pytorchs_way(way: str) -> None:
+def test_unsupported_layers_use_sdpa(way: str) -> None:
     shape, lengths = (4, 2, 16, 4), ((1, 9), (5, 20))
     config = dataclasses.replace(VARIANTS["disentangled-gqa"], head_dim=16)
     content = DisentangledBias(config, relative_positions(config))
@@ -204,7 +204,7 @@ def test_what_the_kernel_does_not_know_goes_pytorchs_way(way: str) -> None:
 @pytest.mark.parametrize(
     ("slot", "block", "context"), [(8, 0, 1), (-1, 0, 1), (0, 2, 1), (0, -1, 1), (0, 0, 5)], ids=str
 )
-def test_what_the_cache_does_not_have_is_refused(way: str, slot: int, block: int, context: int) -> None:
+def test_slots_and_blocks_outside_the_cache_are_rejected(way: str, slot: int, block: int, context: int) -> None:
     cache = KVCache(VARIANTS["none"], num_blocks=2, block_size=4, dtype=torch.float32, device="cpu")
     metadata = AttentionMetadata(
         query_lengths=(1,),
@@ -240,7 +240,7 @@ def test_queries_and_keys_may_lie_in_wider_rows(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", BUILDABLE)
-def test_what_is_no_number_stays_none(way: str) -> None:
+def test_nan_stays_nan(way: str) -> None:
     scene = Scene((2, 2, 8, 4), ((1, 9), (1, 9)))
     scene.texts[0][1][3, 0, 2] = torch.nan
     damaged, whole = scene.attend(native(way))

@@ -31,7 +31,7 @@ CASES = [(level, shape) for level in BUILDABLE for shape in ([*SHAPES, *SHARED] 
 
 @pytest.mark.parametrize(("level", "shape"), CASES)
 @torch.no_grad()
-def test_it_equals_the_oracle(level: str, shape: tuple[int, int, int, int]) -> None:
+def test_it_equals_the_reference(level: str, shape: tuple[int, int, int, int]) -> None:
     scene, biases = Scene(shape, LENGTHS, cache_dtype=HALF), biases_of(shape)
     exact = Scene(shape, LENGTHS)
     for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
@@ -114,7 +114,7 @@ def test_every_number_is_written_and_read_as_pytorch_does(level: str, size: int)
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-def test_what_is_no_number_stays_none(level: str) -> None:
+def test_nan_stays_nan(level: str) -> None:
     for size in (16, 7):
         scene = Scene((2, 2, size, 4), ((1, 9), (1, 9)), cache_dtype=HALF)
         scene.texts[0][1][8, 0, 2] = torch.nan  # written by this step

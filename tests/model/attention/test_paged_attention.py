@@ -74,7 +74,7 @@ def test_decoding_takes_lengths_from_positions_alone() -> None:
     torch.testing.assert_close(outputs[1], outputs[0])
 
 
-def test_a_ragged_view_says_where_chunks_and_their_pasts_lie() -> None:
+def test_a_ragged_view_locates_chunks_and_contexts() -> None:
     tables = torch.tensor([[3, 9], [1, 9], [4, 2]])
     view = ragged_view((2, 1, 3), (3, 2, 6), tables, 4)
     assert view.decodes is not None

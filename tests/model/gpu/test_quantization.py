@@ -79,7 +79,7 @@ def test_a_wide_matrix_is_rounded_slice_by_slice(name: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_our_kernels_take_few_rows_and_pytorch_the_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_kernels_multiply_few_rows_and_pytorch_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "quantized_kernels", stand_ins(MAX_ROWS=20))
     chosen = choose(name, CPU, torch.bfloat16)
     assert str(chosen) == f"{name} matrices by triton for up to 20 rows, beyond them {FORMATS[name].product}"

@@ -96,7 +96,7 @@ def test_one_call_has_the_bits_of_two(level: str, variant: str, kind: str) -> No
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_what_cannot_be_computed_goes_the_other_way(level: str) -> None:
+def test_steps_with_invalid_ids_or_slots_use_the_other_path(level: str) -> None:
     """The other path reports or handles the error. Nothing outside of the step is read or written."""
     with torch.inference_mode():
         steps = Steps(level, "rotary-gqa")

@@ -114,7 +114,7 @@ def test_what_is_not_native() -> None:
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_weights_are_not_held_twice(level: str) -> None:
+def test_weights_are_in_memory_once(level: str) -> None:
     """Only the embedding and the norms of the module remain."""
     model = build(VARIANTS["gpt2"])
     NativeTransformer(model, library_of(level))
@@ -123,7 +123,7 @@ def test_weights_are_not_held_twice(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_a_layer_can_be_looked_at(level: str) -> None:
+def test_attention_weights_of_a_layer(level: str) -> None:
     theirs, ours = build(VARIANTS["rotary-gqa"]), build(VARIANTS["rotary-gqa"])
     native = NativeTransformer(ours, library_of(level))
     ids = IDS[:9].tolist()

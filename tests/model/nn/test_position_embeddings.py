@@ -53,7 +53,7 @@ def test_the_future_does_not_matter(variant: str) -> None:
     torch.testing.assert_close(longer[:3], short, atol=1e-5, rtol=1e-5)
 
 
-def test_forward_refuses_what_does_not_fit_together() -> None:
+def test_forward_rejects_inconsistent_arguments() -> None:
     model = build(VARIANTS["gpt2"])
     with pytest.raises(ValueError, match=r"must both be \(T,\)"):
         model(torch.tensor([1, 2]), AttentionMetadata.uncached((3,)), None)

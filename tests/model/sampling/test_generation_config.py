@@ -24,7 +24,7 @@ def test_no_file_says_nothing(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == GenerationConfig()
 
 
-def test_what_the_file_says_is_read(tmp_path: Path) -> None:
+def test_values_of_the_file_are_read(tmp_path: Path) -> None:
     config = read(
         tmp_path,
         {
@@ -64,7 +64,7 @@ def test_one_end_or_none(tmp_path: Path) -> None:
     assert read(tmp_path, {"eos_token_id": None}).eos_token_ids == ()
 
 
-def test_what_would_change_a_completion_is_named(tmp_path: Path) -> None:
+def test_unsupported_keys_are_reported(tmp_path: Path) -> None:
     values = {"length_penalty": 1.05, "no_repeat_ngram_size": 0, "num_beams": 4, "from_the_future": 1, "top_p": 1}
     assert read(tmp_path, values).ignored == ("from_the_future", "length_penalty", "num_beams")
 
@@ -100,7 +100,7 @@ def test_the_defaults_of_transformers_are_harmless(tmp_path: Path) -> None:
         ({"bos_token_id": -3}, "bos_token_id must be a token id"),
     ],
 )
-def test_what_cannot_be_is_one_line(tmp_path: Path, values: Any, message: str) -> None:
+def test_an_invalid_value_is_a_one_line_error(tmp_path: Path, values: Any, message: str) -> None:
     with pytest.raises(GenerationConfigError, match=message) as caught:
         read(tmp_path, values)
     assert "\n" not in str(caught.value)

@@ -48,14 +48,18 @@ def naive(logits: list[float], params: SamplingParams, prompt: list[int], comple
     return left
 
 
+def rules_of(params: SamplingParams, prompt: list[int], completion: list[int]) -> TokenRules | None:
+    return TokenRules(params, prompt, completion) if params.has_token_rules else None
+
+
 def apply(logits_BV: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, list[TokenRules | None]]:
-    rules = [TokenRules.of(*row) for row in rows]
+    rules = [rules_of(*row) for row in rows]
     return obey(logits_BV, rules, [() if its is None else its.forbidden for its in rules])[0], rules
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_rows, min_size=1, max_size=5), st.integers(0, 1000))
-def test_equals_the_naive_twin_in_any_batch(rows: list[Row], seed: int) -> None:
+def test_output_equals_a_naive_implementation_in_any_batch(rows: list[Row], seed: int) -> None:
     logits = 3 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
     left, _ = apply(logits, rows)
@@ -68,10 +72,10 @@ def test_equals_the_naive_twin_in_any_batch(rows: list[Row], seed: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(_rows, st.integers(0, 20))
-def test_kept_or_rebuilt_the_rules_are_the_same(row: Row, cut: int) -> None:
+def test_appended_and_rebuilt_rules_are_equal(row: Row, cut: int) -> None:
     """After a crash, the rules see the tokens of the earlier and of the current attempt."""
     params, prompt, completion = row
-    kept, rebuilt = TokenRules.of(params, prompt, completion[:cut]), TokenRules.of(params, prompt, completion)
+    kept, rebuilt = rules_of(params, prompt, completion[:cut]), rules_of(params, prompt, completion)
     if kept is None or rebuilt is None:
         assert not params.has_token_rules
         return
@@ -82,17 +86,17 @@ def test_kept_or_rebuilt_the_rules_are_the_same(row: Row, cut: int) -> None:
         assert np.array_equal(one, other)
 
 
-def test_who_has_no_rules_costs_nothing() -> None:
+def test_rows_without_rules_are_not_copied() -> None:
     logits = torch.randn(3, VOCAB)
-    assert TokenRules.of(SamplingParams(max_tokens=1, top_k=3, min_tokens=1), [1]) is None
+    assert not SamplingParams(max_tokens=1, top_k=3, min_tokens=1).has_token_rules
     assert obey(logits, (), ()) == (logits, False)
     left, may_leave_none = obey(logits, (None,) * 3, ((),) * 3)
     assert left is logits
     assert not may_leave_none
 
 
-def test_counts_grow_beyond_any_first_guess() -> None:
-    rules = TokenRules.of(SamplingParams(max_tokens=1, frequency_penalty=1.0), [5], list(range(1000)) * 2)
+def test_token_counts_grow_without_limit() -> None:
+    rules = TokenRules(SamplingParams(max_tokens=1, frequency_penalty=1.0), [5], list(range(1000)) * 2)
     assert rules is not None
     ids, counts = rules.counted
     assert ids.tolist() == list(range(1000))
@@ -117,24 +121,24 @@ def test_counts_grow_beyond_any_first_guess() -> None:
         ({"bad_word_ids": ((1, 0, 0, 0), (5, 0, 0), (1, 0))}, 0),  # none of these would be a word of the completion
     ],
 )
-def test_each_rule_changes_what_is_drawn_greedily_and_surely(change: dict[str, Any], drawn: int) -> None:
+def test_each_rule_changes_the_sampled_token(change: dict[str, Any], drawn: int) -> None:
     logits = torch.tensor([[10.0, 9.0, 8.0, 1.0, 0.0, 0.0]])
     for temperature in (0.0, 0.01):
         params = SamplingParams(max_tokens=1, temperature=temperature, **change)
-        rules = TokenRules.of(params, [1], [0, 0])
+        rules = TokenRules(params, [1], [0, 0])
         forbidden = [() if rules is None else rules.forbidden]
-        assert sample(logits, [params], [3], forbidden=forbidden, rules=[rules]) == [drawn]
+        assert sample(logits, [params], [3], forbidden=forbidden, rules=[rules]).tolist() == [drawn]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_left_no_token_draws_none_and_the_others_draw(temperature: float) -> None:
+def test_a_row_without_an_allowed_token_samples_none(temperature: float) -> None:
     logits = torch.randn(4, VOCAB)
     logits[3] = torch.nan  # the request did not cause damaged weights
     free = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
     walled = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, allowed_token_ids=(1, 2))
-    rules = [TokenRules.of(params, [0]) for params in (free, walled, walled, walled)]
+    rules = [TokenRules(params, [0]) for params in (free, walled, walled, walled)]
     forbidden = [tuple(range(VOCAB)), (2, 1), (1,), (1,)]
-    ids = sample(logits, [free, walled, walled, walled], [0] * 4, forbidden=forbidden, rules=rules)
+    ids = sample(logits, [free, walled, walled, walled], [0] * 4, forbidden=forbidden, rules=rules).tolist()
     assert ids[:3] == [NO_TOKEN, NO_TOKEN, 2]
     assert 0 <= ids[3] < VOCAB
 
@@ -143,7 +147,7 @@ def test_log_probabilities_stay_the_models_own() -> None:
     logits = torch.randn(1, VOCAB)
     own = top_logprobs(logits, [3], 2)
     params = SamplingParams(max_tokens=1, logit_bias=((3, 50.0),), presence_penalty=2.0)
-    assert sample(logits, [params], [0], rules=[TokenRules.of(params, [0], [1])]) == [3]
+    assert sample(logits, [params], [0], rules=[TokenRules(params, [0], [1])]).tolist() == [3]
     assert top_logprobs(logits, [3], 2) == own
 
 
@@ -159,6 +163,6 @@ def test_log_probabilities_stay_the_models_own() -> None:
         ({"bad_word_ids": ((),)}, "must not be empty"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused(change: dict[str, Any], said: str) -> None:
+def test_unusable_rules_are_rejected(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SamplingParams(max_tokens=1, **change)

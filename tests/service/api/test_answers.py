@@ -59,8 +59,7 @@ class Engine:
         for command in commands:
             if isinstance(command, Submit):
                 detokenizer = Detokenizer(TOKENIZER, command.params)
-                for token_id in command.prior_token_ids:
-                    detokenizer.push(token_id)
+                detokenizer.push(command.prior_token_ids)
                 self.running[command.uid] = (command, detokenizer, len(command.prior_token_ids))
 
     def next(self, turn: int) -> str:
@@ -75,11 +74,9 @@ class Engine:
         submit, detokenizer, start = self.running.pop(uid)
         params, ids = submit.params, self.texts[uid]
         new = tuple(ids[start : start + count])
-        text = "".join(detokenizer.push(token_id).text for token_id in new)
         is_over = start + len(new) == len(ids)
-        if is_over:
-            text += detokenizer.flush().text
-        else:
+        _, text, _ = detokenizer.push(new, is_last=is_over)
+        if not is_over:
             self.running[uid] = (submit, detokenizer, start + len(new))
         is_first = start == len(submit.prior_token_ids)
         scores = None
