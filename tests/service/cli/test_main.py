@@ -83,6 +83,13 @@ EVERY = [[name] for name in COMMANDS] + [["inspect", look] for look in LOOKS]
 
 
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_every_command_has_a_help_page(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="^0$"):
+        main([*words, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: kvasir {' '.join(words)} ")
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
 def test_an_unusable_flag_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The error comes before torch is imported, which takes seconds."""
     needed = ["--checkpoint", "none"] if words == ["bench"] else []  # argparse asks for what is needed first
