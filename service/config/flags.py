@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from pydantic import BeforeValidator, ByteSize, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 PREFIX = "KVASIR_"
@@ -58,9 +58,17 @@ def _read_auto_or_size(value: Any) -> Any:
     return value if value == "auto" else _read_size(value, "must be auto, or")
 
 
+def _check_output_file(path: Path) -> Path:
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError("must be a file in an existing directory, both writable")
+    return path
+
+
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 Size = Annotated[ByteSize, BeforeValidator(_read_size)]
 AutoOrSize = Annotated[Literal["auto"] | ByteSize, BeforeValidator(_read_auto_or_size)]
+# Checked when flags are read, before minutes of computation.
+OutputFile = Annotated[Path, AfterValidator(_check_output_file)]
 # A flag is repeated for each value. An environment variable separates values as PATH does; names, which may contain
 # that separator, are separated by commas.
 Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]

@@ -28,6 +28,7 @@ from service.config.flags import (
     AutoOrCount,
     AutoOrSize,
     Names,
+    OutputFile,
     Paths,
     Size,
     Texts,
@@ -254,8 +255,15 @@ class InspectAttentionSettings(CheckpointSettings):
     """layer to show, counted from 0"""
     head: str = option("look", "all", metavar="all|N")
     """head to show, counted from 0, or all heads"""
-    out: Path | None = option("look", None, metavar="FILE")
+    out: OutputFile | None = option("look", None, metavar="FILE")
     """picture to write: .png, .svg or .pdf (default: none)"""
+
+    @field_validator("out", mode="before")
+    @classmethod
+    def _check_suffix(cls, value: str | None) -> str | None:
+        if value is not None and not value.lower().endswith((".png", ".svg", ".pdf")):
+            raise ValueError("must end in .png, .svg or .pdf")
+        return value
 
 
 class TokenizeSettings(CheckpointSettings):
@@ -291,8 +299,8 @@ class TrainSettings(BaseSettings):
     corpus: Paths = option("a text of your own", (), metavar="FILE")
     """training text: .txt, or .jsonl with a "text" field per line, either also .xz, or a directory of such files; may
     be repeated"""
-    minutes: float | None = option("a text of your own", None, gt=0, le=10_080)
-    """minutes from start to finished checkpoint (default: 10)"""
+    minutes: float = option("a text of your own", 10.0, default_text="10", gt=0, le=10_080)
+    """minutes from start to finished checkpoint"""
     config: Path | None = option("a recipe", None, metavar="FILE")
     """TOML file of the recipe, see docs/training.md"""
     steps: int | None = option("a recipe", None, ge=1)
@@ -322,7 +330,7 @@ class TrainSettings(BaseSettings):
             raise ValueError("give exactly one of --corpus (a training text) and --config (a recipe)")
         if self.corpus and self.steps is not None:
             raise ValueError("--steps needs --config; with --corpus set the duration by --minutes")
-        if self.config is not None and self.minutes is not None:
+        if self.config is not None and "minutes" in self.model_fields_set:
             raise ValueError("--minutes needs --corpus; with --config set the duration by --steps")
         return self
 
@@ -344,9 +352,9 @@ class EvalSettings(CheckpointSettings):
     """tokens per evaluated window of a text; auto: the model's context length, at most 2048"""
     samples: int = option("what", 4, ge=0, le=1000)
     """completions of each fixed prompt and temperature; 0: none"""
-    out: Path | None = option("result", None, metavar="FILE")
+    out: OutputFile | None = option("result", None, metavar="FILE")
     """JSON file of all results (default: none)"""
-    documents: Path | None = option("result", None, metavar="FILE")
+    documents: OutputFile | None = option("result", None, metavar="FILE")
     """JSON lines of each document's and sentence's log-likelihood (default: none)"""
     export_tasks: Path | None = option("result", None)
     """directory to write texts and pairs to, as lm-evaluation-harness tasks"""
