@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.attention.eager import EagerAttention
-from model.attention.kernel_selection import KernelContext
+from model.attention.kernel_selection import KernelContext, SelectedKernels, choose
 from model.attention.native import NativeAttention
 from model.attention.paged import PagedAttention
 from model.attention.sdpa import SdpaAttention
@@ -60,8 +60,13 @@ def test_on_a_cpu_half_of_free_memory_is_the_rule_and_nothing_is_recorded() -> N
 
 def test_auto_is_paged_where_a_gpu_and_the_model_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[KernelContext] = []
-    chosen = gpu_setup.choose(CPU)
-    monkeypatch.setattr(gpu_setup, "choose", lambda place: asked.append(place) or chosen)
+    chosen = choose(CPU)
+
+    def record(place: KernelContext) -> SelectedKernels:
+        asked.append(place)
+        return chosen
+
+    monkeypatch.setattr(gpu_setup, "choose", record)
     attending = choose_attention("auto", CUDA, None)
     assert (attending.backend, attending.recordable, asked) == (chosen.backend, True, [CUDA])
     assert attending.name == "paged (decode: gathered, prompts: one by one)"

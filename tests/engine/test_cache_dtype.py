@@ -7,7 +7,7 @@ import torch
 
 from model.inspect.attention_weights import weights_of_layer
 from service.engine.engine import Engine
-from tests.engine.test_native_engine import CONFIG, CROWDED, TOKENIZER, answer, drive, loaded, native_model, submissions
+from tests.engine.test_native_engine import CONFIG, CROWDED, TOKENIZER, answer, drive, native, native_model, submissions
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE
 
@@ -20,11 +20,11 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_crowd(level: str, variant: s
     """Covers chunks, prefix-cache hits, preemption, and speculative tokens."""
     submits = submissions(12)
     guessing = dataclasses.replace(CROWDED_HALF, max_draft_tokens=3)
-    model = native_model(variant, loaded(level), kind=kind)
+    model = native_model(variant, native(level), kind=kind)
     crowd, stats = drive(Engine(model, TOKENIZER, guessing), submits)
     for name in ("num_preemptions", "num_prefix_hits"):
         assert sum(getattr(step, name) for step in stats) > 0
-    alone = Engine(native_model(variant, loaded(level), kind=kind), TOKENIZER, HALF)
+    alone = Engine(native_model(variant, native(level), kind=kind), TOKENIZER, HALF)
     for submit in submits:
         told, _ = drive(alone, [submit])
         assert answer(told[submit.uid]) == answer(crowd[submit.uid])
@@ -40,7 +40,9 @@ def test_pytorchs_way_serves_alike(variant: str) -> None:
         engine = Engine(build(VARIANTS[variant]), TOKENIZER, config)
         for submit in submits:
             told, _ = drive(engine, [submit])
-            firsts[submit.uid, config.kv_cache_dtype] = answer(told[submit.uid])[1][0].logprob
+            logprob = answer(told[submit.uid])[1][0].logprob
+            assert logprob is not None
+            firsts[submit.uid, config.kv_cache_dtype] = logprob
             if config is HALF:
                 assert answer(told[submit.uid])[0] == answer(crowd[submit.uid])[0]
     differences = [abs(firsts[s.uid, "float16"] - firsts[s.uid, "auto"]) for s in submits]
