@@ -1,6 +1,7 @@
 """Kernels are compiled once and installed atomically; without them, the log has one line."""
 
 import errno
+import fcntl
 import os
 import stat
 import subprocess
