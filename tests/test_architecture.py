@@ -40,7 +40,7 @@ ENGINE_SIDE = {
 IMPORTS_LATE = {
     ("service/worker/worker.py", "_build_or_exit"),
     ("service/worker/worker.py", "build"),
-    ("service/cli/inspect_attention.py", "_draw"),  # matplotlib is an extra
+    ("service/cli/inspect_attention.py", "main"),  # matplotlib is an extra
     ("loadtest/scenarios/instant_engine.py", "build"),
     ("loadtest/inprocess/bench_command.py", "main"),
 }

@@ -10,6 +10,11 @@ class OneLineError(ValueError):
         super().__init__(error_line(message))
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message: torch's messages have several lines, a MemoryError has none."""
+    return next(iter(str(error).splitlines()), "out of memory" if isinstance(error, MemoryError) else repr(error))
+
+
 def error_line(text: str) -> str:
     """Replace characters that cannot be printed, line breaks included, and shorten a long text in the middle.
 

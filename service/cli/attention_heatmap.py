@@ -16,8 +16,6 @@ from matplotlib.ft2font import FT2Font
 from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
-from service.cli.token_labels import MAX_TOKENS, SUFFIXES
-
 _MAIN_FONT = "DejaVu Sans"  # comes with matplotlib
 _NO_FONT = "Last Resort"  # comes with matplotlib; shows every character as a box
 _COLOURS = "YlGnBu"
@@ -35,16 +33,12 @@ def draw_attention(
 
     Args:
         weights_HTT: attention weights of the `heads`, query tokens by key tokens; 0 above the diagonal.
-        labels: token labels of one line each, see `service.cli.token_labels`.
+        labels: token labels of one line each.
 
     Raises:
-        ValueError: more than `MAX_TOKENS` tokens, or an unknown suffix.
+        ValueError: matplotlib has no format of this suffix.
         OSError: the file cannot be written.
     """
-    if len(labels) > MAX_TOKENS:
-        raise ValueError(f"{len(labels)} tokens are too many to read in a picture; {MAX_TOKENS} at most")
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{path}: a picture ends in {', '.join(SUFFIXES)}")
     families, shown = _fonts(labels)
     columns = min(len(heads), max(1, math.ceil(math.sqrt(len(heads) * 1.4))))
     rows = math.ceil(len(heads) / columns)
@@ -93,20 +87,14 @@ def _fonts(labels: Sequence[str]) -> tuple[list[str], list[str]]:
     families = [_MAIN_FONT]
     missing -= _characters(font_manager.findfont(_MAIN_FONT))
     for entry in sorted(font_manager.fontManager.ttflist, key=lambda entry: entry.name):
-        if not missing:
-            break
         is_plain = entry.style == "normal" and entry.weight == 400 and not entry.name.startswith(_NO_FONT)
-        if is_plain and (found := missing & _characters(entry.fname)):
+        if missing and is_plain and (found := missing & _characters(entry.fname)):
             families.append(entry.name)
             missing -= found
-    return families, ["".join(_shown(character, missing) for character in text) for text in labels]
+    return families, [text.translate({code: f"U+{code:04X}" for code in missing}) for text in labels]
 
 
 def _characters(font: str) -> set[int]:
     """Return the code points of a font; an empty set for a font that cannot be scaled (emoji bitmaps)."""
     face = FT2Font(font)
     return set(face.get_charmap()) if face.scalable else set()
-
-
-def _shown(character: str, missing: set[int]) -> str:
-    return f"U+{ord(character):04X}" if ord(character) in missing else character

@@ -3,24 +3,20 @@
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
 from model.checkpoint.conversion.pickles import convert_pickles
-from model.checkpoint.manifest import Manifest
 from service.cli.main import program
 from service.config.settings import ConvertSettings
 
 
 def main(settings: ConvertSettings) -> int:
     """Convert a checkpoint and print a summary."""
-    manifest = _convert(settings)
+    if settings.nanogpt is not None and settings.tokenizer is not None:
+        manifest = convert_nanogpt(settings.nanogpt, settings.tokenizer, settings.out)
+    elif settings.pickle is not None:
+        manifest = convert_pickles(settings.pickle, settings.out)
+    else:
+        assert settings.export is not None  # the settings require exactly one source
+        manifest = export_checkpoint(settings.export, settings.out)
     kind = "native" if manifest.family is None else f"Hugging Face, {manifest.family.model_type}"
     size = f"{manifest.config.num_parameters:,} parameters, {manifest.num_weight_bytes / 2**20:,.1f} MB of weights"
     print(f"{settings.out}: {size}, format {kind}; serve it with `{program()} serve --checkpoint {settings.out}`")
     return 0
-
-
-def _convert(settings: ConvertSettings) -> Manifest:
-    if settings.nanogpt is not None and settings.tokenizer is not None:
-        return convert_nanogpt(settings.nanogpt, settings.tokenizer, settings.out)
-    if settings.pickle is not None:
-        return convert_pickles(settings.pickle, settings.out)
-    assert settings.export is not None  # the settings require exactly one source
-    return export_checkpoint(settings.export, settings.out)

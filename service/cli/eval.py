@@ -1,12 +1,11 @@
 """Command `kvasir eval`: measure the quality of a checkpoint, and report it as tables and files."""
 
-import json
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +20,6 @@ from model.evaluation.likelihood import rolling_log_likelihoods
 from model.evaluation.minimal_pairs import accuracy, by_group, read_pairs
 from model.evaluation.samples import Sampler
 from model.gpu.quantization import Quantization
-from model.io.one_line_error import error_line
 from model.nn.transformer import Transformer
 from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer
@@ -36,63 +34,48 @@ _USUAL_CONTEXT = 2048
 
 
 def main(settings: EvalSettings) -> int:
-    """Run the command. Exit codes: 0 success, 1 failure, 2 invalid settings."""
-    try:
-        _check_outputs(settings)
-        _find_quantization(settings)
-        manifest = read_manifest(settings.checkpoint)
-        length = _context_length(settings, manifest.config)
-        splits = _read_splits(settings)
-        pairs = [] if settings.pairs is None else read_pairs(settings.pairs)
-        tokenizer = manifest.verify()
-        if settings.export_tasks is not None:
-            tasks = export_tasks(settings.export_tasks, splits, pairs)
-            _print_progress(_how_to_run(manifest, settings.export_tasks, tasks, length))
-        plain = _evaluate_unquantized(settings, manifest, tokenizer, splits, length)
-        model = _load(settings, manifest)
-        sampler = None
-        if settings.samples:
-            sampler = Sampler(model, tokenizer, manifest.directory, complete_batch, draws=settings.samples)
-        evaluation = evaluate_checkpoint(
-            model,
-            tokenizer,
-            splits=splits,
-            pairs=pairs,
-            sampler=sampler,
-            max_context_length=length,
-            report=_print_progress,
-        )
-        _print(manifest, evaluation, plain)
-        if settings.out is not None:
-            facts = {"checkpoint": _facts(manifest), "settings": _settings_facts(settings, model, length)}
-            compared = {} if plain is None else {"without_rounding": plain.to_dict()["held_out"]}
-            _write(settings.out, _json({**facts, **evaluation.to_dict(), **compared}, indent=2) + "\n")
-        if settings.documents is not None:
-            _print_progress("computing the rolling log-likelihood of each document, as lm-evaluation-harness does")
-            rows = _documents(evaluation, splits, model, tokenizer, length)
-            _write(settings.documents, "".join(_json(row) + "\n" for row in rows))
-    except SettingsError:
-        raise  # `service.cli.main` reports it
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:  # torch's messages have several lines
-        said = next(iter(str(error).splitlines()), "out of memory")
-        print(f"kvasir eval: {error_line(said)}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _check_outputs(settings: EvalSettings) -> None:
-    """Reject settings that select nothing to measure, or output paths that cannot be written, before measuring.
-
-    Raises:
-        SettingsError: nothing is selected, or a path is unusable.
-    """
+    """Measure the checkpoint, print the results and write the requested files."""
     if settings.config is None and not settings.texts and settings.pairs is None and not settings.samples:
         raise SettingsError("nothing to measure: give --config, --texts or --pairs, or set --samples above 0")
-    for name in ("out", "documents"):
-        path: Path | None = getattr(settings, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-            raise SettingsError(f"--{name} {path}: {what}; choose another path")
+    _find_quantization(settings)
+    manifest = read_manifest(settings.checkpoint)
+    length = _context_length(settings, manifest.config)
+    splits = _read_splits(settings)
+    pairs = [] if settings.pairs is None else read_pairs(settings.pairs)
+    tokenizer = manifest.verify()
+    if settings.export_tasks is not None:
+        tasks = export_tasks(settings.export_tasks, splits, pairs)
+        _print_progress(_how_to_run(manifest, settings.export_tasks, tasks, length))
+    plain = _evaluate_unquantized(settings, manifest, tokenizer, splits, length)
+    model = _load(settings, manifest)
+    sampler = None
+    if settings.samples:
+        sampler = Sampler(model, tokenizer, manifest.directory, complete_batch, draws=settings.samples)
+    evaluation = evaluate_checkpoint(
+        model, tokenizer, splits=splits, pairs=pairs, sampler=sampler, max_context_length=length, report=_print_progress
+    )
+    _print(manifest, evaluation, plain)
+    # msgspec writes NaN and infinity, as from a model with damaged weights, as null.
+    if settings.out is not None:
+        known = manifest.files.items()
+        checkpoint = {
+            "name": manifest.name,
+            "parameters": manifest.config.num_parameters,
+            "files": {name: digest or file_digest(manifest.directory / name) for name, (_, digest) in known},
+            "training": manifest.training,
+        }
+        used = ("dtype", "quantize", "kv_cache_dtype", "max_documents", "samples")
+        facts = {name: getattr(settings, name) for name in used} | {"max_context_length": length}
+        facts["device"] = model.token_embedding.weight.device.type
+        result = {"checkpoint": checkpoint, "settings": facts, **evaluation.to_dict()}
+        if plain is not None:
+            result["without_rounding"] = plain.to_dict()["held_out"]
+        _write(settings.out, msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    if settings.documents is not None:
+        _print_progress("computing the rolling log-likelihood of each document, as lm-evaluation-harness does")
+        rows = _documents(evaluation, splits, model, tokenizer, length)
+        _write(settings.documents, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    return 0
 
 
 def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
@@ -118,7 +101,8 @@ def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
         SettingsError: two sources have the same name, or the recipe holds out no text.
         ValueError: a recipe or a file is invalid.
     """
-    sources = [source for source in _of_recipe(settings.config) if source.held_out or source.held_out_ids]
+    recipe = () if settings.config is None else load_train_config(settings.config).sources
+    sources = [source for source in recipe if source.held_out or source.held_out_ids]
     for text in settings.texts:
         name, _, path = text.partition("=")
         if any(source.name == name for source in sources):
@@ -126,21 +110,14 @@ def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
         sources.append(SourceConfig(name=name, path=Path(path), repeats=0, held_out=1.0, licence=""))
     check_sources(sources)
     splits = {source.name: read_source(source).held_out for source in sources}
-    splits = {name: _evenly(texts, settings.max_documents) for name, texts in splits.items() if texts}
+    splits = {name: texts for name, texts in splits.items() if texts}
+    if (most := settings.max_documents) is not None:
+        for name, texts in splits.items():
+            count = min(most, len(texts))
+            splits[name] = [texts[number * len(texts) // count] for number in range(count)]  # evenly spaced
     if settings.config is not None and not splits:
         raise SettingsError(f"--config {settings.config}: its sources hold out no texts; give --texts")
     return splits
-
-
-def _of_recipe(path: Path | None) -> tuple[SourceConfig, ...]:
-    return () if path is None else load_train_config(path).sources
-
-
-def _evenly(texts: list[str], most: int | None) -> list[str]:
-    """Return at most `most` of the texts, evenly spaced."""
-    if most is None or len(texts) <= most:
-        return texts
-    return [texts[number * len(texts) // most] for number in range(most)]
 
 
 def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
@@ -194,15 +171,13 @@ def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None)
         console.print(table)
     if evaluation.pairs:
         table = _table(title, "minimal pairs", "pairs", "accuracy")
-        groups = by_group(evaluation.pairs)
-        for name, scores in groups.items():
+        for name, scores in by_group(evaluation.pairs).items():
             if name:
                 table.add_row(name, f"{len(scores):,}", f"{accuracy(scores):.2%}")
         table.add_row("all", f"{len(evaluation.pairs):,}", f"{accuracy(evaluation.pairs):.2%}")
         console.print(table)
     if evaluation.diversity:
-        headings = "temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition"
-        table = _table(title, *headings)
+        table = _table(title, "temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition")
         for measured in evaluation.diversity:
             shares = ("–" if share is None else f"{share:.3f}" for share in (*measured.distinct, measured.repetition))
             table.add_row(f"{measured.temperature}", f"{measured.num_samples:,}", *shares)
@@ -217,29 +192,6 @@ def _table(title: str, first: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right")
     return table
-
-
-def _facts(manifest: Manifest) -> dict[str, Any]:
-    """Return the identity of the checkpoint: hashes of its files, and its training if the manifest has it."""
-    files = {name: digest or file_digest(manifest.directory / name) for name, (_, digest) in manifest.files.items()}
-    return {
-        "name": manifest.name,
-        "parameters": manifest.config.num_parameters,
-        "files": files,
-        "training": manifest.training,
-    }
-
-
-def _settings_facts(settings: EvalSettings, model: Transformer, length: int) -> dict[str, Any]:
-    return {
-        "device": model.token_embedding.weight.device.type,
-        "dtype": settings.dtype,
-        "quantize": settings.quantize,
-        "kv_cache_dtype": settings.kv_cache_dtype,
-        "max_context_length": length,
-        "max_documents": settings.max_documents,
-        "samples": settings.samples,
-    }
 
 
 def _documents(
@@ -267,22 +219,9 @@ def _how_to_run(manifest: Manifest, directory: Path, tasks: Iterable[str], lengt
     )
 
 
-def _json(value: Any, *, indent: int | None = None) -> str:
-    """Return `value` as JSON. NaN and infinity, as from a model with damaged weights, become null."""
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
-        path.write_text(text)
+        path.write_bytes(content)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; choose another file") from error
     _print_progress(f"wrote {path}")

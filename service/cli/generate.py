@@ -15,26 +15,15 @@ from service.worker.engine_factory import build_engine
 
 
 def main(settings: GenerateSettings) -> int:
-    """Print the completion of `--prompt`. Exit codes: 0 success, 1 failure."""
-    try:
-        manifest = read_manifest(settings.checkpoint)
-        tokenizer = manifest.verify()
-        defaults = read_defaults(settings, manifest.directory)
-        if defaults.ignored:
-            names = ", ".join(defaults.ignored)
-            print(
-                f"kvasir generate: warning: {GENERATION_CONFIG_FILE}: {names}: not supported, ignored", file=sys.stderr
-            )
-        submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
-        engine, facts = build_engine(settings, manifest)
-    except SettingsError:
-        raise  # `service.cli.main` reports it
-    except (
-        ValueError,
-        RuntimeError,
-    ) as error:  # CheckpointError, TokenizerError and GenerationConfigError are ValueErrors
-        print(f"kvasir generate: {error}", file=sys.stderr)
-        return 1
+    """Print the completion of `--prompt`."""
+    manifest = read_manifest(settings.checkpoint)
+    tokenizer = manifest.verify()
+    defaults = read_defaults(settings, manifest.directory)
+    if defaults.ignored:
+        names = f"{GENERATION_CONFIG_FILE}: {', '.join(defaults.ignored)}"
+        print(f"kvasir generate: warning: {names}: not supported, ignored", file=sys.stderr)
+    submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
+    engine, facts = build_engine(settings, manifest)
     begun = time.monotonic()
     engine.submit(submit)
     finish = None

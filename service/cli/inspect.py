@@ -39,24 +39,16 @@ def main(settings: InspectSettings) -> int:
 
 
 def _choices(config: ModelConfig) -> Rows:
-    """Yield the config fields that affect this model."""
+    """Yield the config fields that affect this model. A field of an unused mechanism has no effect."""
+    uses = {
+        "rope_theta": config.position is PositionKind.ROTARY,
+        "norm_bias": config.norm is NormKind.LAYER_NORM,
+        "norm_unit_offset": config.norm is NormKind.RMS_NORM,
+        "qk_norm_scope": config.qk_norm,
+    }
     for name, value in config.to_dict().items():
-        if value is not None and value != [] and _acts(name, config):
+        if value is not None and value != [] and uses.get(name, True):
             yield name, value
-
-
-def _acts(name: str, config: ModelConfig) -> bool:
-    """Return False for a field that has no effect because it belongs to another mechanism than the model uses."""
-    match name:
-        case "rope_theta":
-            return config.position is PositionKind.ROTARY
-        case "norm_bias":
-            return config.norm is NormKind.LAYER_NORM
-        case "norm_unit_offset":
-            return config.norm is NormKind.RMS_NORM
-        case "qk_norm_scope":
-            return config.qk_norm
-    return True
 
 
 def _parameter_rows(config: ModelConfig) -> Rows:

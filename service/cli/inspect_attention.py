@@ -1,79 +1,52 @@
 """Command `kvasir inspect attention`: print and draw the attention weights of a prompt."""
 
 import importlib.util
-import os
-import sys
 import textwrap
+import unicodedata
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model
-from model.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from model.checkpoint.manifest import Manifest, read_manifest
 from model.config import ModelConfig
 from model.inspect.attention_weights import weights_of_layer
-from model.tokenizer.interface import Tokenizer, TokenizerError
-from service.cli.token_labels import MAX_TOKENS, SUFFIXES, label
+from model.tokenizer.interface import Tokenizer
 from service.config.settings import InspectAttentionSettings, SettingsError
 from service.protocol.logprobs import format_token_name
 
+# Limit of labels that are readable in one picture.
+MAX_TOKENS = 64
+# Prefix that `service.protocol.logprobs.format_token_name` gives to tokens that are not whole characters.
+_BYTES = "bytes:"
+_SIGNS = {" ": "␣", "\n": "↵", "\t": "⇥", "\x7f": "^?"}
 _MAX_ROWS = 12
 _LINE_WIDTH = 112
 _MAX_LABEL_LENGTH = 10  # characters of a label in the picture
 
 
 def main(settings: InspectAttentionSettings) -> int:
-    """Print the attention weights of one layer, and draw them if `--out` is given. Exit codes: 0 success, 1 failure."""
-    try:
-        if settings.out is not None:
-            _check_out(settings.out)
-        manifest = read_manifest(settings.checkpoint)
-        heads = _heads(settings, manifest.config)
-        tokenizer = manifest.verify()
-        token_ids = _token_ids(settings, manifest, tokenizer)
-        model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
-        weights_HTT = weights_of_layer(model, token_ids, layer=settings.layer)[heads]
-        names = [format_token_name(tokenizer, token_id) for token_id in token_ids]
-        labels = [label(name) for name in names]
-        print(*_summary_lines(weights_HTT, labels, layer=settings.layer, heads=heads), sep="\n")
-        if settings.out is not None:
-            title = f"{manifest.name}, layer {settings.layer}: each row shows what one token attends to"
-            _draw(settings.out, weights_HTT, names, heads=heads, title=title)
-            print(f"\nwrote {settings.out}")
-    except (CheckpointError, TokenizerError, RuntimeError, MemoryError, OSError) as error:
-        print(f"kvasir inspect attention: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _check_out(path: Path) -> None:
-    """Check that the picture can be written, before anything is computed.
-
-    Raises:
-        SettingsError: the path cannot be written, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise SettingsError(f"--out {path}: the file name of a picture must end in {', '.join(SUFFIXES)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise SettingsError(
-            f"--out {path}: {'is a directory' if path.is_dir() else f'there is no directory {path.parent}'}"
-            "; choose another path"
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise SettingsError(f"--out {path}: this user has no permission to write it; choose another path")
-    if importlib.util.find_spec("matplotlib") is None:
+    """Print the attention weights of one layer, and draw them if `--out` is given."""
+    if settings.out is not None and importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("--out needs matplotlib, which is not installed; run `pip install matplotlib`")
+    manifest = read_manifest(settings.checkpoint)
+    heads = _heads(settings, manifest.config)
+    tokenizer = manifest.verify()
+    token_ids = _token_ids(settings, manifest, tokenizer)
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
+    weights_HTT = weights_of_layer(model, token_ids, layer=settings.layer)[heads]
+    names = [format_token_name(tokenizer, token_id) for token_id in token_ids]
+    print(*_summary_lines(weights_HTT, list(map(label, names)), layer=settings.layer, heads=heads), sep="\n")
+    if settings.out is not None:
+        from service.cli.attention_heatmap import draw_attention  # images for serving have no matplotlib
 
-
-def _draw(path: Path, weights_HTT: Tensor, names: Sequence[str], *, heads: Sequence[int], title: str) -> None:
-    """Write the picture."""
-    from service.cli.attention_heatmap import draw_attention  # imported here: images for serving have no matplotlib
-
-    labels = [label(name, max_length=_MAX_LABEL_LENGTH) for name in names]
-    draw_attention(path, weights_HTT.numpy(), labels, heads=heads, title=title)
+        title = f"{manifest.name}, layer {settings.layer}: each row shows what one token attends to"
+        labels = [label(name, max_length=_MAX_LABEL_LENGTH) for name in names]
+        draw_attention(settings.out, weights_HTT.numpy(), labels, heads=heads, title=title)
+        print(f"\nwrote {settings.out}")
+    return 0
 
 
 def _heads(settings: InspectAttentionSettings, config: ModelConfig) -> list[int]:
@@ -132,3 +105,29 @@ def _most(weights_T: Tensor, labels: Sequence[str], count: int) -> str:
     values, places = weights_T.topk(min(count, int(weights_T.count_nonzero())))
     pairs = zip(values.tolist(), places.tolist(), strict=True)
     return ", ".join(f"{labels[place]} {value:.0%}".replace("%", " %") for value, place in pairs)
+
+
+def label(name: str, *, max_length: int = 16) -> str:
+    """Return a token's name in readable form: "␣dog", "↵↵", or "⟨f0 9f⟩" for part of a character.
+
+    Control characters are shown in caret notation ("^A"), other invisible characters as code points ("U+200D").
+
+    Args:
+        name: see `service.protocol.logprobs.format_token_name`.
+        max_length: maximum characters. A longer label is cut and ends in an ellipsis.
+    """
+    is_bytes = name.startswith(_BYTES)
+    text = f"⟨{name[len(_BYTES) :].replace(chr(92) + 'x', ' ').strip()}⟩" if is_bytes else "".join(map(_visible, name))
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"
+
+
+def _visible(character: str) -> str:
+    if character in _SIGNS:
+        return _SIGNS[character]
+    if ord(character) < 0x20:
+        return f"^{chr(ord(character) + 0x40)}"
+    # Unicode categories Z and C: separators, controls, formats, surrogates, private use and unassigned.
+    if unicodedata.category(character)[0] in "ZC":
+        return f"U+{ord(character):04X}"
+    # A combining character needs a base character to be visible.
+    return f"◌{character}" if unicodedata.combining(character) else character

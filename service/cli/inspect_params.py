@@ -63,11 +63,9 @@ def _table(rows: list[PartCount], config: ModelConfig) -> Iterator[str]:
         formula = row.formula.text if row.note == "" else ""
         cells = f"{row.formula.value:>13,}  {row.num_places:>6}  {row.by_formula:>14,}  {row.num_counted:>14,}"
         share = f"{row.num_counted / config.num_parameters:6.1%}"
-        check = "equal" if row.agrees else "DIFFERS"
-        result = f"{check}  {row.note}".rstrip()
-        title = "" if row.group == group else row.group
-        yield f"  {title:<9}  {row.name:<17}{'':<0}  {formula:<{widest}}  {cells}  {share}  {result}"
-        group = row.group
+        result = f"{'equal' if row.agrees else 'DIFFERS'}  {row.note}".rstrip()
+        title, group = "" if row.group == group else row.group, row.group
+        yield f"  {title:<9}  {row.name:<17}  {formula:<{widest}}  {cells}  {share}  {result}"
     formulas, counted = sum(row.by_formula for row in rows), sum(row.num_counted for row in rows)
     equal = "equal" if formulas == counted == config.num_parameters else "DIFFERS"
     yield f"  {'total':<28}  {'':<{widest}}  {'':>13}  {'':>6}  {formulas:>14,}  {counted:>14,}  {1:6.1%}  {equal}"

@@ -5,7 +5,9 @@ A command's module is imported after its flags are parsed: importing torch takes
 
 import importlib
 import importlib.metadata
+import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from typing import NamedTuple
 
 from pydantic_settings import BaseSettings
 
+from model.io.one_line_error import error_line, first_line
 from service.cli.interrupts import EXIT_CODE, raise_on_interrupt
 from service.config.settings import (
     ConvertSettings,
@@ -35,24 +38,16 @@ from service.supervisor.worker_process import WorkerProcess
 
 # Optional dependencies (extras in pyproject.toml), which serving does not need.
 EXTRA_MODULES = ("matplotlib",)
-# Errors that mean an unusable checkpoint, by module.
-_CHECKPOINT_ERRORS = {
-    "model.checkpoint.manifest": "CheckpointError",
-    "model.tokenizer.interface": "TokenizerError",
-    "model.chat.template": "ChatTemplateError",
-    "model.sampling.generation_config": "GenerationConfigError",
-}
+logger = logging.getLogger("service.cli")
 
 
 class Command(NamedTuple):
-    """One command of the command line.
+    """One command of the command line, run by `main` of its module, which returns the exit code.
 
-    module: module in `service.cli` whose `main` takes the settings and returns the exit code.
     line: description in the list of commands.
     settings: settings class, whose docstring heads the help page. None: an entry point takes the unparsed arguments.
     """
 
-    module: str
     line: str
     settings: type[BaseSettings] | None
 
@@ -60,22 +55,17 @@ class Command(NamedTuple):
 # Entry points of commands that other packages of the project implement (pyproject.toml).
 ENTRY_POINT_GROUP = "kvasir.commands"
 COMMANDS = {
-    "serve": Command("serve", "serve a checkpoint over HTTP, in OpenAI's protocol", ServeSettings),
-    "generate": Command("generate", "complete a text in this process, without a server", GenerateSettings),
-    "train": Command("train", "train a model and write its checkpoint", TrainSettings),
-    "eval": Command("eval", "evaluate a model on held-out texts, minimal pairs, samples", EvalSettings),
-    "bench": Command(ENTRY_POINT_GROUP, "measure the engine in this process", None),
-    "tokenize": Command("tokenize", "show how a text becomes token ids", TokenizeSettings),
-    "export-tokenizer": Command(
-        "export_tokenizer", "write the tokenizer as a Hugging Face directory", ExportTokenizerSettings
-    ),
-    "convert": Command("convert", "convert a checkpoint into another format", ConvertSettings),
-    "inspect": Command("inspect", "show the contents of a checkpoint", InspectSettings),
-}
-# `kvasir inspect WORD`.
-LOOKS = {
-    "params": Command("inspect_params", "count the parameters of every matrix", InspectParamsSettings),
-    "attention": Command("inspect_attention", "show the attention weights of a prompt", InspectAttentionSettings),
+    "serve": Command("serve a checkpoint over HTTP, in OpenAI's protocol", ServeSettings),
+    "generate": Command("complete a text in this process, without a server", GenerateSettings),
+    "train": Command("train a model and write its checkpoint", TrainSettings),
+    "eval": Command("evaluate a model on held-out texts, minimal pairs, samples", EvalSettings),
+    "bench": Command("measure the engine in this process", None),
+    "tokenize": Command("show how a text becomes token ids", TokenizeSettings),
+    "export-tokenizer": Command("write the tokenizer as a Hugging Face directory", ExportTokenizerSettings),
+    "convert": Command("convert a checkpoint into another format", ConvertSettings),
+    "inspect": Command("show the contents of a checkpoint", InspectSettings),
+    "inspect params": Command("count the parameters of every matrix", InspectParamsSettings),
+    "inspect attention": Command("show the attention weights of a prompt", InspectAttentionSettings),
 }
 
 
@@ -89,66 +79,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["--version", *_]:
             print(f"kvasir {importlib.metadata.version('kvasir')}")
             return 0
-        case ["inspect", look, *rest] if not look.startswith("-"):
-            return _run(f"inspect {look}", LOOKS[look], rest) if look in LOOKS else _no_look(look)
-        case [name, *rest] if name in COMMANDS:
-            return _run(name, COMMANDS[name], rest)
+    for num_words in (2, 1):
+        if (name := " ".join(arguments[:num_words])) in COMMANDS:
+            return _run(name, COMMANDS[name].settings, arguments[num_words:])
     print(f"kvasir: no command {arguments[0]!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
-def _no_look(word: str) -> int:
-    looks = " and ".join(f"`kvasir inspect {look}`" for look in LOOKS)
-    hint = f"did you mean --checkpoint {word}?" if Path(word).is_dir() else f"use {looks}"
-    print(f"kvasir inspect: no subcommand {word!r}; {hint}", file=sys.stderr)
-    return 2
-
-
-def _run(name: str, command: Command, argv: list[str]) -> int:
+def _run(name: str, kind: type[BaseSettings] | None, argv: list[str]) -> int:
     # Set before torch is loaded, in this process or in a worker, which inherits the environment.
     for variable, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     worker: WorkerProcess | None = None
     try:
-        if command.settings is None:
+        if kind is None:
             code = _run_entry_point(name, argv)
         else:
-            summary = " ".join((command.settings.__doc__ or "").split())
-            given = read_settings(command.settings, argv, command=name, summary=summary)
-            if isinstance(given, ServeSettings):
+            settings = read_settings(kind, argv, command=name, summary=" ".join((kind.__doc__ or "").split()))
+            if isinstance(settings, ServeSettings):
                 # The worker imports at the same time as main: imports take most of a small model's start.
                 with suppress(OSError):  # the supervisor tries again, and then reports the error
-                    worker = WorkerProcess(given.checkpoint)
-            module = importlib.import_module(f"service.cli.{command.module}")
+                    worker = WorkerProcess(settings.checkpoint)
+            module = importlib.import_module(f"service.cli.{re.sub('[ -]', '_', name)}")
             raise_on_interrupt()
-            code = int(module.main(given) if worker is None else module.main(given, worker))
+            code = int(module.main(settings) if worker is None else module.main(settings, worker))
         sys.stdout.flush()
-    except SettingsError as error:
-        print(f"kvasir {name}: {error}", file=sys.stderr)
-        return 2
-    except _checkpoint_errors() as error:
-        print(f"kvasir {name}: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRA_MODULES:
-            raise
-        advice = f"needs {error.name}, which is not installed; run `pip install {error.name}`"
-        print(f"kvasir {name}: {advice}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # `kvasir inspect | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return EXIT_CODE
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_MODULES:
+            raise
+        print(
+            f"kvasir {name}: needs {error.name}, which is not installed; run `pip install {error.name}`",
+            file=sys.stderr,
+        )
+        return 1
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        logger.debug("the command failed", exc_info=True)
+        print(f"kvasir {name}: {error_line(first_line(error))}", file=sys.stderr)
+        return 2 if isinstance(error, SettingsError) else 1
     finally:
         if worker is not None:
             worker.close()
     return code
-
-
-def _checkpoint_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of an unusable checkpoint, imported only after an error, to keep the start fast."""
-    return tuple(getattr(importlib.import_module(module), name) for module, name in _CHECKPOINT_ERRORS.items())
 
 
 def _run_entry_point(name: str, argv: list[str]) -> int:

@@ -9,14 +9,10 @@ from service.protocol.logprobs import format_token_name
 
 
 def main(settings: TokenizeSettings) -> int:
-    """Print the tokens of `--text` or standard input. Exit codes: 0 success, 1 failure."""
+    """Print the tokens of `--text` or standard input."""
     tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
     begin = [] if settings.no_begin or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    try:
-        text = sys.stdin.buffer.read().decode() if settings.text is None else settings.text
-    except UnicodeDecodeError as error:
-        print(f"kvasir tokenize: {error}", file=sys.stderr)
-        return 1
+    text = sys.stdin.buffer.read().decode() if settings.text is None else settings.text
     token_ids = [*begin, *tokenizer.encode(text)]
     if settings.ids_only:
         print(*token_ids)

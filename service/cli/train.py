@@ -1,7 +1,6 @@
 """Command `kvasir train`: train a checkpoint from the user's own texts, or from a recipe and its corpora."""
 
 import dataclasses
-import errno
 import json
 import os
 import re
@@ -16,19 +15,18 @@ from types import FrameType
 import torch
 from safetensors import SafetensorError
 
-from model.io.one_line_error import error_line
+from model.io.one_line_error import first_line
 from model.system.limits import usable_cpus
 from model.training.autopilot import RECIPE_FILE, Wish, train_own_text
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
+from service.cli.interrupts import EXIT_CODE
 from service.cli.main import program
 from service.config.settings import SettingsError, TrainSettings
 from service.engine.offline import complete_batch
-from service.worker.engine_factory import free_bytes, keep_freed_memory
+from service.worker.engine_factory import find_device, free_bytes, keep_freed_memory
 
-_INTERRUPTED = 130
-_MINUTES = 10.0
 _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 
 
@@ -39,82 +37,60 @@ class _Interruption:
     """
 
     def __init__(self) -> None:
-        self._asked = False
-        self._steps = False
+        self.is_requested = False
+        self._has_begun = False
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
+            signal.signal(number, self._request)
 
-    def is_asked(self) -> bool:
-        """Return True if the run should stop. The training loop calls this before each step."""
-        self._steps = True
-        return self._asked
+    def should_stop(self) -> bool:
+        """Return True after a signal. The training loop calls this before each step."""
+        self._has_begun = True
+        return self.is_requested
 
-    @property
-    def came(self) -> bool:
-        """True if a signal has arrived."""
-        return self._asked
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.is_requested = True
         signal.signal(number, signal.SIG_DFL)
-        if not self._steps:
+        if not self._has_begun:
             raise KeyboardInterrupt
         print("\nstopping after this step; interrupt again to stop now", file=sys.stderr, flush=True)
 
 
 def main(settings: TrainSettings) -> int:
-    """Run the command. Exit codes: 0 success, 1 failure, 2 invalid settings, 130 interrupted."""
+    """Run the command. Exit codes: 0 success, 130 interrupted."""
     began = time.monotonic() - _seconds_since_start()
     interruption = _Interruption()
-    run_directory = Path("runs")
+    config = None if settings.config is None else _config(settings, settings.config)
+    run = _run_settings(settings, _name(settings.out) if config is None else config.name)
+    _check_apart(run.checkpoint, run.run_directory)
+    if config is not None:
+        _check_memory(config, run.device)
+    keep_freed_memory()
     try:
-        if settings.config is not None:
-            config = _config(settings, settings.config)
-            run = _run_settings(settings, config.name)
-            run_directory = run.run_directory
-            _check_apart(run.checkpoint, run_directory)
-            _check_memory(config, run.device)
-            keep_freed_memory()
-            done = train(config, run, _report, interruption.is_asked, complete_batch)
-            if done:
-                _print_next_commands(run, config.sample_prompts)
+        if config is None:
+            wish = Wish(
+                name=_name(settings.out),
+                corpora=settings.corpus,
+                minutes=settings.minutes,
+                seed=1 if settings.seed is None else settings.seed,
+                began=began,
+            )
+            done = train_own_text(wish, run, _report, interruption.should_stop, complete_batch)
         else:
-            name = _name(settings.out)
-            run = _run_settings(settings, name)
-            run_directory = run.run_directory
-            _check_apart(run.checkpoint, run_directory)
-            keep_freed_memory()
-            wish = _build_wish(settings, name, began)
-            done = train_own_text(wish, run, _report, interruption.is_asked, complete_batch)
-            if done:
-                _print_next_commands(run, load_train_config(run.run_directory / RECIPE_FILE).sample_prompts)
+            done = train(config, run, _report, interruption.should_stop, complete_batch)
     except KeyboardInterrupt:
         print("\nkvasir train: stopped; run the same command again to continue", file=sys.stderr)
-        return _INTERRUPTED
-    except (ValueError, OSError, SafetensorError) as error:
-        said = _disk_full(run_directory) if _is_disk_full(error) else str(error)
-        print(f"kvasir train: {error_line(said)}", file=sys.stderr)
-        return 2 if isinstance(error, SettingsError) else 1
-    except (RuntimeError, MemoryError) as error:  # torch's messages have several lines; a MemoryError has no message
-        said = next(iter(str(error).splitlines()), "out of memory")
-        print(
-            f"kvasir train: {error_line(said)}; if memory ran out, lower batch_size or the model's sizes",
-            file=sys.stderr,
-        )
-        return 1
+        return EXIT_CODE
+    except (OSError, SafetensorError) as error:
+        # The safetensors library reports a full disk only in the text of an error.
+        is_disk_full = "No space left on device" in str(error)
+        raise OSError(_disk_full(run.run_directory) if is_disk_full else str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        raise RuntimeError(f"{first_line(error)}; if memory ran out, lower batch_size or the model's sizes") from error
     if not done:
-        print(f"saved in {run_directory}; run the same command again to continue")
-    return _INTERRUPTED if interruption.came and not done else 0
-
-
-def _build_wish(settings: TrainSettings, name: str, began: float) -> Wish:
-    return Wish(
-        name=name,
-        corpora=settings.corpus,
-        minutes=_MINUTES if settings.minutes is None else settings.minutes,
-        seed=1 if settings.seed is None else settings.seed,
-        began=began,
-    )
+        print(f"saved in {run.run_directory}; run the same command again to continue")
+        return EXIT_CODE if interruption.is_requested else 0
+    _print_next_commands(run, (config or load_train_config(run.run_directory / RECIPE_FILE)).sample_prompts)
+    return 0
 
 
 def _print_next_commands(run: RunSettings, prompts: Sequence[str]) -> None:
@@ -135,11 +111,6 @@ To generate text without a server:
 """)
 
 
-def _is_disk_full(error: Exception) -> bool:
-    """Return True if the disk is full. The safetensors library reports this only in the text of its error."""
-    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error)
-
-
 def _disk_full(run_directory: Path) -> str:
     (run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
     return (
@@ -154,22 +125,17 @@ def _name(out: Path) -> str:
 
 
 def _config(settings: TrainSettings, path: Path) -> TrainConfig:
-    """Return the recipe, with the values that flags override."""
+    """Return the recipe with the values that flags override. Its warm-up, decay and chat steps follow --steps."""
     config = load_train_config(path)
-    if settings.steps is not None:
-        config = _with_steps(config, settings.steps)
+    if (steps := settings.steps) is not None:
+        config = dataclasses.replace(
+            config,
+            steps=steps,
+            warmup_steps=min(config.warmup_steps, steps // 4),
+            decay_steps=config.decay_steps * steps // config.steps,
+            chat_steps=config.chat_steps * steps // config.steps,
+        )
     return config if settings.seed is None else dataclasses.replace(config, seed=settings.seed)
-
-
-def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
-    """Return the recipe with another number of steps, and with its warm-up, decay and chat steps adapted."""
-    return dataclasses.replace(
-        config,
-        steps=steps,
-        warmup_steps=min(config.warmup_steps, steps // 4),
-        decay_steps=config.decay_steps * steps // config.steps,
-        chat_steps=config.chat_steps * steps // config.steps,
-    )
 
 
 def _check_apart(out: Path, run_directory: Path) -> None:
@@ -207,10 +173,7 @@ def _check_memory(config: TrainConfig, device: str) -> None:
 
 
 def _run_settings(settings: TrainSettings, name: str) -> RunSettings:
-    has_cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_cuda:
-        raise SettingsError("--device cuda: no CUDA device is available; check the driver, or give --device cpu")
-    device = "cuda" if has_cuda and settings.device != "cpu" else "cpu"
+    device = find_device(settings.device)
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     return RunSettings(
         run_directory=settings.run_directory or Path("runs") / name,

@@ -14,47 +14,41 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import ByteSize, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode
+from pydantic_settings import BaseSettings
 
 from model.checkpoint.manifest import MANIFEST_FILE
 from model.config import ModelConfig
 from model.kernels.build import CACHE
 from service.config.flags import (
     CONFIG,
-    LISTED,
-    NAMES,
     PREFIX,
     AutoOrCount,
     AutoOrSize,
-    CacheDtype,
-    FlagError,
+    Names,
+    OutputFile,
+    Paths,
     Size,
+    Texts,
     flag_of,
     is_secret,
-    older_names,
     option,
     parse_flags,
-    secret,
     variable_of,
 )
+from service.config.flags import SettingsError as SettingsError
 from service.config.validation_messages import EMPTY, reword
 
 Settings = TypeVar("Settings", bound=BaseSettings)
+CacheDtype = Literal["auto", "float16"]
 # Origin as browsers send it (https://fetch.spec.whatwg.org/#origin-header).
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
-
-
 # The shipped model is the default checkpoint.
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
 # Parent directory of `service`; the repository, if the package is installed in editable mode.
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-
-
-class SettingsError(ValueError):
-    """Unusable flag or variable. The message is one line that names the flag or variable."""
 
 
 class CheckpointSettings(BaseSettings):
@@ -63,96 +57,58 @@ class CheckpointSettings(BaseSettings):
     model_config = CONFIG
 
     checkpoint: Path = option(
-        "model",
-        "checkpoint directory",
-        default_text="checkpoints/kvasir-9m in the working directory, else beside the package",
+        "model", default_text="checkpoints/kvasir-9m in the working directory, else beside the package"
     )
+    """checkpoint directory"""
 
 
 class ModelSettings(CheckpointSettings):
     """Model, device and engine settings, common to all commands that run a model."""
 
-    device: Literal["auto", "cpu", "cuda"] = option("model", "auto: cuda if there is a CUDA device, else cpu", "auto")
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = option(
-        "model",
-        "auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels run, else float32",
-        "auto",
-    )
-    quantize: Literal["none", "int8", "fp8"] = option(
-        "model",
-        "quantize weights and inputs of matrix products: int8, or fp8 on GPUs that support it; see docs/operations.md",
-        "none",
-    )
-    attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option(
-        "model",
-        "attention backend; auto: native (Kvasir's kernels) on a CPU with AVX2 or better; paged on CUDA for models "
-        "without attention biases; else sdpa",
-        "auto",
-    )
-    cache_dir: Path = option(
-        "model",
-        "directory of native kernels compiled for this machine; $XDG_CACHE_HOME/kvasir if that variable is set",
-        CACHE,
-    )
-    cuda_graphs: bool = option(
-        "engine", "capture steps as CUDA graphs and replay them (CUDA with paged attention)", True
-    )
-    lookahead: bool = option(
-        "engine", "launch each decode step before the tokens of the previous step are read back (CUDA)", True
-    )
-    threads: AutoOrCount = option(
-        "model", "CPU threads of the model; auto: all usable CPUs, or one less without native kernels", "auto"
-    )
-    generation_config: bool = option(
-        "model", "use the checkpoint's generation_config.json for the defaults of requests", True
-    )
-    max_context_length: AutoOrCount = option(
-        "engine", "maximum tokens of prompt and completion together; auto: all positions of the model", "auto"
-    )
-    max_num_running: int = option("engine", "maximum sequences in one step", 64, ge=1, le=4096)
-    max_batched_tokens: int = option("engine", "maximum tokens computed in one step", 512, ge=1)
-    prompt_slowdown: float = option(
-        "engine",
-        "maximum slowdown of a decode step caused by chunked prefill, as an approximate factor; inf: no limit",
-        1.75,
-        ge=1,
-    )
-    target_itl_ms: float = option(
-        "engine",
-        "target for the mean time between two tokens of a response, in ms; sequences per step are reduced below "
-        "--max-num-running to meet it; 0: no target",
-        0.0,
-        ge=0,
-        le=60_000,
-    )
-    speculative_tokens: int = option(
-        "engine",
-        "maximum draft tokens of speculative decoding by prompt lookup, for repetitive text; 0: off",
-        0,
-        ge=0,
-        le=64,
-    )
-    block_size: int = option("engine", "tokens per KV-cache block", 16, ge=1, le=1024)
-    kv_cache_memory: AutoOrSize = option(
-        "engine",
-        "KV-cache size, such as 512MiB or 2GiB; a number alone is in MiB; auto: --max-num-running sequences of full "
-        "context or 8192 tokens, whichever is less, plus half of that for shared prefixes; limited to half of free "
-        "memory (on a GPU, to --gpu-memory-share); at least one sequence of full context",
-        "auto",
-    )
-    kv_cache_dtype: CacheDtype = option(
-        "engine",
-        "auto: dtype of the model; float16: twice the tokens in the same memory, for a float32 model on a CPU",
-        "auto",
-    )
-    gpu_memory_share: float = option(
-        "engine",
-        "fraction of GPU memory for weights, activations of the largest step, CUDA graphs and KV-cache",
-        0.9,
-        gt=0,
-        le=1,
-    )
-    enable_prefix_cache: bool = option("engine", "reuse KV-cache blocks of equal prefixes", True)
+    device: Literal["auto", "cpu", "cuda"] = option("model", "auto")
+    """auto: cuda if there is a CUDA device, else cpu"""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("model", "auto")
+    """auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels run, else float32"""
+    quantize: Literal["none", "int8", "fp8"] = option("model", "none")
+    """quantize weights and inputs of matrix products: int8, or fp8 on GPUs that support it; see docs/operations.md"""
+    attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option("model", "auto")
+    """attention backend; auto: native (Kvasir's kernels) on a CPU with AVX2 or better; paged on CUDA for models without
+    attention biases; else sdpa"""
+    cache_dir: Path = option("model", CACHE)
+    """directory of native kernels compiled for this machine; $XDG_CACHE_HOME/kvasir if that variable is set"""
+    cuda_graphs: bool = option("engine", True)
+    """capture steps as CUDA graphs and replay them (CUDA with paged attention)"""
+    lookahead: bool = option("engine", True)
+    """launch each decode step before the tokens of the previous step are read back (CUDA)"""
+    threads: AutoOrCount = option("model", "auto")
+    """CPU threads of the model; auto: all usable CPUs, or one less without native kernels"""
+    generation_config: bool = option("model", True)
+    """use the checkpoint's generation_config.json for the defaults of requests"""
+    max_context_length: AutoOrCount = option("engine", "auto")
+    """maximum tokens of prompt and completion together; auto: all positions of the model"""
+    max_num_running: int = option("engine", 64, ge=1, le=4096)
+    """maximum sequences in one step"""
+    max_batched_tokens: int = option("engine", 512, ge=1)
+    """maximum tokens computed in one step"""
+    prompt_slowdown: float = option("engine", 1.75, ge=1)
+    """maximum slowdown of a decode step caused by chunked prefill, as an approximate factor; inf: no limit"""
+    target_itl_ms: float = option("engine", 0.0, ge=0, le=60_000)
+    """target for the mean time between two tokens of a response, in ms; sequences per step are reduced below
+    --max-num-running to meet it; 0: no target"""
+    speculative_tokens: int = option("engine", 0, ge=0, le=64)
+    """maximum draft tokens of speculative decoding by prompt lookup, for repetitive text; 0: off"""
+    block_size: int = option("engine", 16, ge=1, le=1024)
+    """tokens per KV-cache block"""
+    kv_cache_memory: AutoOrSize = option("engine", "auto")
+    """KV-cache size, such as 512MiB or 2GiB; a number alone is in MiB; auto: --max-num-running sequences of full
+    context or 8192 tokens, whichever is less, plus half of that for shared prefixes; limited to half of free memory (on
+    a GPU, to --gpu-memory-share); at least one sequence of full context"""
+    kv_cache_dtype: CacheDtype = option("engine", "auto")
+    """auto: dtype of the model; float16: twice the tokens in the same memory, for a float32 model on a CPU"""
+    gpu_memory_share: float = option("engine", 0.9, gt=0, le=1)
+    """fraction of GPU memory for weights, activations of the largest step, CUDA graphs and KV-cache"""
+    enable_prefix_cache: bool = option("engine", True)
+    """reuse KV-cache blocks of equal prefixes"""
 
     @model_validator(mode="after")
     def _check_max_batched_tokens(self) -> Self:
@@ -167,113 +123,64 @@ class ModelSettings(CheckpointSettings):
 class ServeSettings(ModelSettings):
     """Serve a checkpoint over HTTP with OpenAI's API. SIGTERM or Ctrl-C drains; a second signal stops at once."""
 
-    host: Literal["127.0.0.1", "0.0.0.0", "::"] = option("http", "address to listen on", "127.0.0.1")
-    port: int = option("http", "port to listen on", 8000, ge=1024, le=65535)
-    model_name: str | None = option(
-        "http", "model name for clients (default: the checkpoint's name)", None, min_length=1
-    )
-    model_alias: Annotated[tuple[str, ...], NoDecode, NAMES] = option(
-        "http", "further model name for clients; may be repeated", (), metavar="NAME"
-    )
-    chat_template: str = option(
-        "http",
-        "chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), "
-        "or a Jinja file",
-        "auto",
-        metavar="auto|plain|none|FILE",
-        min_length=1,
-    )
-    max_body_size: Size = option(
-        "http",
-        "largest request body, 1KiB to 1GiB; a number alone is in MiB",
-        "2MiB",
-        older_name="max_body_mb",
-    )
-    max_connections: int = option(
-        "http",
-        "maximum client connections; a further connection closes the one that is idle longest",
-        1024,
-        ge=1,
-        le=65_536,
-    )
-    client_seconds: float = option(
-        "http",
-        "timeout for slow clients, in seconds: to send a request's headers, to send its body (plus 1 s per 10 kB), and "
-        "to read 16 KiB of a response",
-        30.0,
-        ge=0.1,
-        le=3600,
-    )
-    api_keys_file: Path | None = option(
-        "access",
-        "file of API keys, one NAME: KEY per line; without any key, requests need no authentication",
-        None,
-        metavar="FILE",
-    )
-    api_keys: SecretStr | None = secret("access", "further API keys, as comma-separated NAME: KEY pairs")
-    api_key: SecretStr | None = secret("access", "one further API key, without a name")
-    open_probes: bool = option("access", "serve /health and /ready without an API key", True)
-    open_metrics: bool = option("access", "serve /metrics without an API key", True)
-    share_prefix_cache: bool = option(
-        "access",
-        "share the prefix cache among all API keys; cached_tokens and TTFT then reveal what other keys have sent",
-        False,
-    )
-    cors_origins: Annotated[tuple[str, ...], NoDecode, NAMES] = option(
-        "access",
-        "web origin allowed by CORS, such as https://example.com, or * for all; may be repeated (default: none)",
-        (),
-        metavar="ORIGIN",
-    )
-    max_prompts: int = option("admission", "maximum prompts, or texts to embed, in one request", 4096, ge=1, le=4096)
-    max_waiting_requests: int = option(
-        "admission", "maximum sequences waiting for a slot; further requests get a 429", 256, ge=0
-    )
-    max_waiting_tokens: int = option(
-        "admission",
-        "maximum prompt and completion tokens of waiting requests; further requests get a 429",
-        200_000,
-        ge=1,
-    )
-    target_queue_seconds: float = option(
-        "admission",
-        "longest predicted wait for a slot; a request predicted to wait longer gets a 429; the request's timeout may "
-        "allow a longer wait; 0: no limit",
-        0.05,
-        ge=0,
-        le=86_400,
-    )
-    max_queue_seconds: float = option(
-        "admission",
-        "a request that has waited this long without starting gets a 408; caps every timeout; 0: no limit",
-        60.0,
-        ge=0,
-        le=86_400,
-    )
-    resume_seconds: float = option(
-        "http",
-        "how long a response is kept for a client that lost its connection and retries with Last-Event-ID or its "
-        "Idempotency-Key; 0: responses are not kept",
-        15.0,
-        ge=0,
-        le=3600,
-    )
-    embedding_pooling: Literal["mean", "last"] = option(
-        "http", "pooling of embeddings: mean of all tokens' hidden states, or the last token's hidden state", "mean"
-    )
-    max_inspect_tokens: int = option(
-        "admission", "maximum prompt tokens of an attention inspection; 0: inspection is off", 128, ge=0, le=512
-    )
-    drain_seconds: float = option(
-        "operation", "time limit for running requests to finish after SIGTERM", 30.0, ge=0, le=3600
-    )
-    standby: bool = option(
-        "operation", "keep a standby worker process, which replaces a dead worker about 1.5 s sooner", True
-    )
-    hang_seconds: float = option(
-        "operation", "replace a worker that sends no heartbeat for this long; 0: never", 120.0, ge=0
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = option("operation", "minimum level of log lines", "info")
+    host: Literal["127.0.0.1", "0.0.0.0", "::"] = option("http", "127.0.0.1")
+    """address to listen on"""
+    port: int = option("http", 8000, ge=1024, le=65535)
+    """port to listen on"""
+    model_name: str | None = option("http", None, min_length=1)
+    """model name for clients (default: the checkpoint's name)"""
+    model_alias: Names = option("http", (), metavar="NAME")
+    """further model name for clients; may be repeated"""
+    chat_template: str = option("http", "auto", metavar="auto|plain|none|FILE", min_length=1)
+    """chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), or a
+    Jinja file"""
+    max_body_size: Size = option("http", "2MiB")
+    """largest request body, 1KiB to 1GiB; a number alone is in MiB"""
+    max_connections: int = option("http", 1024, ge=1, le=65_536)
+    """maximum client connections; a further connection closes the one that is idle longest"""
+    client_seconds: float = option("http", 30.0, ge=0.1, le=3600)
+    """timeout for slow clients, in seconds: to send a request's headers, to send its body (plus 1 s per 10 kB), and to
+    read 16 KiB of a response"""
+    api_keys_file: Path | None = option("access", None, metavar="FILE")
+    """file of API keys, one NAME: KEY per line; without any key, requests need no authentication"""
+    api_keys: SecretStr | None = option("access", None)
+    """further API keys, as comma-separated NAME: KEY pairs"""
+    api_key: SecretStr | None = option("access", None)
+    """one further API key, without a name"""
+    open_probes: bool = option("access", True)
+    """serve /health and /ready without an API key"""
+    open_metrics: bool = option("access", True)
+    """serve /metrics without an API key"""
+    share_prefix_cache: bool = option("access", False)
+    """share the prefix cache among all API keys; cached_tokens and TTFT then reveal what other keys have sent"""
+    cors_origins: Names = option("access", (), metavar="ORIGIN")
+    """web origin allowed by CORS, such as https://example.com, or * for all; may be repeated (default: none)"""
+    max_prompts: int = option("admission", 4096, ge=1, le=4096)
+    """maximum prompts, or texts to embed, in one request"""
+    max_waiting_requests: int = option("admission", 256, ge=0)
+    """maximum sequences waiting for a slot; further requests get a 429"""
+    max_waiting_tokens: int = option("admission", 200_000, ge=1)
+    """maximum prompt and completion tokens of waiting requests; further requests get a 429"""
+    target_queue_seconds: float = option("admission", 0.05, ge=0, le=86_400)
+    """longest predicted wait for a slot; a request predicted to wait longer gets a 429; the request's timeout may allow
+    a longer wait; 0: no limit"""
+    max_queue_seconds: float = option("admission", 60.0, ge=0, le=86_400)
+    """a request that has waited this long without starting gets a 408; caps every timeout; 0: no limit"""
+    resume_seconds: float = option("http", 15.0, ge=0, le=3600)
+    """how long a response is kept for a client that lost its connection and retries with Last-Event-ID or its
+    Idempotency-Key; 0: responses are not kept"""
+    embedding_pooling: Literal["mean", "last"] = option("http", "mean")
+    """pooling of embeddings: mean of all tokens' hidden states, or the last token's hidden state"""
+    max_inspect_tokens: int = option("admission", 128, ge=0, le=512)
+    """maximum prompt tokens of an attention inspection; 0: inspection is off"""
+    drain_seconds: float = option("operation", 30.0, ge=0, le=3600)
+    """time limit for running requests to finish after SIGTERM"""
+    standby: bool = option("operation", True)
+    """keep a standby worker process, which replaces a dead worker about 1.5 s sooner"""
+    hang_seconds: float = option("operation", 120.0, ge=0)
+    """replace a worker that sends no heartbeat for this long; 0: never"""
+    log_level: Literal["debug", "info", "warning", "error"] = option("operation", "info")
+    """minimum level of log lines"""
 
     @field_validator("host", mode="before")
     @classmethod
@@ -308,36 +215,22 @@ class ServeSettings(ModelSettings):
 class GenerateSettings(ModelSettings):
     """Continue a text. The completion is streamed to stdout, its statistics to stderr."""
 
-    prompt: str = option("completion", "text to continue", min_length=1)
-    max_tokens: int = option(
-        "completion", "maximum tokens to generate", 200, default_text="the checkpoint's, else 200", ge=0
-    )
-    temperature: float = option(
-        "completion", "0: always take the most likely token", 0.8, default_text="the checkpoint's, else 0.8", ge=0, le=2
-    )
-    top_k: int = option(
-        "completion", "keep the k most likely tokens; 0: all", 0, default_text="the checkpoint's, else 0", ge=0
-    )
-    top_p: float = option(
-        "completion",
-        "keep the most likely tokens up to this total probability",
-        0.95,
-        default_text="the checkpoint's, else 0.95",
-        gt=0,
-        le=1,
-    )
-    min_p: float = option(
-        "completion",
-        "drop tokens below this fraction of the highest probability",
-        0.0,
-        default_text="the checkpoint's, else 0.0",
-        ge=0,
-        le=1,
-    )
-    seed: int | None = option(
-        "completion", "seed of sampling; the same seed gives the same text (default: random)", None, ge=0, lt=2**64
-    )
-    stop: str | None = option("completion", "stop before this text", None, min_length=1)
+    prompt: str = option("completion", min_length=1)
+    """text to continue"""
+    max_tokens: int = option("completion", 200, default_text="the checkpoint's, else 200", ge=0)
+    """maximum tokens to generate"""
+    temperature: float = option("completion", 0.8, default_text="the checkpoint's, else 0.8", ge=0, le=2)
+    """0: always take the most likely token"""
+    top_k: int = option("completion", 0, default_text="the checkpoint's, else 0", ge=0)
+    """keep the k most likely tokens; 0: all"""
+    top_p: float = option("completion", 0.95, default_text="the checkpoint's, else 0.95", gt=0, le=1)
+    """keep the most likely tokens up to this total probability"""
+    min_p: float = option("completion", 0.0, default_text="the checkpoint's, else 0.0", ge=0, le=1)
+    """drop tokens below this fraction of the highest probability"""
+    seed: int | None = option("completion", None, ge=0, lt=2**64)
+    """seed of sampling; the same seed gives the same text (default: random)"""
+    stop: str | None = option("completion", None, min_length=1)
+    """stop before this text"""
 
 
 class InspectSettings(CheckpointSettings):
@@ -356,10 +249,21 @@ class InspectAttentionSettings(CheckpointSettings):
     tokens, and --out gets a heat map of each head. Layers and heads count from 0. Computed in float32 on the CPU.
     """
 
-    prompt: str = option("text", "prompt to compute attention weights for", min_length=1)
-    layer: int = option("look", "layer to show, counted from 0", ge=0)
-    head: str = option("look", "head to show, counted from 0, or all heads", "all", metavar="all|N")
-    out: Path | None = option("look", "picture to write: .png, .svg or .pdf (default: none)", None, metavar="FILE")
+    prompt: str = option("text", min_length=1)
+    """prompt to compute attention weights for"""
+    layer: int = option("look", ge=0)
+    """layer to show, counted from 0"""
+    head: str = option("look", "all", metavar="all|N")
+    """head to show, counted from 0, or all heads"""
+    out: OutputFile | None = option("look", None, metavar="FILE")
+    """picture to write: .png, .svg or .pdf (default: none)"""
+
+    @field_validator("out", mode="before")
+    @classmethod
+    def _check_suffix(cls, value: str | None) -> str | None:
+        if value is not None and not value.lower().endswith((".png", ".svg", ".pdf")):
+            raise ValueError("must end in .png, .svg or .pdf")
+        return value
 
 
 class TokenizeSettings(CheckpointSettings):
@@ -367,9 +271,12 @@ class TokenizeSettings(CheckpointSettings):
     included, as in POST /tokenize; --no-begin leaves it out.
     """
 
-    text: str | None = option("text", "text to tokenize (default: standard input)", None)
-    ids_only: bool = option("text", "print the ids alone, on one line", False)
-    no_begin: bool = option("text", "leave out the begin-of-text token", False)
+    text: str | None = option("text", None)
+    """text to tokenize (default: standard input)"""
+    ids_only: bool = option("text", False)
+    """print the ids alone, on one line"""
+    no_begin: bool = option("text", False)
+    """leave out the begin-of-text token"""
 
 
 class ExportTokenizerSettings(CheckpointSettings):
@@ -378,7 +285,8 @@ class ExportTokenizerSettings(CheckpointSettings):
     as that token, and the service treats it as plain text.
     """
 
-    out: Path = option("result", "directory to write: a new or empty directory, or an earlier export")
+    out: Path = option("result")
+    """directory to write: a new or empty directory, or an earlier export"""
 
 
 class TrainSettings(BaseSettings):
@@ -388,33 +296,33 @@ class TrainSettings(BaseSettings):
 
     model_config = CONFIG
 
-    corpus: Annotated[tuple[Path, ...], NoDecode, LISTED] = option(
-        "a text of your own",
-        'training text: .txt, or .jsonl with a "text" field per line, either also .xz, or a directory of such files; '
-        "may be repeated",
-        (),
-        metavar="FILE",
-    )
-    minutes: float | None = option(
-        "a text of your own", "minutes from start to finished checkpoint (default: 10)", None, gt=0, le=10_080
-    )
-    config: Path | None = option("a recipe", "TOML file of the recipe, see docs/training.md", None, metavar="FILE")
-    steps: int | None = option("a recipe", "optimizer steps (default: the recipe's)", None, ge=1)
-    out: Path = option("run", "directory of the finished checkpoint")
-    run_directory: Path | None = option(
-        "run", "directory to save to and resume from (default: runs/ and the name of --out, or of the recipe)", None
-    )
-    seed: int | None = option(
-        "run", "random seed of the weights and the order of texts (default: 1, or the recipe's)", None, ge=0
-    )
-    stop_after: int | None = option("run", "save and exit after this step, as on an interruption", None, ge=1)
-    device: Literal["auto", "cpu", "cuda"] = option("hardware", "device; auto: CUDA if available, else the CPU", "auto")
-    precision: Literal["auto", "float32", "bfloat16"] = option(
-        "hardware", "dtype of the arithmetic; auto: bfloat16 where the hardware multiplies it", "auto"
-    )
-    threads: AutoOrCount = option("hardware", "CPU threads; auto: the CPUs this process may use", "auto")
-    attention: Literal["sdpa", "eager"] = option("hardware", "attention backend", "sdpa")
-    compile: bool = option("hardware", "compile the model if a compiler is found; faster after a minute", True)
+    corpus: Paths = option("a text of your own", (), metavar="FILE")
+    """training text: .txt, or .jsonl with a "text" field per line, either also .xz, or a directory of such files; may
+    be repeated"""
+    minutes: float = option("a text of your own", 10.0, default_text="10", gt=0, le=10_080)
+    """minutes from start to finished checkpoint"""
+    config: Path | None = option("a recipe", None, metavar="FILE")
+    """TOML file of the recipe, see docs/training.md"""
+    steps: int | None = option("a recipe", None, ge=1)
+    """optimizer steps (default: the recipe's)"""
+    out: Path = option("run")
+    """directory of the finished checkpoint"""
+    run_directory: Path | None = option("run", None)
+    """directory to save to and resume from (default: runs/ and the name of --out, or of the recipe)"""
+    seed: int | None = option("run", None, ge=0)
+    """random seed of the weights and the order of texts (default: 1, or the recipe's)"""
+    stop_after: int | None = option("run", None, ge=1)
+    """save and exit after this step, as on an interruption"""
+    device: Literal["auto", "cpu", "cuda"] = option("hardware", "auto")
+    """device; auto: CUDA if available, else the CPU"""
+    precision: Literal["auto", "float32", "bfloat16"] = option("hardware", "auto")
+    """dtype of the arithmetic; auto: bfloat16 where the hardware multiplies it"""
+    threads: AutoOrCount = option("hardware", "auto")
+    """CPU threads; auto: the CPUs this process may use"""
+    attention: Literal["sdpa", "eager"] = option("hardware", "sdpa")
+    """attention backend"""
+    compile: bool = option("hardware", True)
+    """compile the model if a compiler is found; faster after a minute"""
 
     @model_validator(mode="after")
     def _text_or_recipe(self) -> Self:
@@ -422,7 +330,7 @@ class TrainSettings(BaseSettings):
             raise ValueError("give exactly one of --corpus (a training text) and --config (a recipe)")
         if self.corpus and self.steps is not None:
             raise ValueError("--steps needs --config; with --corpus set the duration by --minutes")
-        if self.config is not None and self.minutes is not None:
+        if self.config is not None and "minutes" in self.model_fields_set:
             raise ValueError("--minutes needs --corpus; with --config set the duration by --steps")
         return self
 
@@ -432,32 +340,34 @@ class EvalSettings(CheckpointSettings):
     on minimal pairs, and repetition in samples of fixed prompts. docs/evaluation.md explains each figure.
     """
 
-    config: Path | None = option("what", "recipe whose held-out documents are measured", None, metavar="FILE")
-    texts: Annotated[tuple[str, ...], NoDecode, LISTED] = option(
-        "what", "texts to measure, .txt or .jsonl, either also .xz; may be repeated", (), metavar="NAME=FILE"
-    )
-    pairs: Path | None = option(
-        "what", "minimal pairs: JSON lines of sentence_good, sentence_bad", None, metavar="FILE"
-    )
-    max_documents: int | None = option("what", "documents of each text, evenly spaced (default: all)", None, ge=1)
-    max_context_length: AutoOrCount = option(
-        "what", "tokens per evaluated window of a text; auto: the model's context length, at most 2048", "auto"
-    )
-    samples: int = option("what", "completions of each fixed prompt and temperature; 0: none", 4, ge=0, le=1000)
-    out: Path | None = option("result", "JSON file of all results (default: none)", None, metavar="FILE")
-    documents: Path | None = option(
-        "result", "JSON lines of each document's and sentence's log-likelihood (default: none)", None, metavar="FILE"
-    )
-    export_tasks: Path | None = option(
-        "result", "directory to write texts and pairs to, as lm-evaluation-harness tasks", None
-    )
-    device: Literal["auto", "cpu", "cuda"] = option("hardware", "device; auto: CUDA if available, else the CPU", "auto")
-    dtype: Literal["float32", "bfloat16"] = option("hardware", "dtype of weights and arithmetic", "float32")
-    quantize: Literal["none", "int8", "fp8"] = option("hardware", "as kvasir serve --quantize", "none")
-    kv_cache_dtype: CacheDtype = option(
-        "hardware", "dtype to round keys and values to, as kvasir serve --kv-cache-dtype", "auto"
-    )
-    threads: AutoOrCount = option("hardware", "CPU threads; auto: the CPUs this process may use", "auto")
+    config: Path | None = option("what", None, metavar="FILE")
+    """recipe whose held-out documents are measured"""
+    texts: Texts = option("what", (), metavar="NAME=FILE")
+    """texts to measure, .txt or .jsonl, either also .xz; may be repeated"""
+    pairs: Path | None = option("what", None, metavar="FILE")
+    """minimal pairs: JSON lines of sentence_good, sentence_bad"""
+    max_documents: int | None = option("what", None, ge=1)
+    """documents of each text, evenly spaced (default: all)"""
+    max_context_length: AutoOrCount = option("what", "auto")
+    """tokens per evaluated window of a text; auto: the model's context length, at most 2048"""
+    samples: int = option("what", 4, ge=0, le=1000)
+    """completions of each fixed prompt and temperature; 0: none"""
+    out: OutputFile | None = option("result", None, metavar="FILE")
+    """JSON file of all results (default: none)"""
+    documents: OutputFile | None = option("result", None, metavar="FILE")
+    """JSON lines of each document's and sentence's log-likelihood (default: none)"""
+    export_tasks: Path | None = option("result", None)
+    """directory to write texts and pairs to, as lm-evaluation-harness tasks"""
+    device: Literal["auto", "cpu", "cuda"] = option("hardware", "auto")
+    """device; auto: CUDA if available, else the CPU"""
+    dtype: Literal["float32", "bfloat16"] = option("hardware", "float32")
+    """dtype of weights and arithmetic"""
+    quantize: Literal["none", "int8", "fp8"] = option("hardware", "none")
+    """as kvasir serve --quantize"""
+    kv_cache_dtype: CacheDtype = option("hardware", "auto")
+    """dtype to round keys and values to, as kvasir serve --kv-cache-dtype"""
+    threads: AutoOrCount = option("hardware", "auto")
+    """CPU threads; auto: the CPUs this process may use"""
 
     @field_validator("texts")
     @classmethod
@@ -476,15 +386,16 @@ class ConvertSettings(BaseSettings):
 
     model_config = CONFIG
 
-    nanogpt: Path | None = option("source", "nanoGPT's ckpt.pt, to write a Kvasir checkpoint", None, metavar="FILE")
-    tokenizer: Path | None = option(
-        "source", "tokenizer of --nanogpt: its meta.pkl, or the files of GPT-2's tokenizer", None, metavar="FILE|DIR"
-    )
-    pickle: Path | None = option(
-        "source", "Hugging Face directory with pytorch_model.bin, to write as safetensors", None
-    )
-    export: Path | None = option("source", "any checkpoint, to write as a Hugging Face directory", None)
-    out: Path = option("result", "new directory to write")
+    nanogpt: Path | None = option("source", None, metavar="FILE")
+    """nanoGPT's ckpt.pt, to write a Kvasir checkpoint"""
+    tokenizer: Path | None = option("source", None, metavar="FILE|DIR")
+    """tokenizer of --nanogpt: its meta.pkl, or the files of GPT-2's tokenizer"""
+    pickle: Path | None = option("source", None)
+    """Hugging Face directory with pytorch_model.bin, to write as safetensors"""
+    export: Path | None = option("source", None)
+    """any checkpoint, to write as a Hugging Face directory"""
+    out: Path = option("result")
+    """new directory to write"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -508,40 +419,40 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
         SettingsError: a flag is unknown, or a value is unusable. The message is one line that names the flag.
         SystemExit: `--help` was given.
     """
-    epilog = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
-    try:
-        given = parse_flags(kind, argv, command=command, summary=summary, epilog=epilog)
-    except FlagError as error:
-        raise SettingsError(str(error)) from None
+    given = parse_flags(kind, argv, command=command, summary=summary)
     _warn_of_unknown_variables(command)
-    older = older_names(kind)
-    # The variables that set fields, by present or older name.
-    names = {name: [variable_of(each) for each in (name, older.get(name)) if each] for name in kind.model_fields}
-    variables = {name: next(filter(os.environ.get, names[name]), None) for name in names}
-    values = {name: os.environ[variable] for name in older if (variable := variables[name]) is not None}
     default = None
-    if "checkpoint" in names and not ("checkpoint" in given or variables["checkpoint"]):
+    if (
+        "checkpoint" in kind.model_fields
+        and "checkpoint" not in given
+        and not os.environ.get(variable_of("checkpoint"))
+    ):
         default = find_default_checkpoint()
-    if default is not None:
-        values["checkpoint"] = str(default)
     try:
-        settings = kind(**{**values, **given})
+        settings = kind(**given) if default is None else kind(**given, checkpoint=str(default))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if not first["loc"]:
-            raise SettingsError(first["msg"].removeprefix("Value error, ")) from None
-        name = str(first["loc"][0])
-        source = flag_of(name) if name in given else variables.get(name) or flag_of(name)
-        if first["type"] == "missing":
-            raise SettingsError(f"{source} is needed (or {variable_of(name)})") from None
-        is_union = kind.model_fields[name].annotation == AutoOrCount
-        problem = "must be auto or at least 1" if is_union else reword(first["type"], first["msg"])
-        value = ", ".join(map(str, first["input"])) if isinstance(first["input"], list) else first["input"]
-        instead = "" if problem == EMPTY or is_secret(kind, name) else f", not {value!r}"
-        raise SettingsError(f"{source}: {problem}{instead}") from None
+        raise SettingsError(_first_problem(kind, given, error)) from None
     if default is not None:
         print(f"kvasir {command}: no --checkpoint given; using the shipped model, {default}", file=sys.stderr)
     return settings
+
+
+def _first_problem(kind: type[BaseSettings], given: Mapping[str, Any], error: ValidationError) -> str:
+    """Return one line: the flag or variable of the first invalid field, and the problem."""
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return first["msg"].removeprefix("Value error, ")
+    name = str(first["loc"][0])
+    flag, variable = flag_of(name), variable_of(name)
+    source = variable if name not in given and os.environ.get(variable) else flag
+    if first["type"] == "missing":
+        return f"{source} is needed (or {variable})"
+    is_union = kind.model_fields[name].annotation == AutoOrCount
+    problem = "must be auto or at least 1" if is_union else reword(first["type"], first["msg"])
+    if problem == EMPTY or is_secret(kind, name):
+        return f"{source}: {problem}"
+    value = ", ".join(map(str, first["input"])) if isinstance(first["input"], list) else first["input"]
+    return f"{source}: {problem}, not {value!r}"
 
 
 def find_default_checkpoint() -> Path | None:
@@ -585,7 +496,7 @@ def _warn_of_unknown_variables(command: str) -> None:
     This is no error, because orchestrators set such variables: Kubernetes gives every pod KVASIR_SERVICE_HOST for a
     Service named kvasir.
     """
-    known = {variable_of(name) for kind in _COMMANDS for name in (*kind.model_fields, *older_names(kind).values())}
+    known = {variable_of(name) for kind in _COMMANDS for name in kind.model_fields}
     for name in sorted(set(os.environ) - known):
         if name.startswith(PREFIX):
             print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -74,8 +74,8 @@ class Library:
     def prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """The ids of a conversation."""
         options = {"add_generation_prompt": True, **options}
-        ids: list[int] = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-        return ids
+        ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+        return cast(list[int], ids)
 
     def answer(self, messages: list[dict[str, Any]], max_tokens: int) -> str:
         """Its greedy answer, without the marks. Bytes that are no character are shown as our streams show them."""

@@ -151,7 +151,7 @@ def test_the_openai_client_reads_log_probabilities(client: openai.OpenAI, servic
 
 def test_an_answer_is_the_same_streamed_or_not(service: Service) -> None:
     fields: dict[str, Any] = {"messages": TALK, "n": 2, "seed": 3, "max_tokens": 8}
-    asked = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}
     body = say(service, **fields, **asked)
     response = service.post("/v1/chat/completions", **fields, **asked, stream=True)
     told = {name: body[name] for name in ("choices", "prompt_token_ids", "prompt_logprobs")}

@@ -251,13 +251,15 @@ def test_stops_act(service: Service, oracle: Oracle) -> None:
 def test_what_a_request_says_of_single_tokens_acts(service: Service, oracle: Oracle) -> None:
     fields: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
     word, expected = next(chr(i) for i in oracle.ids(PROMPT, temperature=0, **fields) if 33 <= i < 127), set()
-    for said, meant in (
-        *(({f"{name}_penalty": by},) * 2 for name, by in (("presence", 2.0), ("frequency", 1.5), ("repetition", 3.0))),
+    penalties = ("presence_penalty", 2.0), ("frequency_penalty", 1.5), ("repetition_penalty", 3.0)
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        *(({name: by}, {name: by}) for name, by in penalties),
         ({"logit_bias": {"104": 100}}, {"logit_bias": ((104, 100.0),)}),
         ({"allowed_token_ids": [97, 98, 99]}, {"allowed_token_ids": (97, 98, 99)}),
         ({"bad_words": [word]}, {"bad_word_ids": tuple(tuple(oracle.tokenizer.encode(s + word)) for s in ("", " "))}),
         ({}, {}),
-    ):
+    ]
+    for said, meant in cases:
         expected.add(greedy := oracle.text(PROMPT, temperature=0, **fields, **meant))
         assert service.text(PROMPT, temperature=0, **fields, **said) == greedy
         drawn = joined(streamed(service, prompt=PROMPT, seed=3, **fields, **said))

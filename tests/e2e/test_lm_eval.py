@@ -36,7 +36,7 @@ PAIRS = [
     ("42", "43"),
 ]
 # Of sums over a few tokens, and over thousands of them, which differ by the last bits of each.
-MARGIN = {"abs": 1e-4, "rel": 1e-7}
+MARGIN: dict[str, Any] = {"abs": 1e-4, "rel": 1e-7}
 BEGINNINGS = ["A Fox was", "The king had three sons.", "{{ 1 + 1 }}"]
 UNTIL = [".", "\n\n"]
 CONTINUATIONS = """\

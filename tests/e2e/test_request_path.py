@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ class Hop:
 
 def measure_path(directory: Path) -> list[Hop]:
     """Return the functions that receive the prompt's ids before the model runs, then those of the sampled token."""
-    request = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
     with serving(CHECKPOINT, directory) as service:
         (choice,) = service.complete(**request)["choices"]
     probe = {

@@ -108,7 +108,7 @@ def test_a_full_queue_is_a_rate_limit(service: Service) -> None:
         worker.suspend()
         with ThreadPoolExecutor(3) as pool:
             try:
-                asked = [pool.submit(client.completions.create, **many) for _ in range(3)]
+                asked = [pool.submit(lambda: client.completions.create(**many)) for _ in range(3)]
                 (refused,), admitted = wait(asked, timeout=PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
             finally:
                 worker.resume()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.attention.eager import EagerAttention
-from model.attention.kernel_selection import KernelContext
+from model.attention.kernel_selection import KernelContext, SelectedKernels, choose
 from model.attention.native import NativeAttention
 from model.attention.paged import PagedAttention
 from model.attention.sdpa import SdpaAttention
@@ -60,8 +60,13 @@ def test_a_cpu_uses_half_of_free_memory_and_captures_nothing() -> None:
 
 def test_auto_attention_is_paged_on_a_gpu_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[KernelContext] = []
-    chosen = gpu_setup.choose(CPU)
-    monkeypatch.setattr(gpu_setup, "choose", lambda place: asked.append(place) or chosen)
+    chosen = choose(CPU)
+
+    def record(place: KernelContext) -> SelectedKernels:
+        asked.append(place)
+        return chosen
+
+    monkeypatch.setattr(gpu_setup, "choose", record)
     attending = choose_attention("auto", CUDA, None)
     assert (attending.backend, attending.recordable, asked) == (chosen.backend, True, [CUDA])
     assert attending.name == "paged (decode: gathered, prompts: one by one)"

@@ -1,5 +1,7 @@
 """Checkpoints may have several end-of-text tokens, or none."""
 
+from typing import Any
+
 import pytest
 
 from service.engine.scheduling.config import EngineConfig
@@ -22,7 +24,7 @@ def run(scheduler: Scheduler, sequence: SequenceState, drawn: list[int]) -> None
     scheduler.check_integrity()
 
 
-def make(ends: tuple[int, ...], **params: object) -> tuple[Scheduler, SequenceState]:
+def make(ends: tuple[int, ...], **params: Any) -> tuple[Scheduler, SequenceState]:
     submit = make_submit("a", [1, 2], **{"max_tokens": 6, **params})
     sequence = SequenceState.from_submit(submit, arrival_number=1, max_context_length=24, eos_token_ids=ends)
     return Scheduler(CONFIG, max_context_length=24), sequence

@@ -15,7 +15,7 @@ from service.engine.execution import gpu_memory
 from service.engine.execution.cuda_graphs import buckets, call_again
 from service.engine.execution.gpu_memory import DeviceMemory, LargestStep, cache_bytes, graph_bytes
 from service.engine.execution.model_runner import ModelRunner
-from tests.model.configs import VARIANTS, build
+from tests.model.configs import VARIANTS, attention_layers, build
 
 LARGEST = LargestStep(block_size=4, num_tokens=200, num_sampled=9, max_context_length=64)
 
@@ -35,8 +35,8 @@ class FakeDevice:
 
 def model() -> Transformer:
     made = build(VARIANTS["rotary-gqa"])
-    for layer in made.layers:
-        layer.attention.backend = PagedAttention(gathered, one_by_one)
+    for attention in attention_layers(made):
+        attention.backend = PagedAttention(gathered, one_by_one)
     return made
 
 

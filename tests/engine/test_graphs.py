@@ -21,7 +21,7 @@ from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import Submit
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
-from tests.model.configs import VARIANTS, build
+from tests.model.configs import VARIANTS, attention_layers, build
 
 CPU = torch.device("cpu")
 
@@ -131,8 +131,8 @@ def test_graphs_are_captured_once_and_replayed_for_fitting_steps() -> None:
 
 def engine(variant: str, recorder: Recorder | None, **config: Any) -> Engine:
     model = build(VARIANTS[variant])
-    for layer in model.layers:
-        layer.attention.backend = PagedAttention(gathered, one_by_one)
+    for attention in attention_layers(model):
+        attention.backend = PagedAttention(gathered, one_by_one)
     values = {"block_size": 4, "num_blocks": 200, "max_num_running": 16, "max_batched_tokens": 64, **config}
     runner = ModelRunner(
         model, num_blocks=values["num_blocks"], block_size=values["block_size"], vocab_size=TOKENIZER.vocab_size

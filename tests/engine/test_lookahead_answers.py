@@ -18,7 +18,7 @@ from service.engine.scheduling.config import EngineConfig
 from service.ipc.messages import Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER
-from tests.model.configs import VARIANTS, build
+from tests.model.configs import VARIANTS, attention_layers, build
 
 GRAMMAR = LLMatcher.grammar_from_lark('start: ("a" | "b" | "c"){1,9} "."')
 
@@ -40,8 +40,8 @@ class Counting(ModelRunner):
 
 def engine(looks_ahead: bool, *, records: bool = False, **config: Any) -> tuple[Engine, Counting]:
     model = build(VARIANTS["rotary-gqa"])
-    for layer in model.layers:
-        layer.attention.backend = PagedAttention(gathered, one_by_one)
+    for attention in attention_layers(model):
+        attention.backend = PagedAttention(gathered, one_by_one)
     values = {"block_size": 4, "num_blocks": 200, "max_num_running": 8, "max_batched_tokens": 24, **config}
     runner = Counting(
         model, num_blocks=values["num_blocks"], block_size=values["block_size"], vocab_size=TOKENIZER.vocab_size

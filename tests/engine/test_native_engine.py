@@ -59,7 +59,12 @@ def submissions(count: int) -> list[Submit]:
     made = []
     for number in range(count):
         prompt = common * (number % 2) + [rng.randrange(256) for _ in range(rng.randint(1, 25))]
-        params = {"temperature": 0.0 if number % 3 else 1.0, "seed": number, "logprobs": 2, "ignore_eos": True}
+        params: dict[str, Any] = {
+            "temperature": 0.0 if number % 3 else 1.0,
+            "seed": number,
+            "logprobs": 2,
+            "ignore_eos": True,
+        }
         made.append(make_submit(f"s{number}", prompt, max_tokens=rng.randint(2, ROOM - len(prompt)), **params))
     return made
 
@@ -79,10 +84,10 @@ def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDe
     return told, stats
 
 
-def counting(rows: list[int], hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def counting(rows: list[int], hidden: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function, which also records its numbers of rows."""
 
-    def counted(model: Any, token_ids_T: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def counted(model: Any, token_ids_T: Tensor, *rest: Any, **options: Any) -> Any:
         rows.append(len(token_ids_T))
         return hidden(model, token_ids_T, *rest, **options)
 

@@ -6,6 +6,7 @@ float32, token for token, greedy and seeded. Each test also asserts that its con
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_stop_strings_end_a_sequence_and_leave_no_trace() -> None:
     first = text.index(stop)
     for include in (False, True):
         run = Run("rotary-gqa")
-        params = {"max_tokens": 50, "temperature": 0.0, "ignore_eos": True, "stop": (stop,)}
+        params: dict[str, Any] = {"max_tokens": 50, "temperature": 0.0, "ignore_eos": True, "stop": (stop,)}
         run.drive([make_submit("b", [5, 6, 7], include_stop_str_in_output=include, **params)])
         assert run.text("b") == text[: first + (len(stop) if include else 0)]
         finish = run.deltas["b"][-1].finish
@@ -230,6 +231,7 @@ def test_logprobs_are_those_of_an_uncached_pass() -> None:
     assert [entry.token_id for entry in scored] == ids[1:]
     for row, entry in enumerate(scored):
         assert entry.logprob == pytest.approx(float(expected[row, ids[row + 1]]), abs=1e-4)
+        assert entry.logprob is not None
         assert entry.rank is not None
         surely, perhaps = (int((expected[row] > entry.logprob + margin).sum()) for margin in (1e-4, -1e-4))
         assert surely < entry.rank <= perhaps
@@ -287,7 +289,7 @@ def test_scoring_a_prompt_without_generating(budget: int) -> None:
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
     """Logprobs alone and in a batch agree far below the precision that affects sampling: see `plan.MIN_ROWS`."""
     submits = submissions(10, seed=12, max_prompt=12)
-    params = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True}
     submits = [make_submit(s.uid, s.prompt_token_ids, seed=s.params.seed, **params) for s in submits]
     crowd = Run("rotary-gqa", enable_prefix_cache=False)
     crowd.drive(submits)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,7 @@ def repetitive(count: int, seed: int) -> list[Submit]:
     for number in range(count):
         run = [rng.randrange(EOS) for _ in range(rng.randint(1, 4))]
         prompt = (run * 20)[: rng.randint(2, 30)]
-        changes = {"temperature": 0.0} if number % 3 else {"temperature": 0.7, "top_k": 3}
+        changes: dict[str, Any] = {"temperature": 0.0} if number % 3 else {"temperature": 0.7, "top_k": 3}
         made.append(
             make_submit(
                 f"s{number}",
@@ -190,7 +191,7 @@ def test_nothing_comes_after_a_stop_string_within_a_draft() -> None:
 @pytest.mark.parametrize(
     "changes", [{"frequency_penalty": 0.5}, {"bad_word_ids": ((1, 2),)}, {"repetition_penalty": 1.1}]
 )
-def test_sequences_with_rules_or_grammars_get_no_drafts(changes: dict[str, object]) -> None:
+def test_sequences_with_rules_or_grammars_get_no_drafts(changes: dict[str, Any]) -> None:
     run = Run("gpt2", max_draft_tokens=8)
     run.drive([make_submit("a", [5, 6] * 4, max_tokens=30, temperature=0.0, ignore_eos=True, **changes)])
     assert not any(stats.num_drafts for stats in run.stats)

@@ -23,8 +23,12 @@ def random_state(arguments: Arguments, seed: int = 0) -> dict[str, Tensor]:
     """A state_dict as train.py saves it, lm_head sharing the embedding's memory."""
     generator = torch.Generator().manual_seed(seed)
     width, vocabulary = arguments["n_embd"], arguments["vocab_size"]
-    shapes = {"transformer.wte.weight": (vocabulary, width), "transformer.wpe.weight": (arguments["block_size"], width)}
-    norms, linears = ["transformer.ln_f"], {}
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (vocabulary, width),
+        "transformer.wpe.weight": (arguments["block_size"], width),
+    }
+    norms = ["transformer.ln_f"]
+    linears: dict[str, tuple[int, ...]] = {}
     for layer in range(arguments["n_layer"]):
         block = f"transformer.h.{layer}."
         norms += [block + "ln_1", block + "ln_2"]

@@ -107,6 +107,11 @@ def _rewrite_index(directory: Path, name: str) -> None:
     (directory / f"{PICKLE}.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
 
 
+def _fill(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "x").write_text("")
+
+
 TROUBLES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "code": (lambda d: torch.save({"x": Evil(d / "it-ran")}, d / "old" / PICKLE), "would run code"),
     "cut": (lambda d: (d / "old" / PICKLE).write_bytes(b"PK123"), "bin: not a complete file of torch.save"),
@@ -114,7 +119,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "path trick": (lambda d: _rewrite_index(d / "old", "../x.bin"), "'../x.bin' is not a plain file name"),
     "shard missing": (lambda d: _rewrite_index(d / "old", "x.bin"), "x.bin: No such file"),
     "not a directory": (lambda d: shutil.rmtree(d / "old"), f"neither {PICKLE} nor"),
-    "taken": (lambda d: (d / "new").mkdir() or (d / "new" / "x").write_text(""), "new: holds files; choose an empty"),
+    "taken": (lambda d: _fill(d / "new"), "new: holds files; choose an empty"),
 }
 
 

@@ -184,10 +184,15 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tokenizer": (lambda d: (d / "meta.pkl").unlink(), "meta.pkl: No such file"),
     "taken": (
-        lambda d: (d / "out").mkdir() or (d / "out" / "thesis.txt").write_text("x"),
+        lambda d: _fill(d / "out"),
         "out: holds files; choose an",
     ),
 }
+
+
+def _fill(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "thesis.txt").write_text("x")
 
 
 def _write(directory: Path, changes: dict[str, Any]) -> None:

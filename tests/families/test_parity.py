@@ -5,7 +5,7 @@ Equal means: the largest absolute difference is at most 1e-5 of the largest abso
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 def expected(case: str, directory: Path, storage: str) -> list[Tensor]:
     """The logits of the texts by the library, which reads its own files; they are left in the directory."""
     dtype, shard_bytes = STORAGES[storage]
-    model = CASES[case].build().to(dtype)
+    model = cast(Any, CASES[case].build()).to(dtype)
     model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
     assert (shard_bytes is None) == (len(list(directory.glob("*.safetensors"))) == 1)
     model = read_by_library(directory)
@@ -119,7 +119,7 @@ TIED = [name for name, case in CASES.items() if case.build().config.tie_word_emb
 @pytest.mark.parametrize("case", TIED)
 def test_names_without_the_prefix_of_the_bare_model(tmp_path: Path, case: str) -> None:
     """As the first GPT-2 files are: saved from the model without its head, which is the embedding."""
-    model = CASES[case].build()
+    model = cast(Any, CASES[case].build())
     model.base_model.save_pretrained(tmp_path)
     manifest = read_manifest(tmp_path)
     assert manifest.family is not None

@@ -91,7 +91,12 @@ def declared(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 def _pipe(name: str) -> Damage:
     """A file that would be read for ever: nobody writes into it."""
-    return lambda directory: ((directory / name).unlink(), os.mkfifo(directory / name))
+
+    def damage(directory: Path) -> None:
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+
+    return damage
 
 
 def _directory(path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit
 from tests.engine.test_graphs import step
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
-from tests.model.configs import VARIANTS, build
+from tests.model.configs import VARIANTS, attention_layers, build
 
 pytestmark = pytest.mark.gpu
 
@@ -41,15 +42,19 @@ def accelerated(variant: str, dtype: torch.dtype) -> tuple[Engine, ModelRunner]:
     model = build(VARIANTS[variant]).to("cuda", dtype)
     place = KernelContext(config=model.config, device=torch.device("cuda"), dtype=dtype, block_size=CONFIG.block_size)
     backend = choose(place).backend
-    for layer in model.layers:
-        layer.attention.backend = backend
+    for attention in attention_layers(model):
+        attention.backend = backend
     runner = graphed(model)
     return Engine(model, TOKENIZER, CONFIG, runner=runner), runner
 
 
 def graphed(model: Transformer) -> ModelRunner:
     """Return a runner with captured decode steps."""
-    sizes = {"num_blocks": CONFIG.num_blocks, "block_size": CONFIG.block_size, "vocab_size": TOKENIZER.vocab_size}
+    sizes: dict[str, Any] = {
+        "num_blocks": CONFIG.num_blocks,
+        "block_size": CONFIG.block_size,
+        "vocab_size": TOKENIZER.vocab_size,
+    }
     runner = ModelRunner(model, **sizes)
     runner.capture_decodes(CudaCapture(), max_rows=CONFIG.max_num_running, max_context_length=64)
     return runner
@@ -121,7 +126,9 @@ def test_a_captured_step_equals_a_plain_step_bitwise() -> None:
         with torch.inference_mode():
             found = recorded._graphs.hidden(inputs)
             metadata = inputs.metadata.to(torch.device("cuda"))
-            expected = Transformer.hidden(plain._model, inputs.token_ids_T.cuda(), metadata, plain._cache)
+            expected = Transformer.hidden(
+                cast(Transformer, plain._model), inputs.token_ids_T.cuda(), metadata, plain._cache
+            )
         assert found is not None
         assert torch.equal(found, expected)
 

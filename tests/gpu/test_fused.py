@@ -1,6 +1,7 @@
 """Fused kernels on a CUDA device: equal to PyTorch for any sizes, alone and in whole models."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from model.attention.metadata import AttentionMetadata
-from model.gpu import fused_modules
+from model.gpu import fused_kernels
 from model.gpu.fused_modules import FusedRMSNorm, fuse
 from model.nn.layers import RMSNorm
 from model.nn.position_embeddings import RotaryPositions, rotate_each
@@ -39,7 +40,7 @@ def test_norms(dtype: torch.dtype, size: int, unit_offset: bool) -> None:
     norm = RMSNorm(size, 1e-6, unit_offset=unit_offset).to("cuda", dtype).requires_grad_(False)
     norm.weight.normal_()
     x = torch.randn((7, 3, 2 * size), device="cuda").to(dtype)[..., :size]
-    compare(lambda x: fused_modules.fused_kernels.rms_norm(x, norm.weight, norm.eps, unit_offset), norm, x)
+    compare(lambda x: fused_kernels.rms_norm(x, norm.weight, norm.eps, unit_offset), norm, x)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +53,14 @@ def test_rotation_of_views_of_one_matrix(
     sizes = [heads * size, kv_heads * size, kv_heads * size]
     q, k, _ = torch.randn((70, sum(sizes)), device="cuda").to(dtype).split(sizes, dim=-1)
     q, k = q.unflatten(-1, (heads, size)), k.unflatten(-1, (kv_heads, size))
-    found, expected = fused_modules.fused_kernels.rotate_pair(q, k, rotation), rotate_each(q, k, rotation)
+    found, expected = fused_kernels.rotate_pair(q, k, rotation), rotate_each(q, k, rotation)
     for ours, theirs in zip(found, expected, strict=True):
-        compare(lambda x: x, lambda x, theirs=theirs: theirs, ours)
+        compare(lambda x: x, partial(lambda x, result: result, result=theirs), ours)
 
 
 @pytest.mark.parametrize("size", [1, 48, 1024, 1500, 8960])
 def test_products_of_gated_mlps(dtype: torch.dtype, size: int) -> None:
-    compare(fused_modules.fused_kernels.silu_product, silu_product, torch.randn((9, 2 * size), device="cuda").to(dtype))
+    compare(fused_kernels.silu_product, silu_product, torch.randn((9, 2 * size), device="cuda").to(dtype))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

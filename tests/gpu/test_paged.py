@@ -19,6 +19,7 @@ from tests.model.configs import ROTARY
 pytestmark = pytest.mark.gpu
 
 HEADS = [(12, 2, 128), (32, 8, 128), (8, 8, 64), (6, 6, 64), (5, 5, 48), (4, 1, 256), (7, 1, 80), (4, 2, 8)]
+WINDOWS: list[dict[str, Any]] = [{}, {"sliding_window": 90, "global_layers": [1]}]
 CONTEXTS = [1, 2, 16, 17, 127, 128, 129, 1000, 5000]
 
 
@@ -38,7 +39,7 @@ def place(heads: tuple[int, int, int], dtype: torch.dtype, block_size: int = 16,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", HEADS)
 def test_decoding_equals_the_reference(way: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
-    for changes in ({}, {"sliding_window": 90, "global_layers": [1]}):
+    for changes in WINDOWS:
         where = place(heads, dtype, **changes)
         check_kernels(PagedAttention(DECODE_KERNELS[way](where), one_by_one), where, (1,) * 7)
 
@@ -51,7 +52,7 @@ def test_blocks_of_any_size(block_size: int) -> None:
 
 @pytest.mark.parametrize("heads", [heads for heads in HEADS if heads[2] % 8 == 0])
 def test_prompts_by_flash_attention_equal_the_reference(heads: tuple[int, int, int]) -> None:
-    for changes in ({}, {"sliding_window": 90, "global_layers": [1]}):
+    for changes in WINDOWS:
         where = place(heads, torch.bfloat16, **changes)
         check_kernels(PagedAttention(gathered, CHUNK_KERNELS["varlen"](where)), where)
 

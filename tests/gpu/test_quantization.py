@@ -1,6 +1,7 @@
 """int8 and fp8 matrices on a CUDA device: accuracy, batch invariance, CUDA graphs, and the whole engine."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_a_replay_reads_its_current_inputs(name: str) -> None:
             assert torch.equal(replay(), linear(x_TE.roll(shift, 0)))
 
 
-def test_the_service_answers_by_them(name: str, tiny_checkpoint: Path) -> None:
+def test_the_service_answers_by_them(name: Literal["int8", "fp8"], tiny_checkpoint: Path) -> None:
     chosen(name)
     settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4, quantize=name)
     engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))

@@ -291,7 +291,12 @@ def test_the_wait_for_a_quiet_machine_has_a_limit(
     tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
-    monkeypatch.setattr(bench_peers, "other_work", lambda seconds: looks.append(seconds) or 1.0)
+
+    def other_work(seconds: float) -> float:
+        looks.append(seconds)
+        return 1.0
+
+    monkeypatch.setattr(bench_peers, "other_work", other_work)
     monkeypatch.setattr(bench_peers, "_PATIENCE_SECONDS", 0.0)
     compare(tmp_path, "--rounds", "1", "--attempts", "1", "--kinds", "prompt")
     assert len(looks) == 1

@@ -51,7 +51,7 @@ def test_ratios_are_taken_within_pairs(tmp_path: Path) -> None:
 def test_measured_pairs_are_stored_and_failed_or_disturbed_ones_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "progress.jsonl"
     kept = Progress(path)
-    figures = {"ours": {"x": 1.0}, "theirs": {"x": 2.0}}
+    figures: dict[str, Any] = {"ours": {"x": 1.0}, "theirs": {"x": 2.0}}
     kept.add(Pair(cell=cell().key, peer="a", round=0, **figures, other_work_cores=0.1))
     kept.add(Pair(cell=cell().key, peer="a", round=1, error="why"))
     kept.add(Pair(cell=cell().key, peer="a", round=2, **figures, other_work_cores=0.7))

@@ -1,5 +1,6 @@
 """Installation of llama.cpp from source, with recorded commands in place of their work."""
 
+import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
                 (home / "build" / "bin" / name).write_text("program")
 
     monkeypatch.setattr(engines, "run", run)
-    monkeypatch.setattr(engines.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     return recorded
 
 
@@ -73,7 +74,7 @@ def test_an_interrupted_extraction_starts_again(
 def test_without_a_compiler_nothing_is_downloaded(
     tmp_path: Path, steps: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(MeasurementFailed, match=r"no C\+\+ compiler"):
         install(PeerFiles(tmp_path), "llama_cpp")
     assert not any("download" in command for command in steps)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +38,7 @@ def drive(request: pytest.FixtureRequest) -> Driver:
     return request.param
 
 
-def streaming(max_tokens: int = 5, **changes: object) -> CompletionRequest:
+def streaming(max_tokens: int = 5, **changes: Any) -> CompletionRequest:
     return CompletionRequest(index=0, prompt="Once upon", max_tokens=max_tokens, **changes)
 
 

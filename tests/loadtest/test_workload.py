@@ -4,6 +4,7 @@ import argparse
 import math
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -94,7 +95,7 @@ def test_lognormal_lengths_have_the_requested_median_and_sigma() -> None:
 
 def test_prompts_share_prefixes_and_nothing_else() -> None:
     spec = WorkloadSpec(kind=WorkloadKind.SHARED_PREFIX, prompt_tokens=100, num_prefixes=3, prefix_share=0.75)
-    parts = [request.prompt.split("\n") for request in requests(spec)]
+    parts = [str(request.prompt).split("\n") for request in requests(spec)]
     assert len({prefix for prefix, _ in parts}) == 3
     assert len({own for _, own in parts}) == 400
     assert all(270 < len(prefix) <= 300 for prefix, _ in parts)
@@ -146,7 +147,7 @@ def test_the_body_has_the_fields_of_the_request() -> None:
         ({"max_context_tokens": 7}, "max_context_tokens must be at least 8"),
     ],
 )
-def test_invalid_specs_are_rejected(changes: dict[str, float], message: str) -> None:
+def test_invalid_specs_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WorkloadSpec(**changes)
 

@@ -1,11 +1,11 @@
 """Small model configs, one for each branch of the architecture."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from model.config import ModelConfig
-from model.nn.transformer import Transformer
+from model.nn.transformer import Attention, Block, Transformer
 from tests.model.kernel_libraries import BACKENDS
 
 ROTARY: dict[str, Any] = {
@@ -89,3 +89,8 @@ def build(config: ModelConfig, attention: str = "sdpa", seed: int = 1) -> Transf
         for parameter in model.parameters():
             parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
     return model.eval().requires_grad_(False)
+
+
+def attention_layers(model: Transformer) -> list[Attention]:
+    """Return the attention module of each layer. `nn.ModuleList` does not keep the type of its modules."""
+    return [cast(Block, layer).attention for layer in model.layers]

@@ -21,7 +21,7 @@ from model.config import ModelConfig
 from model.config_enums import PositionKind, RopeScaling, RopeScalingKind
 from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions
 from model.nn.transformer import Transformer
-from tests.model.configs import LLAMA3, ROTARY, VARIANTS, build
+from tests.model.configs import LLAMA3, ROTARY, VARIANTS, attention_layers, build
 from tests.model.kernel_libraries import BACKENDS
 
 
@@ -64,7 +64,7 @@ def test_grouped_queries_are_multi_head_with_repeated_keys_and_values(num_kv_hea
 
 def test_heads_are_concatenated_and_projected() -> None:
     """Multi-head attention is the concatenation of separate heads, times W_O."""
-    attention = build(VARIANTS["gpt2"], "eager").layers[0].attention
+    attention = attention_layers(build(VARIANTS["gpt2"], "eager"))[0]
     x_TE, metadata = torch.randn(7, 32), AttentionMetadata.uncached((7,))
     q, k, v = attention.qkv(x_TE).split(32, dim=-1)
     heads = []
@@ -199,7 +199,7 @@ def test_disentangled_attention_is_debertas_under_a_causal_mask() -> None:
     config = VARIANTS["disentangled"]
     model = Transformer(config, ATTENTION_BACKENDS["eager"])
     model.initialize(3)
-    ours, table = model.layers[0].attention, model.relative_positions
+    ours, table = attention_layers(model)[0], model.relative_positions
     assert isinstance(ours.bias, DisentangledBias)
     assert table is not None
     torch.nn.init.normal_(table.weight)
@@ -210,9 +210,9 @@ def test_disentangled_attention_is_debertas_under_a_causal_mask() -> None:
             projection.weight.copy_(weight)
         theirs.pos_query_proj.weight.copy_(ours.bias.query.weight)
         theirs.pos_key_proj.weight.copy_(ours.bias.key.weight)
-        for projection in theirs.children():
-            if isinstance(projection, torch.nn.Linear):
-                torch.nn.init.zeros_(projection.bias)
+        for module in theirs.children():
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.zeros_(module.bias)
         torch.nn.init.eye_(ours.out.weight)  # the other implementation has no W_O
         # the first half of the other table holds future positions
         future_and_past = torch.cat((torch.randn(span, 32), table.weight))
@@ -227,7 +227,7 @@ def test_disentangled_attention_is_debertas_under_a_causal_mask() -> None:
 def test_a_bias_in_the_scores_changes_the_weights(position: PositionKind) -> None:
     """Omitting the bias would show, since the weights of equal tokens differ only by the bias."""
     name = {"relative_bias": "relative-bias", "alibi": "alibi", "disentangled": "disentangled"}[position]
-    attention = build(VARIANTS[name], "eager").layers[0].attention
+    attention = attention_layers(build(VARIANTS[name], "eager"))[0]
     q_QHD, k_SKD = torch.ones(12, 4, 8), torch.ones(12, VARIANTS[name].num_kv_heads, 8)
     weights = attention_weights(q_QHD, k_SKD, attention.form)
     assert (weights[:, -1].max(-1).values > 1.05 * weights[:, -1].min(-1).values).any()

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,8 +29,8 @@ from tests.playground.key_check import KEY_STUB_CHECKS
 from tests.playground.playground import Playground
 from tests.playground.stub_server import HOSTILE, STORY, Record, StubServer
 
-DESK = {"width": 1280, "height": 800}
-PHONE = {"width": 390, "height": 844, "phone": True}
+DESK: dict[str, Any] = {"width": 1280, "height": 800}
+PHONE: dict[str, Any] = {"width": 390, "height": 844, "phone": True}
 SHOT_STATE = "#seed=11&max_tokens=120&logprobs=on"
 SHOT_TOKEN = 40
 SHOT_LOOK = {"layer": "4", "head": "1"}  # of the shipped model: the head whose " it" looks at " dog"
@@ -132,7 +133,7 @@ def check_copies(page: Playground) -> None:
     if page.record is not None:
         shown, by_curl, by_python = page.record.bodies[-3:]
         assert shown == by_curl == by_python
-        assert CompletionRequest.parse(json.dumps(shown).encode()).stops == ("\n\n", "The 'end'")
+        assert CompletionRequest.parse(json.dumps(shown).encode()).stop == ["\n\n", "The 'end'"]
 
 
 def check_link(page: Playground) -> None:
@@ -196,7 +197,7 @@ def check_scrolling(page: Playground) -> None:
         for _ in range(4):
             page.browser.wheel("#story", -15)
         page.browser.until_script("!following")
-        page.browser.until(lambda at=scroller: page.rests(at), "the text to stay where the reader put it")
+        page.browser.until(partial(page.rests, scroller), "the text to stay where the reader put it")
         page.browser.wheel("#story", 2000)
         page.browser.until_script("following")
         page.wait()
@@ -282,11 +283,12 @@ def check_quiet(browser: Chromium, url: str) -> None:
 def take_screenshots(page: Playground, folder: Path) -> None:
     """The page after a completion, a token under the mouse: light, dark, and on a phone."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, screen in {
+    screens: dict[str, dict[str, Any]] = {
         "playground": DESK | {"scale": 1.5},
         "playground-dark": DESK | {"scale": 1.5, "dark": True},
         "playground-phone": PHONE | {"scale": 2},
-    }.items():
+    }
+    for name, screen in screens.items():
         page.browser.set_screen(**screen)
         page.open(SHOT_STATE)
         page.browser.run("document.getElementById('generate').click()")

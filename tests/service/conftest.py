@@ -66,9 +66,11 @@ def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, qu
 @pytest.fixture
 def client(frontend: Frontend, settings: ServeSettings) -> Iterator[TestClient]:
     app = FastAPI()
-    for kind, arguments in middlewares(
-        settings, read_api_keys(settings), frontend.count_error, frontend.reject_from_headers
-    ):
+    keys = read_api_keys(settings)
+    middleware: list[tuple[Any, dict[str, Any]]] = [
+        *middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers)
+    ]
+    for kind, arguments in middleware:
         app.add_middleware(kind, **arguments)
     install_error_handlers(app, frontend.count_error)
     for path, endpoint, methods in frontend.endpoints:

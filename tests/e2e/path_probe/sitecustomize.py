@@ -78,7 +78,7 @@ class PathProbe:
         elif isinstance(value, list | tuple):
             members = list(value[-_MAX_MEMBERS:])
         elif type(value).__module__.split(".")[0] in ("service", "model"):
-            fields = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", ())
+            fields = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", None) or ()
             members = [getattr(value, field, None) for field in fields]
         else:
             return None

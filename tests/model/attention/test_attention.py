@@ -9,7 +9,7 @@ from model.attention.eager import EagerAttention
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
-from tests.model.configs import VARIANTS, build
+from tests.model.configs import VARIANTS, attention_layers, build
 from tests.model.kernel_libraries import BACKENDS
 from tests.model.paging import BLOCK_SIZE, PagedRun
 
@@ -51,9 +51,9 @@ def test_eager_is_the_formula_for_one_head() -> None:
 def test_multi_head_equals_pytorchs_own_module() -> None:
     """Compare with an independent implementation: torch.nn.MultiheadAttention with the same weights."""
     model = build(VARIANTS["gpt2"], "eager")
-    ours = model.layers[0].attention
+    ours = attention_layers(model)[0]
     theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
-    theirs.in_proj_weight, theirs.in_proj_bias = ours.qkv.weight, ours.qkv.bias
+    theirs.in_proj_weight, theirs.in_proj_bias = (torch.nn.Parameter(t) for t in (ours.qkv.weight, ours.qkv.bias))
     theirs.out_proj.weight, theirs.out_proj.bias = ours.out.weight, ours.out.bias
     x_TE = torch.randn(9, 32)
     future = torch.ones(9, 9, dtype=torch.bool).triu(1)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ class Scene:
         """Return the output for this step's tokens of the sequences `rows`, by default all."""
         rows = range(len(self.lengths)) if rows is None else rows
         heads, kv_heads, size, block_size = self.shape
-        changes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "num_layers": 2}
+        changes: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "num_layers": 2}
         config = dataclasses.replace(VARIANTS["none"], **changes)
         needs = [-(-self.lengths[row][1] // block_size) for row in rows]
         cache = KVCache(

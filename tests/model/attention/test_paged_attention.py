@@ -23,7 +23,7 @@ from model.attention.metadata import AttentionMetadata, ragged_view
 from model.attention.paged import PagedAttention
 from model.nn.transformer import Transformer
 from tests.model.attention.kernel_check import check_kernels
-from tests.model.configs import VARIANTS, build
+from tests.model.configs import VARIANTS, attention_layers, build
 from tests.model.paging import PagedRun
 
 PLACE = KernelContext(config=VARIANTS["rotary-gqa"], device=torch.device("cpu"), dtype=torch.float32, block_size=16)
@@ -34,8 +34,8 @@ WINDOWS = KernelContext(
 
 def with_backend(variant: str, backend: PagedAttention) -> Transformer:
     model = build(VARIANTS[variant])
-    for layer in model.layers:
-        layer.attention.backend = backend
+    for attention in attention_layers(model):
+        attention.backend = backend
     return model
 
 
@@ -140,8 +140,8 @@ def test_without_a_gpu_pytorch_kernels_are_chosen_and_reasons_are_reported() -> 
     assert chosen.left_out[1] == "varlen: needs a CUDA device"
 
 
-def shifted(*inputs: Any) -> Tensor:
-    return gathered(*inputs) + 0.01
+def shifted(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
+    return gathered(q_BHD, form, positions_B, tables_BN, kv_cache) + 0.01
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 1024])

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import pytest
@@ -13,15 +14,14 @@ from model.chat.template import PLAIN_SOURCE, ChatTemplate, ChatTemplateError, l
 from model.chat.template_sandbox import TemplateFailure, compile_template, render
 from tests.model.chat_templates import CONVERSATIONS, TEMPLATES
 
-MARKS = {"bos_token": "<s>", "eos_token": "</s>"}
+MARKS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def theirs(source: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
     """Render with transformers. As in transformers, keys with the value None are dropped first."""
     kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    (text,), _ = render_jinja_template(
-        [kept], chat_template=source, add_generation_prompt=add_generation_prompt, **MARKS
-    )
+    rendered = render_jinja_template([kept], chat_template=source, add_generation_prompt=add_generation_prompt, **MARKS)
+    (text,), _ = cast(tuple[list[str], Any], rendered)
     return str(text)
 
 
@@ -48,7 +48,7 @@ def outcome(render: Callable[[], str]) -> str:
 
 def test_both_outcomes_occur() -> None:
     outcomes = {
-        outcome(lambda s=source, m=messages: ChatTemplate(source=s, origin="", special_tokens=MARKS).render(m))[:9]
+        outcome(partial(ChatTemplate(source=source, origin="", special_tokens=MARKS).render, messages))[:9]
         for source in TEMPLATES.values()
         for messages in CONVERSATIONS.values()
     }

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_bfloat16_files_load_in_either_dtype(directory: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrices_that_are_packed_next_are_mapped_from_their_files(directory: Path, dtype: torch.dtype) -> None:
-    shared = {"device": "cpu", "dtype": dtype, "attention": ATTENTION_BACKENDS["sdpa"]}
+    shared: dict[str, Any] = {"device": "cpu", "dtype": dtype, "attention": ATTENTION_BACKENDS["sdpa"]}
     copied = load_model(read_manifest(directory), **shared).state_dict()
     mapped = load_model(read_manifest(directory), packs_next=True, **shared).state_dict()
     assert all(torch.equal(tensor, copied[name]) for name, tensor in mapped.items())
@@ -192,7 +193,10 @@ def _larger_tokenizer(directory: Path) -> None:
 
 
 def _config(text: str) -> Callable[[Path], None]:
-    return lambda directory: (directory / "config.json").write_text(text) and None
+    def write(directory: Path) -> None:
+        (directory / "config.json").write_text(text)
+
+    return write
 
 
 def _pipe(name: str) -> Callable[[Path], None]:

@@ -1,6 +1,6 @@
 """Displayed attention weights equal the computed ones, for every mechanism."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
 from model.attention.metadata import AttentionMetadata
 from model.inspect.attention_weights import weights_of_layer
-from model.nn.transformer import Transformer
-from tests.model.configs import VARIANTS, build
+from model.nn.transformer import Block, Transformer
+from tests.model.configs import VARIANTS, attention_layers, build
 
 TOKENS = list(range(3, 25))
 
@@ -48,8 +48,8 @@ def logits(model: Transformer) -> Tensor:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_weights_times_values_equal_the_fused_attention_output(name: str) -> None:
     model, spy = build(VARIANTS[name]), Spy()
-    for layer in model.layers:
-        layer.attention.backend = spy
+    for attention in attention_layers(model):
+        attention.backend = spy
     logits(model)
     assert len(spy.passed) == model.config.num_layers
     for layer, (v_TKD, out_THD) in spy.passed.items():
@@ -95,16 +95,16 @@ def test_heads_and_layers_differ() -> None:
 
 def test_an_inspection_does_not_change_the_model() -> None:
     model = build(VARIANTS["rotary-gqa"])
-    before, backends = logits(model), [layer.attention.backend for layer in model.layers]
+    before, backends = logits(model), [attention.backend for attention in attention_layers(model)]
     weights_of_layer(model, TOKENS, layer=0)
-    assert [layer.attention.backend for layer in model.layers] == backends
+    assert [attention.backend for attention in attention_layers(model)] == backends
     assert torch.equal(logits(model), before)
 
 
 def test_layers_after_the_inspected_layer_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(VARIANTS["rotary-gqa"])
     ran: list[Any] = []
-    model.layers[0].mlp.register_forward_hook(lambda *_: ran.append("mlp 0"))
+    cast(Block, model.layers[0]).mlp.register_forward_hook(lambda *_: ran.append("mlp 0"))
     model.layers[1].register_forward_pre_hook(lambda *_: ran.append("layer 1"))
     weights_of_layer(model, TOKENS, layer=0)
     assert ran == []
@@ -114,11 +114,11 @@ def test_layers_after_the_inspected_layer_do_not_run(monkeypatch: pytest.MonkeyP
 
 def test_a_failed_inspection_restores_the_attention_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(VARIANTS["rotary-gqa"])
-    backend = model.layers[0].attention.backend
+    backend = attention_layers(model)[0].backend
     monkeypatch.setattr("model.inspect.attention_weights.attention_weights", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         weights_of_layer(model, TOKENS, layer=0)
-    assert model.layers[0].attention.backend is backend
+    assert attention_layers(model)[0].backend is backend
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Kernels are compiled once and installed atomically; without them, the log has one line."""
 
 import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -158,7 +159,7 @@ def test_a_library_is_built_in_a_directory_without_locks(
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(build_module.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     assert build(LEVEL, tmp_path).is_file()
 
 

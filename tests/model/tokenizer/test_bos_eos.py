@@ -49,7 +49,7 @@ def test_a_tokenizer_without_eos_token_loads(tmp_path: Path) -> None:
 def test_bos_token_equals_that_of_transformers(name: str, adds_bos: bool | None, tmp_path: Path) -> None:
     library = makers.MAKERS[name]()
     begin = {"llama3": "<|begin_of_text|>", "gpt2": "<|endoftext|>", "llama2": "<s>"}[name]
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin}
     config |= {} if adds_bos is None else {"add_bos_token": adds_bos}
     ours = load_tokenizer(makers.write(tmp_path, library, **config))
     theirs = AutoTokenizer.from_pretrained(tmp_path)

@@ -29,7 +29,11 @@ def gpt2_library() -> Tokenizer:
     directory = gpt2_directory()
     vocabulary = json.loads((directory / "encoder.json").read_text())
     lines = (directory / "vocab.bpe").read_text().split("\n")[1:]
-    library = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(line.split(" ")) for line in lines if line]))
+    library = Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=[(left, right) for left, right in (line.split(" ") for line in lines if line)]
+        )
+    )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken("<|endoftext|>", normalized=True)])
@@ -77,9 +81,12 @@ def test_published_ranks_give_tiktokens_tokens(name: str, tmp_path: Path, monkey
     path = real_files.unpack(f"{name}.tiktoken", tmp_path) / f"{name}.tiktoken"
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
     asked: list[str] = []
-    monkeypatch.setattr(
-        openai_public, "load_tiktoken_bpe", lambda url, *, expected_hash: asked.append(expected_hash) or ranks
-    )
+
+    def load(url: str, *, expected_hash: str) -> dict[bytes, int]:
+        asked.append(expected_hash)
+        return ranks
+
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load)
     theirs = tiktoken.Encoding(**openai_public.ENCODING_CONSTRUCTORS[name]())
     ours = load_tokenizer(tmp_path)
     assert (ours.vocab_size, dict(ours.special_tokens)) == (theirs.n_vocab, theirs._special_tokens)

@@ -40,13 +40,13 @@ def test_values_and_gradients_are_those_of_each_document_alone(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     starts = [0, *itertools.accumulate(lengths)]
-    inputs = [
+    q_THD, k_TKD, v_TKD = inputs = [
         torch.randn(starts[-1], n, size, generator=generator).to(dtype).requires_grad_()
         for n in (heads, kv_heads, kv_heads)
     ]
     grad = torch.randn(starts[-1], heads, size, generator=generator).to(dtype)
     out, _ = attend_documents(*inputs, torch.tensor(starts, dtype=torch.int32), 64)
-    expected = alone(*inputs, starts, size**-0.5)  # type: ignore[call-arg]
+    expected = alone(q_THD, k_TKD, v_TKD, starts, size**-0.5)
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
     ours = torch.autograd.grad(out, inputs, grad)
     theirs = torch.autograd.grad(expected, inputs, grad.float())

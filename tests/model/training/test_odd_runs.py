@@ -101,7 +101,7 @@ def test_the_commit_is_this_projects_or_none(tmp_path: Path, monkeypatch: pytest
 
 def test_half_a_character_is_as_good_as_any(tmp_path: Path) -> None:
     """JSON can express a lone surrogate, UTF-8 cannot."""
-    records = ({"text": f"{number} hens \ud83d " * 30} for number in range(20))
+    records: Iterable[dict[str, object]] = ({"text": f"{number} hens \ud83d " * 30} for number in range(20))
     told = source(tmp_path / "halves.jsonl", records, held_out=0.2)
     recipe = config(sources=(told,), vocab_size=262, model=dataclasses.replace(config().model, vocab_size=262))
     assert not train(recipe, settings(tmp_path, stop_after=1), lambda said: None)
@@ -115,7 +115,7 @@ def test_endless_brackets_are_no_document(tmp_path: Path) -> None:
 
 
 def test_texts_without_a_letter_are_told_apart(tmp_path: Path) -> None:
-    records = ({"text": "☃♪"[number % 2] * (1 + number)} for number in range(100))
+    records: Iterable[dict[str, object]] = ({"text": "☃♪"[number % 2] * (1 + number)} for number in range(100))
     read = read_source(source(tmp_path / "signs.jsonl", records, held_out=0.1))
     assert read.held_out
     assert leave_out_held_out([read])[0].left_out == 0

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -124,14 +124,14 @@ def make_choices(builder: type[ResponseBuilder], response_options: ResponseOptio
 class Scene:
     """One request, and what happens to it: whose turn it is, how much is drawn, before which turns the worker dies."""
 
-    builder: type[ResponseBuilder]
+    builder: type[CompletionBuilder] | type[ChatBuilder]
     response_options: ResponseOptions
     num_samples: int
     texts: list[list[int]]
     turns: list[tuple[int, int]]
     deaths: set[int]
 
-    async def play(self, kind: type[Delivery], deaths: set[int]) -> str:
+    async def play(self, kind: Callable[..., Delivery], deaths: set[int]) -> str:
         """What the client gets."""
         choices = make_choices(self.builder, self.response_options, self.num_samples)
         engine = Engine({choice.submit.uid: self.texts[choice.index] for choice in choices})
@@ -190,7 +190,8 @@ TOKENS = st.sampled_from([97, 98, 0xF0, 0x9F, *TOKENIZER.encode("😀é"), TOKEN
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
-    builder = draw(st.sampled_from([CompletionBuilder, ChatBuilder]))
+    builders: list[type[CompletionBuilder] | type[ChatBuilder]] = [CompletionBuilder, ChatBuilder]
+    builder = draw(st.sampled_from(builders))
     response_options = draw(WANTS)
     num_samples = draw(st.integers(1, 2))
     if builder is ChatBuilder:  # it has no echo

@@ -82,7 +82,12 @@ def test_a_marks_id_can_be_looked_up_and_text_stays_text(client: TestClient) -> 
 def test_what_vllms_clients_send_along_changes_nothing(client: TestClient) -> None:
     messages = [{"role": "user", "content": "hi"}]
     plain = client.post("/tokenize", json={"messages": messages}).json()
-    more = {"continue_final_message": False, "chat_template": None, "tools": [], "return_token_strs": None}
+    more: dict[str, Any] = {
+        "continue_final_message": False,
+        "chat_template": None,
+        "tools": [],
+        "return_token_strs": None,
+    }
     assert client.post("/tokenize", json={"messages": messages, **more}).json() == plain
     for name, value in (("continue_final_message", True), ("chat_template", "x"), ("tools", [{}])):
         response = client.post("/tokenize", json={"messages": messages, name: value})

@@ -123,7 +123,8 @@ def test_a_client_that_is_behind_gets_all_in_order_by_the_task(tools: Any) -> No
 
 def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
     async def test() -> None:
-        desk, written = Desk(), []
+        desk = Desk()
+        written: list[Any] = []
 
         def fail(news: Deltas) -> Callable[[], None]:
             raise RuntimeError("a bug")

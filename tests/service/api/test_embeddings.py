@@ -277,5 +277,6 @@ class TestPooledByItsLast:
 def test_many_numbers_are_written_fast_and_short() -> None:
     many = [vector([number]).tobytes() for number in range(300)]
     for row, told in zip(many, write_vectors(many, dimensions=None, as_text="float"), strict=True):
+        assert isinstance(told, list)
         np.testing.assert_allclose(told, np.frombuffer(row, dtype=np.float32), atol=6e-10)
         assert max(len(str(number)) for number in told if abs(number) > 1e-3) <= 12

@@ -35,7 +35,7 @@ def chat_entry(token: str, byte: int) -> dict[str, Any]:
 
 def test_a_conversation_tells_role_then_text_with_its_tokens(tools: Any) -> None:
     async def test() -> None:
-        response_options = {"logprobs": 2, "token_ids": True, "prompt_logprobs": 0}
+        response_options: dict[str, Any] = {"logprobs": 2, "token_ids": True, "prompt_logprobs": 0}
         choice = make_choice(prompt=(97, 98))
         exchange = Exchange(CompletionStream, make_request(choice), tools, ChatBuilder, **response_options)
         first = TokenLogprob(token_id=97, logprob=None, rank=None, top=())

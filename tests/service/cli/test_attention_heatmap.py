@@ -7,8 +7,8 @@ import pytest
 from matplotlib.image import imread
 
 from service.cli import attention_heatmap
-from service.cli.attention_heatmap import MAX_TOKENS, draw_attention
-from service.cli.token_labels import label
+from service.cli.attention_heatmap import draw_attention
+from service.cli.inspect_attention import label
 
 HARD = ["␣a", "你好", "שלום", "🦊", "$x^2$", r"$\frac{1}{0}$", "U+200D", "◌́", "\U0010fffd", "_^{}"]
 
@@ -40,7 +40,7 @@ def even(size: int, heads: int = 1) -> np.ndarray:
     return triangle / triangle.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("suffix", attention_heatmap.SUFFIXES)
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_every_picture_format_is_drawn_with_any_labels(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"picture{suffix}"
     draw_attention(path, even(len(HARD), 3), HARD, heads=[0, 1, 5], title="$ layer")
@@ -71,11 +71,3 @@ def test_a_picture_of_many_heads_has_a_bounded_size(tmp_path: Path, monkeypatch:
     draw_attention(path, even(3, 18), ["a", "b", "c"], heads=range(18), title="")
     height, width, _ = imread(path).shape
     assert 250_000 < height * width < 310_000
-
-
-def test_a_picture_with_too_many_tokens_or_unknown_format_is_rejected(tmp_path: Path) -> None:
-    size = MAX_TOKENS + 1
-    with pytest.raises(ValueError, match=f"{size} tokens are too many to read"):
-        draw_attention(tmp_path / "a.png", even(size), ["a"] * size, heads=[0], title="")
-    with pytest.raises(ValueError, match=r"ends in \.png, \.svg, \.pdf"):
-        draw_attention(tmp_path / "a.gif", even(2), ["a", "b"], heads=[0], title="")

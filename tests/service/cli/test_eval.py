@@ -12,6 +12,7 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model, save_checkpoint
 from model.checkpoint.manifest import file_digest, read_manifest
 from model.evaluation.prompts import PROMPTS
+from model.tokenizer.native import load_native
 from service.cli.main import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -161,8 +162,8 @@ def test_the_change_by_quantization_is_reported(run: Run, texts: Path, tmp_path:
         (("--texts", "mine=none.txt"), 1, "none.txt: no such file"),
         (("--pairs", "none.jsonl"), 1, "none.jsonl: No such file or directory"),
         (("--config", "none.toml"), 1, "none.toml: No such file or directory"),
-        (("--out", "/none/out.json"), 2, "--out /none/out.json: there is no directory /none; choose another path"),
-        (("--documents", "."), 2, "--documents .: is a directory; choose another path"),
+        (("--out", "/none/out.json"), 2, "--out: must be a file in an existing directory"),
+        (("--documents", "."), 2, "--documents: must be a file in an existing directory"),
         (("--max-context-length", "257"), 2, "must be from 3 to 256, the number of positions of the model"),
         (("--max-context-length", "2"), 2, "must be from 3 to 256"),
         (("--config", str(RECIPE), "--texts", "grimm=x"), 2, "the recipe also has a source grimm"),
@@ -212,7 +213,7 @@ def test_nan_and_infinity_become_null_in_json(run: Run, texts: Path, tmp_path: P
         config=manifest.config,
         # Finite, but the scores of the first layer's attention overflow.
         tensors={name: torch.full_like(tensor, 1e18) for name, tensor in model.state_dict().items()},
-        tokenizer=manifest.verify(),
+        tokenizer=load_native(tiny_checkpoint),
         name="broken",
         training={},
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from model.tokenizer.native import load_native
-from service.cli.main import COMMANDS, LOOKS, main
+from service.cli.main import COMMANDS, main
 
 SHIPPED = Path(__file__).parents[3] / "checkpoints/kvasir-9m"
 
@@ -79,7 +79,14 @@ def test_a_command_that_needs_an_extra_names_it(tmp_path: Path) -> None:
     assert done.stderr == "kvasir train: needs matplotlib, which is not installed; run `pip install matplotlib`\n"
 
 
-EVERY = [[name] for name in COMMANDS] + [["inspect", look] for look in LOOKS]
+EVERY = [name.split() for name in COMMANDS]
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_every_command_has_a_help_page(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([*words, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: kvasir {' '.join(words)} ")
 
 
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)

@@ -25,7 +25,7 @@ from service.protocol.request_model import MAX_PROMPTS
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*ServeSettings.model_fields, "max_body_mb"):
+    for name in ServeSettings.model_fields:
         monkeypatch.delenv(f"KVASIR_{name.upper()}", raising=False)
 
 
@@ -52,7 +52,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         *("--kv-cache-dtype", "float16"),
         *("--block-size", "32", "--max-waiting-requests", "9", "--drain-seconds", "1.5", "--model-name", "m"),
         *("--max-connections", "20", "--client-seconds", "2.5"),
-        *("--no-enable-prefix-cache", "--max-body-mb", "4", "--log-level", "debug", "--attention", "eager"),
+        *("--no-enable-prefix-cache", "--max-body-size", "4", "--log-level", "debug", "--attention", "eager"),
         *("--max-context-length", "99", "--chat-template", "plain", "--no-generation-config"),
         *("--max-waiting-tokens", "11", "--api-keys-file", "k", "--no-open-probes", "--no-open-metrics"),
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
@@ -145,7 +145,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
             ("--checkpoint", "c", "--max-body-size", "2G"),
             "--max-body-size: must be a size from 1KiB to 1GiB, such as 2MiB",
         ),
-        (("--checkpoint", "c", "--max-body-mb", "0"), "--max-body-size: must be at least 1 byte"),
+        (("--checkpoint", "c", "--max-body-size", "0"), "--max-body-size: must be at least 1 byte"),
         (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
         (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
     ],
@@ -295,23 +295,6 @@ def test_sizes_have_units_and_are_mebibytes_without_a_unit(
 def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--kv-cache-memory: must be auto, or a size such as 512MiB, 2GiB or 1.5G"):
         read("--checkpoint", "c", "--kv-cache-memory", text)
-
-
-def test_an_older_name_of_a_setting_still_works(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The present name wins over the older one, and a flag over a variable."""
-    assert read("--checkpoint", "c").max_body_size == 2 * 2**20
-    assert read("--checkpoint", "c", "--max-body-mb", "4").max_body_size == 4 * 2**20
-    monkeypatch.setenv("KVASIR_MAX_BODY_MB", "8")
-    assert read("--checkpoint", "c").max_body_size == 8 * 2**20
-    assert read("--checkpoint", "c", "--max-body-size", "3MiB").max_body_size == 3 * 2**20
-    monkeypatch.setenv("KVASIR_MAX_BODY_MB", "8 MB each")
-    with pytest.raises(SettingsError, match=r"^KVASIR_MAX_BODY_MB: must be a size such as .*, not '8 MB each'$"):
-        read("--checkpoint", "c")
-    monkeypatch.setenv("KVASIR_MAX_BODY_SIZE", "512K")
-    assert read("--checkpoint", "c").max_body_size == 512_000
-    assert capsys.readouterr().err == ""
 
 
 def test_effective_sizes_are_readable() -> None:

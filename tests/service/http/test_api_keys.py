@@ -1,5 +1,6 @@
 """API keys from files and variables, and errors that never quote a key."""
 
+import hashlib
 import hmac
 import logging
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from service.config.settings import ServeSettings, SettingsError, effective_values, read_settings
-from service.http import api_keys
 from service.http.api_keys import ApiKeys, read_api_keys
 
 ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef:+/="
@@ -94,7 +94,7 @@ def test_insecure_keys_cause_warnings(tmp_path: Path) -> None:
 
 
 def test_every_digest_is_compared_for_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ApiKeys({name: api_keys.hashlib.sha256(name.encode()).digest() for name in "abcd"})
+    keys = ApiKeys({name: hashlib.sha256(name.encode()).digest() for name in "abcd"})
     compared: list[bytes] = []
     compare_digest = hmac.compare_digest
 
@@ -102,7 +102,7 @@ def test_every_digest_is_compared_for_constant_time(monkeypatch: pytest.MonkeyPa
         compared.append(digest)
         return compare_digest(presented, digest)
 
-    monkeypatch.setattr(api_keys.hmac, "compare_digest", compare)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     for key in (b"a", b"d", b"z"):
         compared.clear()
         keys.name_of(key)

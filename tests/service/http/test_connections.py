@@ -39,7 +39,7 @@ class App:
             body, is_more = body + message["body"], message["more_body"]
         self.fields.append(list(scope["headers"]))
         if not self.go.is_set():
-            left = asyncio.create_task(receive())  # type: ignore[arg-type]
+            left: asyncio.Task[Any] = asyncio.create_task(receive())  # type: ignore[arg-type]
             going = asyncio.create_task(self.go.wait())
             await asyncio.wait([left, going], return_when=asyncio.FIRST_COMPLETED)
             if left.done():

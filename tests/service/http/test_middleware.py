@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from pydantic import SecretStr
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
@@ -33,7 +34,8 @@ class Guarded:
 def guarded(**settings: Any) -> Guarded:
     app, counted = FastAPI(openapi_url=None, docs_url=None, redoc_url=None), list[ApiError]()
     asked = ServeSettings(checkpoint=Path("c"), **{"api_keys": f"alice: {KEY}, bob: {KEY}2", **settings})
-    for kind, arguments in middlewares(asked, read_api_keys(asked), counted.append):
+    middleware: list[tuple[Any, dict[str, Any]]] = [*middlewares(asked, read_api_keys(asked), counted.append)]
+    for kind, arguments in middleware:
         app.add_middleware(kind, **arguments)
     install_error_handlers(app, counted.append)
 
@@ -174,7 +176,9 @@ def test_any_origin_may_be_allowed_and_never_with_credentials() -> None:
 
 @pytest.fixture
 def settings(tiny_checkpoint: Path) -> ServeSettings:
-    return ServeSettings(checkpoint=tiny_checkpoint, api_keys=f"alice: {KEY}", model_alias=("gpt-x",), max_prompts=2)
+    return ServeSettings(
+        checkpoint=tiny_checkpoint, api_keys=SecretStr(f"alice: {KEY}"), model_alias=("gpt-x",), max_prompts=2
+    )
 
 
 def test_every_route_that_documents_a_401_needs_a_key(client: TestClient, queue: EchoChannel) -> None:

@@ -81,5 +81,5 @@ def test_a_request_id_is_echoed_or_generated(client: TestClient) -> None:
 
 @pytest.mark.parametrize("bad", ["", "a b", "x" * 129, "ü", "<script>"])
 def test_an_unsafe_request_id_is_replaced(client: TestClient, bad: str) -> None:
-    given = client.get("/refuse", headers={"x-request-id": bad.encode()}).headers["x-request-id"]
+    given = client.get("/refuse", headers={b"x-request-id": bad.encode()}).headers["x-request-id"]
     assert given.startswith("req-")

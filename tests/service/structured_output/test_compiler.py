@@ -178,7 +178,8 @@ def test_every_kind_becomes_a_grammar(checker: GrammarChecker) -> None:
 def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered() -> None:
     told: list[tuple[str, str, float | None]] = []
     checker = GrammarChecker(tiny_tokenizer(), observe=lambda *observed: told.append(observed))
-    for kind, content in [("regex", "a"), ("regex", "a"), ("json", {"type": "x"})]:
+    asked: list[tuple[ConstraintKind, Any]] = [("regex", "a"), ("regex", "a"), ("json", {"type": "x"})]
+    for kind, content in asked:
         with contextlib.suppress(InvalidRequest):
             checked(checker, kind, content)
     asyncio.run(checker.grammar(None))
@@ -193,7 +194,7 @@ def test_who_waits_too_long_is_told_to_come_back() -> None:
     async def ask_two() -> list[Any]:
         slow = OutputConstraint("json", {"type": "integer", "multipleOf": 1234567}, "slow")
         fast = OutputConstraint("regex", "a", "fast")
-        return await asyncio.gather(checker.grammar(slow), checker.grammar(fast), return_exceptions=True)
+        return list(await asyncio.gather(checker.grammar(slow), checker.grammar(fast), return_exceptions=True))
 
     slow, fast = asyncio.run(ask_two())
     checker.close()

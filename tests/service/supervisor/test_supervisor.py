@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from socket import socketpair
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -59,9 +59,8 @@ class Bench:
         self.error: OSError | None = None
         self.api: Any = FakeProcess()
         first: Any = FakeProcess()
-        self.settings: Any = SimpleNamespace(
-            standby=has_standby, hang_seconds=hang_seconds, drain_seconds=drain_seconds
-        )
+        values = SimpleNamespace(standby=has_standby, hang_seconds=hang_seconds, drain_seconds=drain_seconds)
+        self.settings = cast(Any, values)
         self.supervisor = Supervisor(
             self.lifecycle,
             worker=first,

@@ -27,13 +27,13 @@ class LookingBench(Bench):
 
     def __init__(self) -> None:
         super().__init__()
+        self.fails = False
+        self.now = 0.0
+        self.step_seconds, self.look_seconds = 3.0, 1.0
         engine: Any = self.engine
         engine.attention_weights = self._attention_weights
         engine.before_step = lambda: self._spend(self.step_seconds)
         self.engine_loop = self.make_engine_loop(clock=lambda: self.now)
-        self.fails = False
-        self.now = 0.0
-        self.step_seconds, self.look_seconds = 3.0, 1.0
 
     def _spend(self, seconds: float) -> None:
         self.now += seconds

@@ -14,7 +14,9 @@ from model.gpu.quantization import FORMATS, PLAIN, Quantization, QuantizedLinear
 from model.kernels.build import CACHE, BuildError
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from service.config.settings import ModelSettings, SettingsError
+from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.config import EngineConfig
+from service.ipc.messages import Finish
 from service.worker import engine_factory, memory_plan
 from service.worker.engine_factory import EngineFacts, build_engine
 from service.worker.memory_plan import LoadedModel, ServerNeeds, plan_memory
@@ -209,7 +211,7 @@ def test_a_shorter_context_sizes_the_cache_and_ends_sequences(manifest: Manifest
     assert facts.num_blocks == 2 * 3 * 1.5
     engine.submit(make_submit("a", prompt=(1,) * 30, max_tokens=50, ignore_eos=True))
     engine.submit(make_submit("b", prompt=(1,) * 41, max_tokens=1))
-    finishes = {}
+    finishes: dict[str, Finish] = {}
     while engine.has_work:
         finishes |= {event.uid: event.finish for event in engine.step().events if event.finish}
     assert finishes["a"].num_completion_tokens == 10
@@ -312,7 +314,8 @@ def test_int8_matrices_serve_with_every_dtype(manifest: Manifest, tiny_checkpoin
         engine.submit(make_submit(prompt=(1, 2, 3, 4), max_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True))
         tokens: list[float] = []
         while engine.has_work:
-            tokens += [info.logprob for event in engine.step().events for info in event.logprobs or ()]
+            infos = [info for event in engine.step().events for info in event.logprobs or ()]
+            tokens += [info.logprob for info in infos if info.logprob is not None]
         told[dtype] = tokens
     assert len(told["float64"]) == 12
     assert told["float64"] == pytest.approx(told["float32"], abs=0.01)
@@ -348,6 +351,9 @@ def test_gpu_quantization_serves(
     flags = {"quantize": name, "dtype": "bfloat16", "attention": "sdpa"}
     engine, facts = build_engine(settings(tiny_checkpoint, **flags), manifest)
     assert facts.matrices == facts.found()["matrices"] == name
-    assert {type(m) for m in engine._runner._model.modules()} & {QuantizedLinear, nn.Linear} == {QuantizedLinear}
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner._model, nn.Module)
+    assert {type(m) for m in runner._model.modules()} & {QuantizedLinear, nn.Linear} == {QuantizedLinear}
     engine.warm_up()
     assert not engine.has_work

@@ -129,7 +129,8 @@ class Bench:
 
     def _send(self, events: list[Event]) -> None:
         self.statistics += [event for event in events if isinstance(event, StepStats | EngineIdle)]
-        if others := [event for event in events if not isinstance(event, StepStats | EngineIdle)]:
+        others: list[Event] = [event for event in events if not isinstance(event, StepStats | EngineIdle)]
+        if others:
             self.sent.append(others)
 
     def started(self) -> list[tuple[str, int]]:
