@@ -249,13 +249,13 @@ def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
 def write_recipe(path: Path, config: TrainConfig, comments: Sequence[str] = ()) -> None:
     """Write a recipe atomically. Paths of sources inside its directory are written relative to the directory."""
     directory = path.parent.resolve()
-    run = {key: value for key, value in _chosen(config).items() if key not in ("model", "sources")}
-    model = {key: config.model.to_dict()[key] for key in _chosen(config.model) if key != "vocab_size"}
+    run = {key: value for key, value in chosen_values(config).items() if key not in ("model", "sources")}
+    model = {key: config.model.to_dict()[key] for key in chosen_values(config.model) if key != "vocab_size"}
     lines = [*(f"# {comment}" for comment in comments), *_table(run), "\n[model]", *_table(model)]
     for source in config.sources:
         file = source.path.resolve()
         place = str(file.relative_to(directory) if directory in file.parents else file)
-        lines += ["\n[[sources]]", *_table(_chosen(source) | {"path": place})]
+        lines += ["\n[[sources]]", *_table(chosen_values(source) | {"path": place})]
     partial = path.with_suffix(".partial")
     partial.write_text("\n".join(lines) + "\n")
     with partial.open("rb") as file_to_sync:
@@ -263,8 +263,8 @@ def write_recipe(path: Path, config: TrainConfig, comments: Sequence[str] = ()) 
     partial.replace(path)
 
 
-def _chosen(config: TrainConfig | SourceConfig | ModelConfig) -> dict[str, Any]:
-    """Return the values that differ from the defaults."""
+def chosen_values(config: TrainConfig | SourceConfig | ModelConfig) -> dict[str, Any]:
+    """Return the values that differ from their defaults, by field name."""
     values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
     return {name: value for name, (value, default) in values.items() if value != default}
 

@@ -83,7 +83,7 @@ def test_a_run_whose_log_is_lost_names_no_loss(tmp_path: Path) -> None:
     assert train(config(), run, lambda said: None)
     facts = json.loads((run.checkpoint / "manifest.json").read_text())["training"]
     assert (facts["final_loss"], facts["final_loss_steps"]) == (None, 0)
-    assert "Training loss at the end" not in (run.checkpoint / "MODEL_CARD.md").read_text()
+    assert "final training loss" not in (run.checkpoint / "MODEL_CARD.md").read_text()
 
 
 def test_the_commit_is_this_projects_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
