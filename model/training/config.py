@@ -6,7 +6,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,10 @@ _ADVICE = "give a recipe, such as model/training/configs/tales.toml; see docs/tr
 MAX_NAME_CHARACTERS = 200  # the name is a directory name, and the manifest has this limit
 MAX_VOCAB_SIZE = 2**16  # the token ids of a corpus are held in memory as uint16
 _OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two describe the texts of the sources
+_POSITIVE = (
+    *("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes"),
+    *("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every"),
+)
 # Types of TOML values: accepted Python types, name in errors, largest value. Integers: the largest seed of a generator.
 # Other numbers: far above any useful value, and safe in float32.
 _KINDS: Mapping[object, tuple[tuple[type, ...], str, int]] = {
@@ -107,9 +111,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        positive = ("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes")
-        counts = ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every")
-        for name in (*positive, *counts):
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         other = _beyond_masks(self.model)
@@ -119,9 +121,8 @@ class TrainConfig:
             ),
             f"name must have at most {MAX_NAME_CHARACTERS} characters": len(self.name) <= MAX_NAME_CHARACTERS,
             "weight_decay and seed must not be negative": self.weight_decay >= 0 and self.seed >= 0,
-            f"vocab_size must be at most {MAX_VOCAB_SIZE:,}, not {self.vocab_size:,}": (
-                self.vocab_size <= MAX_VOCAB_SIZE
-            ),
+            f"vocab_size must be at most {MAX_VOCAB_SIZE:,}, not {self.vocab_size:,}": self.vocab_size
+            <= MAX_VOCAB_SIZE,
             "warmup_steps and decay_steps must not be negative and must fit into steps": (
                 min(self.warmup_steps, self.decay_steps) >= 0 and self.warmup_steps + self.decay_steps <= self.steps
             ),
@@ -246,12 +247,12 @@ def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
     return kind(**values)
 
 
-def write_recipe(path: Path, config: TrainConfig, comments: Sequence[str] = ()) -> None:
+def write_recipe(path: Path, config: TrainConfig) -> None:
     """Write a recipe atomically. Paths of sources inside its directory are written relative to the directory."""
     directory = path.parent.resolve()
     run = {key: value for key, value in chosen_values(config).items() if key not in ("model", "sources")}
     model = {key: config.model.to_dict()[key] for key in chosen_values(config.model) if key != "vocab_size"}
-    lines = [*(f"# {comment}" for comment in comments), *_table(run), "\n[model]", *_table(model)]
+    lines = [*_table(run), "\n[model]", *_table(model)]
     for source in config.sources:
         file = source.path.resolve()
         place = str(file.relative_to(directory) if directory in file.parents else file)

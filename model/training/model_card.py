@@ -122,11 +122,7 @@ def _held_out(measured: Mapping[str, HeldOut]) -> str:
         (name, f"{len(m.documents):,}", f"{m.bits_per_byte:.4f}", f"{m.nats_per_token:.4f}", f"{m.accuracy:.1%}")
         for name, m in measured.items()
     )
-    text = (
-        "Measured on the weights as shipped (bfloat16 files, float32 arithmetic). Accuracy is the share of tokens to "
-        "which the model gives the highest probability."
-    )
-    return f"## Held-out texts\n\n{textwrap.fill(text, 120)}\n\n{_table(header, rows)}"
+    return f"## Held-out texts\n\nMeasured on the bfloat16 files, in float32 arithmetic.\n\n{_table(header, rows)}"
 
 
 def _diversity(measured: Sequence[Diversity]) -> str:
@@ -141,9 +137,8 @@ def _diversity(measured: Sequence[Diversity]) -> str:
         rows.append((m.temperature, f"{m.num_words:,}", *shares))
     text = (
         f"{measured[0].num_samples} completions of the fixed prompts at each temperature, of at most {COUNTED_TOKENS} "
-        "tokens (top-p 1). distinct-n is the share of different n-grams of words among all n-grams of all samples (Li "
-        "et al. 2016). Repetition is the share of 4-grams that occurred earlier in the same sample (seq-rep-4, Welleck "
-        "et al. 2020)."
+        "tokens (top-p 1). distinct-n: share of different word n-grams (Li et al. 2016). Repetition: share of 4-grams "
+        "that occurred earlier in the same sample (seq-rep-4, Welleck et al. 2020)."
     )
     return f"## Diversity of samples\n\n{textwrap.fill(text, 120)}\n\n{_table(header, rows)}"
 
