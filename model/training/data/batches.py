@@ -153,8 +153,14 @@ class PackedDocuments(AttentionMetadata):
     @classmethod
     def of(cls, batch: Batch, max_length: int) -> Self:
         """Return the attention metadata of a batch."""
-        length, positions_T, starts_N = (len(batch.inputs_T),), batch.positions_T, batch.starts_N
-        return cls(length, length, positions_T, starts_N=starts_N, max_length=max_length)
+        length = (len(batch.inputs_T),)
+        return cls(
+            query_lengths=length,
+            context_lengths=length,
+            positions_T=batch.positions_T,
+            starts_N=batch.starts_N,
+            max_length=max_length,
+        )
 
 
 class Batches:
