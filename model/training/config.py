@@ -153,10 +153,7 @@ class TrainConfig:
 
 
 def _beyond_masks(model: ModelConfig) -> str:
-    """Return the attention option of a model that packed documents do not support, or "".
-
-    Attention over packed documents computes only scaled products of queries and keys.
-    """
+    """Return the attention option of a model that packed documents do not support, or ""."""
     if model.attention is AttentionKind.AVERAGE:
         return f"attention = {str(model.attention)!r}"
     if model.sliding_window is not None:
@@ -165,7 +162,7 @@ def _beyond_masks(model: ModelConfig) -> str:
 
 
 def _check_types(config: SourceConfig | TrainConfig) -> None:
-    """Check the types of TOML values, reject non-finite and too large numbers, and make lists of strings tuples."""
+    """Reject TOML values of a wrong type or size, and make lists of strings tuples."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.type == tuple[str, ...]:
@@ -210,9 +207,14 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     advice = f"{extended_by[-1]} extends it, by a path relative to its own directory" if extended_by else _ADVICE
     try:
         values = tomllib.loads(path.read_text())
-        _check_shape(values)
+        if not isinstance(values.get("extends", ""), str):
+            raise ValueError("extends must be the path of a recipe")
+        if not isinstance(values.get("model", {}), dict):
+            raise ValueError("model must be a table")
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{path}: sources must be tables, each with a path") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {advice}") from error
     except ValueError as error:  # includes invalid TOML and invalid UTF-8
@@ -223,19 +225,6 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     if "sources" in values:
         inherited = {key: value for key, value in inherited.items() if key not in _OF_SOURCES}
     return inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}
-
-
-def _check_shape(values: Mapping[str, Any]) -> None:
-    """Reject values of a wrong type that merging with another recipe could not handle."""
-    if not isinstance(values.get("extends", ""), str):
-        raise ValueError("extends must be the path of a recipe")
-    if not isinstance(values.get("model", {}), dict):
-        raise ValueError("model must be a table")
-    sources = values.get("sources", [])
-    if not isinstance(sources, list) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in sources
-    ):
-        raise ValueError("sources must be tables, each with a path")
 
 
 def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:

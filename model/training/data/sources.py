@@ -17,8 +17,8 @@ from model.training.data.conversations import Turn, conversation, transcript
 # A whole book is cut into parts of about this many characters, which count as separate documents.
 MAX_DOCUMENT_CHARACTERS = 8000
 _BOOK_CHARACTERS = 100_000
-# Shared words in a row that indicate a quotation. Runs of 13 words are common in the literature (Brown et al. 2020,
-# arXiv 2005.14165, appendix C), but an encyclopedia repeats longer phrases in its articles on villages.
+# Shared words in a row that indicate a quotation. Brown et al. 2020 (arXiv 2005.14165, appendix C) use 13 words, but an
+# encyclopedia repeats longer phrases.
 RUN_WORDS = 20
 _WORD = re.compile(r"[^\W_]+")
 # The directory of the corpora of this repository's recipes.
@@ -71,8 +71,7 @@ def read_source(config: SourceConfig) -> Source:
     """Read a corpus and split it by `id` and by document hash, so that a growing file keeps its split.
 
     Raises:
-        CorpusError: the file is missing, empty, not UTF-8 text, or has a JSON line without "text" or "turns"; or it
-            lacks a document of `held_out_ids`.
+        CorpusError: the file is missing, empty or invalid, or lacks a document of `held_out_ids`.
     """
     train: list[Document] = []
     held_out: list[str] = []
