@@ -1,9 +1,8 @@
 """Training attention over packed documents: causal attention within each document.
 
-On a GPU this is varlen flash attention (Dao et al. 2022, arXiv 2205.14135). PyTorch has no varlen kernel for CPUs.
-There, matrix products over 256 queries at a time are about twice as fast as its flash attention (docs/training-log.md).
-Both implementations share one operator. Its shapes do not depend on the document boundaries, so a training step is
-compiled only once.
+A GPU runs varlen flash attention (Dao et al. 2022, arXiv 2205.14135). A CPU runs matrix products over 256 queries,
+about twice as fast as PyTorch's flash attention on CPUs (docs/training-log.md). Both share one operator. The shapes of
+its tensors do not depend on the document boundaries, so a training step is compiled only once.
 
 Legend: T packed tokens, N + 1 document boundaries, H query heads, K key/value heads, G = H / K heads per group, D head
 dimension, Q queries and S keys of a part, X = G * Q.
@@ -29,10 +28,7 @@ _MASK_SIZES = 512
 
 
 class DocumentAttention:
-    """`AttentionBackend` for `PackedDocuments`; `others` handles all other metadata, such as held-out evaluation.
-
-    Supports a custom scale, but no bias and no sliding window.
-    """
+    """`AttentionBackend` for `PackedDocuments`, without bias and sliding window; `others` handles other metadata."""
 
     def __init__(self, others: AttentionBackend) -> None:
         self._others = others
@@ -136,9 +132,8 @@ class _Part:
         """Return the attention weights, GQS, from one matrix product for all heads of the group."""
         num_queries, num_keys = self.queries.stop - self.queries.start, len(self.k_SD)
         scores_GQS = (self.scaled_XD @ self.k_SD.T).view(-1, num_queries, num_keys)
-        scores_GQS += _future(num_keys, scores_GQS.dtype, scores_GQS.device)[
-            num_keys - num_queries : num_keys, :num_keys
-        ]
+        mask = _future(-(-num_keys // _MASK_SIZES) * _MASK_SIZES, scores_GQS.dtype, scores_GQS.device)
+        scores_GQS += mask[num_keys - num_queries : num_keys, :num_keys]
         return torch.softmax(scores_GQS, -1)
 
 
@@ -164,13 +159,9 @@ def _parts(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor) -> Ite
 
 
 @functools.lru_cache(maxsize=4)
-def _future_of(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _future(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a causal mask: -inf above the diagonal, else 0."""
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
-
-
-def _future(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a causal mask of at least `length` positions: -inf above the diagonal, else 0."""
-    return _future_of(-(-length // _MASK_SIZES) * _MASK_SIZES, dtype, device)
 
 
 def _has_varlen_kernel(q_THD: Tensor) -> bool:

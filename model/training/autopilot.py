@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,33 +26,32 @@ from torch.nn import functional
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import MANIFEST_FILE
-from model.config import ModelConfig
 from model.evaluation.samples import Complete, complete_one_by_one
 from model.nn.transformer import Transformer
-from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.native import save_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config, write_recipe
 from model.training.data.bpe import train_bpe
 from model.training.optimizer import Optimizers
-from model.training.progress import duration
-from model.training.run_length import DECAY_SHARE, Deadline
+from model.training.progress import Pace, duration
 from model.training.state import LOG_FILE, STATE_FILE, StateError, locked, read_log
 from model.training.train import RunSettings, check_output, train
 from model.training.user_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
 
 RECIPE_FILE = "recipe.toml"
+_SMALLEST_RECIPE = Path(__file__).with_name("configs") / "tales.toml"
 _PLAN_FILE, _TRAIN_FILE, _HELD_OUT_FILE = "plan.json", "text.jsonl", "held-out.jsonl"
-# A model must see this many tokens per parameter, or this many passes over a small text. With less of both, a smaller
-# model reaches a lower loss in the same time.
+# Minimum tokens per parameter, or passes over a small text. With less of both, a smaller model reaches a lower loss.
 TOKENS_PER_PARAMETER, ENOUGH_PASSES = 4, 12
 PARAMETERS_PER_TOKEN = 16  # upper limit; a larger model overfits the text at once
 MOST_PASSES = 24  # over the text; further passes only overfit
 FEWEST_STEPS = 40
+DECAY_SHARE = 0.2  # of the steps
+_TOLERANCE = 0.03  # of the steps: a smaller change does not update the config
+_WORSE_MEASUREMENTS = 2  # consecutive held-out losses above the best: the model overfits
 # Dropout starts above the first number of passes. It doubles above the second, for over _LARGE parameters per token.
 _FEW_PASSES, _MANY_PASSES, _LARGE = 8, 16, 8
 _COMPILE_FROM_SECONDS = 480.0  # compiling takes about 30 s and makes steps 1.25 times as fast
 _FINISHING_SECONDS = 5.0  # checkpoint files, loss curve and samples, without the evaluation
-_TIMED_STEPS = 3
 _SAMPLED_BYTES = 400_000  # sample that estimates the bytes per token
 _SPARE = 1.5  # keep this factor more text than the plan needs, as the machine may turn out faster
 _PROMPTS, _PROMPT_CHARACTERS = 2, 40
@@ -70,35 +70,20 @@ class Size:
     sequence_length: int
     batch_size: int
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens predicted in one optimizer step."""
-        return self.sequence_length * self.batch_size
-
-    def model(self, vocab_size: int) -> ModelConfig:
-        """Return the model config of this size. The architecture is that of the shipped model."""
+    def config(self, base: TrainConfig) -> TrainConfig:
+        """Return a recipe with a model and batches of this size."""
         heads = self.width // 32
-        return ModelConfig.from_dict(
-            {
-                "vocab_size": vocab_size,
-                "max_context_length": self.sequence_length,
-                "num_layers": self.layers,
-                "hidden_size": self.width,
-                "num_heads": heads,
-                "num_kv_heads": heads // 2 if heads % 2 == 0 else heads,
-                "head_dim": 32,
-                "mlp_size": -(-8 * self.width // 3 // 32) * 32,
-                "position": "rotary",
-                "rope_theta": 10000.0,
-                "norm": "rms_norm",
-                "norm_eps": 1e-5,
-                "mlp": "swiglu",
-                "attention_bias": False,
-                "mlp_bias": False,
-                "qk_norm": True,
-                "tie_embeddings": True,
-            }
+        model = dataclasses.replace(
+            base.model,
+            max_context_length=self.sequence_length,
+            num_layers=self.layers,
+            hidden_size=self.width,
+            num_heads=heads,
+            num_kv_heads=heads // 2 if heads % 2 == 0 else heads,
+            head_dim=32,
+            mlp_size=-(-8 * self.width // 3 // 32) * 32,
         )
+        return dataclasses.replace(base, model=model, sequence_length=self.sequence_length, batch_size=self.batch_size)
 
 
 SIZES = (
@@ -131,13 +116,11 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Chosen size and number of steps. most_steps: limit set by the text. why: reason for the size."""
+    """Recipe for a text and a time limit. most_steps: limit set by the text."""
 
-    size: Size
-    steps: int
+    config: TrainConfig
     most_steps: int
     seconds_per_step: float
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +132,47 @@ class _PlanFile:
     most_steps: int
     after_seconds: float
     planning_seconds: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Deadline:
+    """Time limit of a run, and the limit on its steps set by the size of its text.
+
+    The number of steps can change on the plateau of the learning rate (Hu et al. 2024, arXiv 2404.06395, section 4).
+    The plateau ends when the remaining time is what the decay takes, or when the model overfits. The number of steps is
+    then fixed.
+
+    at: the time limit, as `time.monotonic`. after_seconds: time needed after the last step. changed: called with each
+    new config.
+    """
+
+    at: float
+    after_seconds: float
+    most_steps: int
+    changed: Callable[[TrainConfig], None]
+    is_overfitting: bool = False
+
+    def next_config(self, step: int, config: TrainConfig, pace: Pace, held_out: Sequence[float]) -> TrainConfig:
+        """Return the config to continue with after `step` steps. held_out: all held-out losses so far."""
+        seconds = pace.seconds_per_step
+        if seconds is None or step > config.steps - config.decay_steps or step < config.warmup_steps:
+            return config
+        before, recent = held_out[:-_WORSE_MEASUREMENTS], held_out[-_WORSE_MEASUREMENTS:]
+        self.is_overfitting = bool(before) and min(recent) > min(before)
+        possible = int((self.at - self.after_seconds - time.monotonic()) / seconds)
+        steps = max(step + 1, min(step + possible, self.most_steps))
+        steps_if_decaying_now = int(step / (1 - DECAY_SHARE)) + 1
+        if self.is_overfitting:
+            steps = min(steps, steps_if_decaying_now)
+        if steps <= steps_if_decaying_now:
+            decay = steps - step
+        elif abs(steps - config.steps) <= _TOLERANCE * config.steps:
+            return config
+        else:
+            decay = int(DECAY_SHARE * steps)
+        config = dataclasses.replace(config, steps=steps, decay_steps=decay)
+        self.changed(config)
+        return config
 
 
 def train_own_text(
@@ -167,7 +191,7 @@ def train_own_text(
         CheckpointError, OSError: as in `train`.
     """
     directory, recipe = settings.run_directory, settings.run_directory / RECIPE_FILE
-    # The run and checkpoint directories may lie inside the text directory: skip their files.
+    # Skip the files of the run and checkpoint directories, which may lie inside the text directory.
     text = read_own_text(wish.corpora, apart=(directory, settings.checkpoint))
     spent = 0.0
     with locked(directory):
@@ -188,9 +212,9 @@ def train_own_text(
         at=wish.began + 60 * wish.minutes - spent,
         after_seconds=plan.after_seconds,
         most_steps=plan.most_steps,
-        changed=lambda config: write_recipe(recipe, config, _comments(text)),
+        changed=lambda config: write_recipe(recipe, config),
     )
-    settings = dataclasses.replace(settings, compile=plan.compile, deadline=deadline)
+    settings = dataclasses.replace(settings, compile=plan.compile, next_config=deadline.next_config)
     done = train(load_train_config(recipe), settings, report, should_stop, complete)
     if done:
         early = ": stopped early because the held-out loss rose; more steps would only overfit"
@@ -220,66 +244,27 @@ def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
 
 
 def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[[str], None]) -> _PlanFile:
-    """Train the tokenizer, plan the run, and write its files: the recipe last, since its presence marks them complete.
+    """Train the tokenizer, plan the run, and write its files: the recipe last, since it marks them complete.
 
     Raises:
         PlanError: the time limit is too short.
     """
     directory, size_of_text = settings.run_directory, num_bytes(text.documents)
     train_texts, held_out = hold_out(text.documents)
-    held = f"{len(held_out)} of them are held out for evaluation"
-    report(
-        f"text: {size_in_words(size_of_text)} of {text.form}; "
-        f"{held if held_out else 'too similar to each other to hold any out'}"
-    )
+    held = f"{len(held_out)} of them are held out for evaluation" if held_out else "too similar to hold any out"
+    report(f"text: {size_in_words(size_of_text)} of {text.form}; {held}")
     learned_from = _sampled(train_texts, int(1_000_000 + 400_000 * min(wish.minutes, 15.0)))
     tokenizer = train_bpe(learned_from, vocabulary_size(size_of_text))
     save_native(tokenizer, directory)
-    bytes_per_token = _bytes_per_token(tokenizer, train_texts)
+    sample = _sampled(train_texts, _SAMPLED_BYTES)
+    bytes_per_token = num_bytes(sample) / sum(len(tokenizer.encode(document)) + 1 for document in sample)
     num_tokens = int(num_bytes(train_texts) / bytes_per_token)
     report(
-        f"vocabulary: {tokenizer.vocab_size:,} tokens, chosen by the size of the text; "
-        f"{bytes_per_token:.1f} bytes per token on average"
+        f"vocabulary: {tokenizer.vocab_size:,} tokens, by the size of the text; {bytes_per_token:.1f} bytes per token"
     )
-    plan = make_plan(
-        tokenizer.vocab_size,
-        num_tokens,
-        lambda: wish.seconds_left - _FINISHING_SECONDS,
-        lambda size: _seconds_per_step(size, tokenizer.vocab_size, settings),
-    )
-    trained, source = _sources(text, directory)
-    config = make_config(
-        plan,
-        num_tokens,
-        name=wish.name,
-        description=f"It continues texts in the style of {source.name}, its only training text.",
-        seed=wish.seed,
-        vocab_size=tokenizer.vocab_size,
-        sources=(trained, source) if held_out else (trained,),
-        sample_prompts=tuple(_prompt(document) for document in (held_out or train_texts)[:_PROMPTS]),
-    )
-    _report_plan(plan, config, num_tokens, report)
-    most_bytes = int(_SPARE * plan.steps * plan.size.tokens_per_step * bytes_per_token)
-    for path, texts in ((trained.path, _sampled(train_texts, most_bytes)), (source.path, held_out)):
-        path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-    evaluation_steps = num_bytes(held_out) / bytes_per_token / plan.size.tokens_per_step
-    plan_file = _PlanFile(
-        digests=text.digests,
-        compile=settings.compile and plan.steps * plan.seconds_per_step >= _COMPILE_FROM_SECONDS,
-        most_steps=plan.most_steps,
-        after_seconds=_FINISHING_SECONDS + evaluation_steps * plan.seconds_per_step,
-        planning_seconds=60 * wish.minutes - wish.seconds_left,
-    )
-    (directory / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan_file)))
-    write_recipe(directory / RECIPE_FILE, config, _comments(text))
-    return plan_file
-
-
-def _sources(text: OwnText, directory: Path) -> tuple[SourceConfig, SourceConfig]:
-    """Return the sources of the training text and of the held-out text."""
-    file_names = [Path(name).name for name in text.digests]
+    names = [Path(path).name for path in text.digests]
     source = SourceConfig(
-        name=", ".join(file_names) if len(file_names) < 4 else f"{len(file_names)} files",
+        name=", ".join(names) if len(names) < 4 else f"{len(names)} files",
         path=directory / _HELD_OUT_FILE,
         repeats=0,
         held_out=1.0,
@@ -288,7 +273,36 @@ def _sources(text: OwnText, directory: Path) -> tuple[SourceConfig, SourceConfig
     trained = dataclasses.replace(
         source, name=f"{source.name}, to learn from", path=directory / _TRAIN_FILE, repeats=1, held_out=0.0
     )
-    return trained, source
+    base = base_config(
+        tokenizer.vocab_size,
+        name=wish.name,
+        description=f"It continues texts in the style of {source.name}, its only training text.",
+        seed=wish.seed,
+        sources=(trained, source) if held_out else (trained,),
+        sample_prompts=tuple(_prompt(document) for document in (held_out or train_texts)[:_PROMPTS]),
+    )
+    plan = make_plan(
+        base,
+        num_tokens,
+        lambda: wish.seconds_left - _FINISHING_SECONDS,
+        lambda config: _seconds_per_step(config, settings),
+    )
+    config = plan.config
+    _report_plan(plan, num_tokens, report)
+    most_bytes = int(_SPARE * config.steps * config.tokens_per_step * bytes_per_token)
+    for path, texts in ((trained.path, _sampled(train_texts, most_bytes)), (source.path, held_out)):
+        path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+    evaluation_steps = num_bytes(held_out) / bytes_per_token / config.tokens_per_step
+    plan_file = _PlanFile(
+        digests=text.digests,
+        compile=settings.compile and config.steps * plan.seconds_per_step >= _COMPILE_FROM_SECONDS,
+        most_steps=plan.most_steps,
+        after_seconds=_FINISHING_SECONDS + evaluation_steps * plan.seconds_per_step,
+        planning_seconds=60 * wish.minutes - wish.seconds_left,
+    )
+    (directory / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan_file)))
+    write_recipe(directory / RECIPE_FILE, config)
+    return plan_file
 
 
 def vocabulary_size(num_bytes: int) -> int:
@@ -296,8 +310,18 @@ def vocabulary_size(num_bytes: int) -> int:
     return int(min(max(1 << round(math.log2(2.3 * math.sqrt(num_bytes))), 512), 8192))
 
 
+def base_config(vocab_size: int, **values: Any) -> TrainConfig:
+    """Return the recipe tales.toml with another vocabulary and other values. Its architecture serves all sizes."""
+    recipe = load_train_config(_SMALLEST_RECIPE)
+    model = dataclasses.replace(recipe.model, vocab_size=vocab_size)
+    return dataclasses.replace(recipe, vocab_size=vocab_size, model=model, checkpoint_minutes=0.4, **values)
+
+
 def make_plan(
-    vocab_size: int, num_tokens: int, seconds_left: Callable[[], float], seconds_per_step: Callable[[Size], float]
+    base: TrainConfig,
+    num_tokens: int,
+    seconds_left: Callable[[], float],
+    seconds_per_step: Callable[[TrainConfig], float],
 ) -> Plan:
     """Time models of increasing size, and return the largest that fits the time and the text of `num_tokens` tokens.
 
@@ -307,89 +331,63 @@ def make_plan(
     Raises:
         PlanError: the time is too short for the smallest model.
     """
-    chosen, seconds, why = SIZES[0], seconds_per_step(SIZES[0]), "the largest available size"
-    for size in SIZES[1:]:
-        parameters = size.model(vocab_size).num_parameters
+    config, *larger_configs = (size.config(base) for size in SIZES)
+    seconds = seconds_per_step(config)
+    for larger in larger_configs:
+        parameters = larger.model.num_parameters
         if parameters > PARAMETERS_PER_TOKEN * num_tokens:
-            why = "the largest that this amount of text supports"
             break
-        timed = seconds_per_step(size)
-        tokens = int(seconds_left() / timed) * size.tokens_per_step
+        timed = seconds_per_step(larger)
+        tokens = int(seconds_left() / timed) * larger.tokens_per_step
         if tokens < min(TOKENS_PER_PARAMETER * parameters, ENOUGH_PASSES * num_tokens):
-            why = "the largest that sees enough text within the time limit"
             break
-        chosen, seconds = size, timed
+        config, seconds = larger, timed
     left = seconds_left()
     if left < FEWEST_STEPS * seconds:
         needed = FEWEST_STEPS * seconds - left
         raise PlanError(f"too few --minutes: the smallest model needs {needed:.0f} s more on this machine")
-    most = max(FEWEST_STEPS, MOST_PASSES * num_tokens // chosen.tokens_per_step)
-    return Plan(size=chosen, steps=min(int(left / seconds), most), most_steps=most, seconds_per_step=seconds, why=why)
-
-
-def make_config(
-    plan: Plan,
-    num_tokens: int,
-    *,
-    name: str,
-    description: str,
-    seed: int,
-    vocab_size: int,
-    sources: tuple[SourceConfig, ...],
-    sample_prompts: tuple[str, ...],
-) -> TrainConfig:
-    """Return the recipe of a plan for a text of `num_tokens` tokens."""
-    size, steps, model = plan.size, plan.steps, plan.size.model(vocab_size)
-    passes = steps * size.tokens_per_step / num_tokens
-    is_large = model.num_parameters > _LARGE * num_tokens
-    rate = 1e-2 * min(1.0, 256 / size.width)
-    return TrainConfig(
-        name=name,
-        description=description,
-        seed=seed,
-        vocab_size=vocab_size,
-        model=model,
-        sources=sources,
-        sequence_length=size.sequence_length,
-        batch_size=size.batch_size,
+    most = max(FEWEST_STEPS, MOST_PASSES * num_tokens // config.tokens_per_step)
+    steps = min(int(left / seconds), most)
+    passes = steps * config.tokens_per_step / num_tokens
+    is_large = config.model.num_parameters > _LARGE * num_tokens
+    rate = 1e-2 * min(1.0, 256 / config.model.hidden_size)
+    config = dataclasses.replace(
+        config,
         steps=steps,
         warmup_steps=min(steps // 4, 10 + steps // 30),
         decay_steps=int(DECAY_SHARE * steps),
         dropout=0.0 if passes <= _FEW_PASSES else 0.2 if passes > _MANY_PASSES and is_large else 0.1,
         matrix_lr=rate,
         adam_lr=0.6 * rate,
-        weight_decay=0.1,
-        grad_clip=1.0,
-        checkpoint_minutes=0.4,
         evaluate_every=max(1, steps // 12),
-        sample_prompts=sample_prompts,
     )
+    return Plan(config=config, most_steps=most, seconds_per_step=seconds)
 
 
-def _report_plan(plan: Plan, config: TrainConfig, num_tokens: int, report: Callable[[str], None]) -> None:
-    model, tokens = config.model, config.tokens_per_step
-    passes = plan.steps * tokens / num_tokens
+def _report_plan(plan: Plan, num_tokens: int, report: Callable[[str], None]) -> None:
+    config, model, tokens = plan.config, plan.config.model, plan.config.tokens_per_step
+    passes = config.steps * tokens / num_tokens
     extent = f"{passes:.0f} passes over the text" if passes >= 1.5 else f"{passes:.0%} of the text"
     dropout = f", with dropout {config.dropout} against overfitting" if config.dropout else ""
     report(
         f"model: {model.num_parameters / 1e6:.2g} million parameters, {model.num_layers} layers of width "
-        f"{model.hidden_size}, {plan.why}"
+        f"{model.hidden_size}, the largest that fits the text and the time limit"
     )
-    report(f"training: {plan.steps:,} steps of {tokens:,} tokens, {extent}{dropout}")
-    if plan.steps == plan.most_steps:
+    report(f"training: {config.steps:,} steps of {tokens:,} tokens, {extent}{dropout}")
+    if config.steps == plan.most_steps:
         report(f"the run ends before the time limit: over {MOST_PASSES} passes would only overfit the text")
 
 
-def _seconds_per_step(size: Size, vocab_size: int, settings: RunSettings) -> float:
+def _seconds_per_step(config: TrainConfig, settings: RunSettings) -> float:
     """Return the median duration of training steps on random tokens, without torch.compile, after a warm-up step."""
-    device, model = settings.device, Transformer(size.model(vocab_size), ATTENTION_BACKENDS[settings.attention])
+    device, model = settings.device, Transformer(config.model, ATTENTION_BACKENDS[settings.attention])
     model.initialize(0)
     model.to(device)
     optimizer = Optimizers(model, matrix_lr=1e-3, adam_lr=1e-3, weight_decay=0.0)
-    rows = AttentionMetadata.uncached((size.sequence_length,) * size.batch_size, device)
-    tokens = torch.randint(vocab_size, (size.tokens_per_step + 1,)).to(device)
+    rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, device)
+    tokens = torch.randint(config.vocab_size, (config.tokens_per_step + 1,)).to(device)
     durations: list[float] = []
-    for _ in range(_TIMED_STEPS + 1):
+    for _ in range(4):
         began = time.monotonic()
         with torch.autocast(device, dtype=torch.bfloat16, enabled=settings.precision == "bfloat16"):
             loss = functional.cross_entropy(model(tokens[:-1], rows, None), tokens[1:])
@@ -401,21 +399,10 @@ def _seconds_per_step(size: Size, vocab_size: int, settings: RunSettings) -> flo
     return statistics.median(durations[1:])
 
 
-def _comments(text: OwnText) -> list[str]:
-    files = [f"  {name}: SHA-256 {digest}" for name, digest in text.digests.items()]
-    return ["Made by kvasir train --corpus from", *files]
-
-
 def _sampled(documents: Sequence[str], most_bytes: int) -> list[str]:
     """Return evenly spaced documents of about `most_bytes` bytes in total, or all documents."""
     share = min(1.0, most_bytes / num_bytes(documents))
     return [text for index, text in enumerate(documents) if int((index + 1) * share) > int(index * share)]
-
-
-def _bytes_per_token(tokenizer: ByteLevelTokenizer, documents: Sequence[str]) -> float:
-    """Estimate the bytes per token, counting the end-of-text token of each document."""
-    sample = _sampled(documents, _SAMPLED_BYTES)
-    return num_bytes(sample) / sum(len(tokenizer.encode(document)) + 1 for document in sample)
 
 
 def _prompt(document: str) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,10 @@ _ADVICE = "give a recipe, such as model/training/configs/tales.toml; see docs/tr
 MAX_NAME_CHARACTERS = 200  # the name is a directory name, and the manifest has this limit
 MAX_VOCAB_SIZE = 2**16  # the token ids of a corpus are held in memory as uint16
 _OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two describe the texts of the sources
+_POSITIVE = (
+    *("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes"),
+    *("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every"),
+)
 # Types of TOML values: accepted Python types, name in errors, largest value. Integers: the largest seed of a generator.
 # Other numbers: far above any useful value, and safe in float32.
 _KINDS: Mapping[object, tuple[tuple[type, ...], str, int]] = {
@@ -107,9 +111,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        positive = ("matrix_lr", "adam_lr", "grad_clip", "checkpoint_minutes")
-        counts = ("vocab_size", "sequence_length", "batch_size", "steps", "evaluate_every")
-        for name in (*positive, *counts):
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         other = _beyond_masks(self.model)
@@ -119,9 +121,8 @@ class TrainConfig:
             ),
             f"name must have at most {MAX_NAME_CHARACTERS} characters": len(self.name) <= MAX_NAME_CHARACTERS,
             "weight_decay and seed must not be negative": self.weight_decay >= 0 and self.seed >= 0,
-            f"vocab_size must be at most {MAX_VOCAB_SIZE:,}, not {self.vocab_size:,}": (
-                self.vocab_size <= MAX_VOCAB_SIZE
-            ),
+            f"vocab_size must be at most {MAX_VOCAB_SIZE:,}, not {self.vocab_size:,}": self.vocab_size
+            <= MAX_VOCAB_SIZE,
             "warmup_steps and decay_steps must not be negative and must fit into steps": (
                 min(self.warmup_steps, self.decay_steps) >= 0 and self.warmup_steps + self.decay_steps <= self.steps
             ),
@@ -152,10 +153,7 @@ class TrainConfig:
 
 
 def _beyond_masks(model: ModelConfig) -> str:
-    """Return the attention option of a model that packed documents do not support, or "".
-
-    Attention over packed documents computes only scaled products of queries and keys.
-    """
+    """Return the attention option of a model that packed documents do not support, or ""."""
     if model.attention is AttentionKind.AVERAGE:
         return f"attention = {str(model.attention)!r}"
     if model.sliding_window is not None:
@@ -164,7 +162,7 @@ def _beyond_masks(model: ModelConfig) -> str:
 
 
 def _check_types(config: SourceConfig | TrainConfig) -> None:
-    """Check the types of TOML values, reject non-finite and too large numbers, and make lists of strings tuples."""
+    """Reject TOML values of a wrong type or size, and make lists of strings tuples."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.type == tuple[str, ...]:
@@ -209,9 +207,14 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     advice = f"{extended_by[-1]} extends it, by a path relative to its own directory" if extended_by else _ADVICE
     try:
         values = tomllib.loads(path.read_text())
-        _check_shape(values)
+        if not isinstance(values.get("extends", ""), str):
+            raise ValueError("extends must be the path of a recipe")
+        if not isinstance(values.get("model", {}), dict):
+            raise ValueError("model must be a table")
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{path}: sources must be tables, each with a path") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {advice}") from error
     except ValueError as error:  # includes invalid TOML and invalid UTF-8
@@ -224,19 +227,6 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     return inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}
 
 
-def _check_shape(values: Mapping[str, Any]) -> None:
-    """Reject values of a wrong type that merging with another recipe could not handle."""
-    if not isinstance(values.get("extends", ""), str):
-        raise ValueError("extends must be the path of a recipe")
-    if not isinstance(values.get("model", {}), dict):
-        raise ValueError("model must be a table")
-    sources = values.get("sources", [])
-    if not isinstance(sources, list) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in sources
-    ):
-        raise ValueError("sources must be tables, each with a path")
-
-
 def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if unknown := sorted(set(values) - {field.name for field in fields}):
@@ -246,16 +236,16 @@ def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
     return kind(**values)
 
 
-def write_recipe(path: Path, config: TrainConfig, comments: Sequence[str] = ()) -> None:
+def write_recipe(path: Path, config: TrainConfig) -> None:
     """Write a recipe atomically. Paths of sources inside its directory are written relative to the directory."""
     directory = path.parent.resolve()
-    run = {key: value for key, value in _chosen(config).items() if key not in ("model", "sources")}
-    model = {key: config.model.to_dict()[key] for key in _chosen(config.model) if key != "vocab_size"}
-    lines = [*(f"# {comment}" for comment in comments), *_table(run), "\n[model]", *_table(model)]
+    run = {key: value for key, value in chosen_values(config).items() if key not in ("model", "sources")}
+    model = {key: config.model.to_dict()[key] for key in chosen_values(config.model) if key != "vocab_size"}
+    lines = [*_table(run), "\n[model]", *_table(model)]
     for source in config.sources:
         file = source.path.resolve()
         place = str(file.relative_to(directory) if directory in file.parents else file)
-        lines += ["\n[[sources]]", *_table(_chosen(source) | {"path": place})]
+        lines += ["\n[[sources]]", *_table(chosen_values(source) | {"path": place})]
     partial = path.with_suffix(".partial")
     partial.write_text("\n".join(lines) + "\n")
     with partial.open("rb") as file_to_sync:
@@ -263,8 +253,8 @@ def write_recipe(path: Path, config: TrainConfig, comments: Sequence[str] = ()) 
     partial.replace(path)
 
 
-def _chosen(config: TrainConfig | SourceConfig | ModelConfig) -> dict[str, Any]:
-    """Return the values that differ from the defaults."""
+def chosen_values(config: TrainConfig | SourceConfig | ModelConfig) -> dict[str, Any]:
+    """Return the values that differ from their defaults, by field name."""
     values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
     return {name: value for name, (value, default) in values.items() if value != default}
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from model.config import ModelConfig
-from model.config_enums import AttentionKind, NormKind, NormPlacement, PositionKind
 from model.evaluation.evaluation import Evaluation
 from model.evaluation.likelihood import HeldOut
 from model.evaluation.prompts import PromptKind
 from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Diversity, Sample
-from model.training.config import TrainConfig
+from model.training.config import TrainConfig, chosen_values
 from model.training.data.sources import RUN_WORDS
+from model.training.progress import duration
 
 LOSS_CURVE_FILE = "loss.png"
+_VALUES = "| key | value |\n|---|---|"
 _KINDS: dict[PromptKind | None, str] = {
     None: "",
     PromptKind.STORY: "### Stories\n\n",
@@ -51,7 +51,7 @@ def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: in
 def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any], evaluation: Evaluation) -> None:
     """Write the model card. Sections without data (held-out texts, samples, a description) are left out."""
     sections = (
-        _architecture(config),
+        _introduction(config),
         _data(config, training),
         _recipe(config, training),
         _held_out(evaluation.held_out),
@@ -66,49 +66,13 @@ def _table(header: str, rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([header, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def _architecture(config: TrainConfig) -> str:
+def _introduction(config: TrainConfig) -> str:
     text = (
         f"A decoder-only transformer of {config.model.num_parameters:,} parameters, trained from scratch by "
         f"`kvasir train` in this repository. {config.description}"
     )
-    lines = [textwrap.fill(part.strip(), 120) for part in (text, describe_model(config.model))]
-    return f"# {config.name}\n\n{lines[0]}\n\n## Architecture\n\n{lines[1]}"
-
-
-def describe_model(model: ModelConfig) -> str:
-    """Describe the architecture in one sentence."""
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    if model.attention is AttentionKind.AVERAGE:
-        attention = f"averages of all earlier values, {heads} heads of {model.head_dim}"
-    elif heads == kv_heads:
-        attention = f"{heads} attention head{'s' * (heads > 1)} of {model.head_dim}"
-    else:
-        attention = f"{heads} query and {kv_heads} key/value head{'s' * (kv_heads > 1)} of {model.head_dim}"
-    if model.qk_norm:
-        attention += ", normalised queries and keys"
-    if model.sliding_window is not None:
-        attention += f", a sliding window of {model.sliding_window}"
-        if model.global_layers:
-            attention += f" except in layers {', '.join(map(str, model.global_layers))}"
-    positions = "no" if model.position is PositionKind.NONE else str(model.position).replace("_", " ")
-    positions += " positions"
-    if model.rotary_dim is not None:
-        positions += f" in {model.rotary_dim} of {model.head_dim} dimensions"
-    if model.rope_scaling is not None:
-        positions += f" ({model.rope_scaling.kind} scaling)"
-    norm = "RMSNorm" if model.norm is NormKind.RMS_NORM else "LayerNorm"
-    parts = (
-        f"{model.num_layers} layers",
-        f"width {model.hidden_size}",
-        attention,
-        f"{model.mlp} MLP of {model.mlp_size}" + (" beside the attention" if model.parallel_residual else ""),
-        norm + (" after each half of a block" if model.norm_placement is NormPlacement.POST else ""),
-        positions,
-        f"{'tied' if model.tie_embeddings else 'untied'} embeddings",
-        f"a context of {model.max_context_length:,} tokens",
-        f"byte-level BPE of {model.vocab_size:,} tokens trained on the same text",
-    )
-    return ", ".join(parts) + "."
+    rows = chosen_values(config.model).items()
+    return f"# {config.name}\n\n{textwrap.fill(text.strip(), 120)}\n\n## Architecture\n\n{_table(_VALUES, rows)}"
 
 
 def _data(config: TrainConfig, training: Mapping[str, Any]) -> str:
@@ -137,29 +101,17 @@ def _data(config: TrainConfig, training: Mapping[str, Any]) -> str:
 
 
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:
-    tokens, averaged, seconds = training["tokens"], training["final_loss_steps"], training["seconds"]
-    epochs = (tokens - config.chat_steps * config.tokens_per_step) / training["epoch_tokens"]
-    amount = f"{tokens / 1e6:.1f} million" if tokens >= 1_000_000 else f"{tokens:,}"
-    text = (
-        f"{training['steps']:,} steps of {config.batch_size} x {config.sequence_length} tokens "
-        f"({amount} tokens, {epochs:.2g} epochs), Muon on the matrices (peak {config.matrix_lr}) and AdamW on the rest "
-        f"(peak {config.adam_lr}), {config.warmup_steps} steps of warm-up, {config.decay_steps} of linear decay, "
-        f"weight decay {config.weight_decay}, gradients clipped at {config.grad_clip}, computed in "
-        f"{training['precision']}; seed {config.seed}, commit `{training['commit'][:12]}`. {training['hardware']}: "
-        + (f"{seconds / 60:.0f} minutes." if seconds >= 120 else f"{seconds:.1f} seconds.")
-    )
-    if config.mask_documents:
-        text += " Attention stays within a document."
-    if config.dropout:
-        text += f" Dropout of {config.dropout} on the output of attention and MLP."
-    if config.chat_steps:
-        text += f" The last {config.chat_steps:,} steps train on conversations, with loss on the assistant's turns."
-    section = f"## Recipe\n\n{textwrap.fill(text, 120, break_on_hyphens=False)}\n\n![loss curve]({LOSS_CURVE_FILE})"
-    if not averaged:  # the log of the run is missing
-        return section
-    phase = ", of the chat phase" if config.chat_steps >= averaged else ""
-    loss = f"{training['final_loss']:.4f} nats per token"
-    return f"{section}\n\nTraining loss at the end, the mean of the last {averaged} steps{phase}: {loss}."
+    """Return the table of the recipe's values, and of what was measured during the run."""
+    epochs = (training["tokens"] - config.chat_steps * config.tokens_per_step) / training["epoch_tokens"]
+    hidden = ("name", "description", "model", "sources", "vocab_size", "sample_prompts", "checkpoint_minutes")
+    rows = {key: value for key, value in chosen_values(config).items() if key not in hidden}
+    rows["tokens"] = f"{training['tokens']:,} ({epochs:.2g} epochs)"
+    if training["final_loss_steps"]:  # 0 if the log of the run is missing
+        mean = f"mean of the last {training['final_loss_steps']} steps"
+        rows["final training loss"] = f"{training['final_loss']:.4f} nats per token, {mean}"
+    rows["duration of the steps"] = f"{duration(training['seconds'])} on {training['hardware']}"
+    rows |= {"precision": training["precision"], "commit": f"`{training['commit'][:12]}`"}
+    return f"## Recipe\n\n{_table(_VALUES, rows.items())}\n\n![loss curve]({LOSS_CURVE_FILE})"
 
 
 def _held_out(measured: Mapping[str, HeldOut]) -> str:
@@ -170,11 +122,7 @@ def _held_out(measured: Mapping[str, HeldOut]) -> str:
         (name, f"{len(m.documents):,}", f"{m.bits_per_byte:.4f}", f"{m.nats_per_token:.4f}", f"{m.accuracy:.1%}")
         for name, m in measured.items()
     )
-    text = (
-        "Measured on the weights as shipped (bfloat16 files, float32 arithmetic). Accuracy is the share of tokens to "
-        "which the model gives the highest probability."
-    )
-    return f"## Held-out texts\n\n{textwrap.fill(text, 120)}\n\n{_table(header, rows)}"
+    return f"## Held-out texts\n\nMeasured on the bfloat16 files, in float32 arithmetic.\n\n{_table(header, rows)}"
 
 
 def _diversity(measured: Sequence[Diversity]) -> str:
@@ -189,9 +137,8 @@ def _diversity(measured: Sequence[Diversity]) -> str:
         rows.append((m.temperature, f"{m.num_words:,}", *shares))
     text = (
         f"{measured[0].num_samples} completions of the fixed prompts at each temperature, of at most {COUNTED_TOKENS} "
-        "tokens (top-p 1). distinct-n is the share of different n-grams of words among all n-grams of all samples (Li "
-        "et al. 2016). Repetition is the share of 4-grams that occurred earlier in the same sample (seq-rep-4, Welleck "
-        "et al. 2020)."
+        "tokens (top-p 1). distinct-n: share of different word n-grams (Li et al. 2016). Repetition: share of 4-grams "
+        "that occurred earlier in the same sample (seq-rep-4, Welleck et al. 2020)."
     )
     return f"## Diversity of samples\n\n{textwrap.fill(text, 120)}\n\n{_table(header, rows)}"
 

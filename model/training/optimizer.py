@@ -1,7 +1,7 @@
 """Optimizers (Muon for the hidden matrices, AdamW for the rest) and learning-rate schedule.
 
-Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); its updates are scaled to the magnitude of AdamW's as in
-Liu et al. 2025 (arXiv 2502.16982), so that both use similar learning rates. Both optimizers are PyTorch's.
+Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Its updates are scaled to the magnitude of AdamW's updates
+(Liu et al. 2025, arXiv 2502.16982), so that both use similar learning rates.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
-"""Progress of a run: a live bar on a terminal, a line every 30 s elsewhere."""
+"""Progress of a run: its recent speed, and a live bar on a terminal or a line every 30 s elsewhere."""
 
+import collections
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from rich.progress import BarColumn, TextColumn
@@ -14,6 +14,30 @@ from model.training.config import TrainConfig
 
 _LINE_SECONDS = 30.0
 _SMOOTHING = 20  # steps
+_WINDOW_SECONDS = 60.0  # window over which the speed is measured
+
+
+class Pace:
+    """Recent speed of a run, including the work between steps."""
+
+    def __init__(self) -> None:
+        self._marks: collections.deque[tuple[int, float]] = collections.deque()
+
+    def record(self, step: int) -> None:
+        """Record that `step` steps are done."""
+        now = time.monotonic()
+        self._marks.append((step, now))
+        # Keep at least two measurements, even if they are far apart.
+        while len(self._marks) > 2 and now - self._marks[1][1] > _WINDOW_SECONDS:
+            self._marks.popleft()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean over the window; None before two steps are recorded."""
+        if len(self._marks) < 2:
+            return None
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        return (ended - began) / (last - first)
 
 
 class Progress:
@@ -36,9 +60,7 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def update(
@@ -46,8 +68,7 @@ class Progress:
     ) -> None:
         """Show a finished step.
 
-        held_out: the held-out loss; None if it was not measured after this step. spent: seconds of training so far.
-        seconds: per step; None if unknown.
+        held_out: held-out loss, None if not measured. spent: seconds of training. seconds: per step, None if unknown.
         """
         self._loss = loss if self._loss is None else self._loss + (loss - self._loss) / _SMOOTHING
         if held_out is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from model.training.config import TrainConfig
 
 STATE_FILE, LOG_FILE = "state.safetensors", "log.jsonl"
-# The files of a run directory, without the tokenizer.
+# Files of a run directory, without the tokenizer
 RUN_FILES = (STATE_FILE, "state.partial", LOG_FILE, "log.partial", "lock")
 _LENGTHS = ("steps", "decay_steps", "chat_steps")
 _CHANGEABLE = ("checkpoint_minutes", "evaluate_every", "sample_prompts", "description", *_LENGTHS)
@@ -32,7 +32,7 @@ class StateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """State of a run: steps done, seconds spent on them, and tensors of model and optimizers by name."""
+    """Steps done, seconds spent on the steps, and tensors of model and optimizers by name."""
 
     step: int
     seconds: float

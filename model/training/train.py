@@ -5,33 +5,42 @@ batch and the learning rate are functions of the step number alone, and the save
 """
 
 import contextlib
+import dataclasses
 import math
+import os
+import platform
 import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.loading import check_writable
+from model.checkpoint.loading import check_writable, load_model, save_checkpoint
+from model.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from model.checkpoint.shards import remove_shards
+from model.evaluation.evaluation import evaluate_checkpoint
 from model.evaluation.likelihood import evaluate
-from model.evaluation.samples import Complete, complete_one_by_one
+from model.evaluation.samples import Complete, Sample, Sampler, complete_one_by_one
 from model.nn.transformer import Block, Transformer
+from model.sampling.params import SamplingParams
+from model.tokenizer.stream import StreamDecoder
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus
-from model.training.data.batches import UNTRAINED, Batch, PackedDocuments
+from model.training.data.batches import UNTRAINED, PackedDocuments
 from model.training.data.sources import check_sources
-from model.training.finish import PARTIAL_DIRECTORY, FinishedRun, finish
+from model.training.model_card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.optimizer import Optimizers, rate_factor
-from model.training.progress import Progress
-from model.training.run_length import Deadline, Pace
+from model.training.progress import Pace, Progress
 from model.training.state import (
     LOG_FILE,
     STATE_FILE,
@@ -40,10 +49,17 @@ from model.training.state import (
     deterministic,
     load_state,
     locked,
+    read_log,
     save_state,
 )
 
 _HELD_OUT_TEXTS = 64
+# Directory inside the checkpoint directory in which the files are written, so that a killed run leaves nothing else.
+_PARTIAL_DIRECTORY = ".partial"
+_FINAL_STEPS = 100  # the final training loss is the mean over these steps
+_SHOWN_SAMPLES = 6  # printed; the card has all samples
+# Default sampling parameters of a chat model, for requests that set none.
+_CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +70,8 @@ class RunSettings:
     precision: "float32" or "bfloat16" (autocast: weights stay float32).
     stop_after: stop as if interrupted after this many steps; None for never.
     attention: the backend: "sdpa", or "eager" to measure the gain of the fused kernels.
-    deadline: may change the number of steps while the learning rate is on its plateau; None keeps the config's.
+    next_config: called after each step with the steps done, the config, the pace and all held-out losses. Returns the
+        config to continue with; before the learning rate decays, the numbers of steps may change. None: no changes.
     """
 
     run_directory: Path
@@ -64,7 +81,7 @@ class RunSettings:
     compile: bool
     stop_after: int | None
     attention: str = "sdpa"
-    deadline: Deadline | None = None
+    next_config: Callable[[int, TrainConfig, Pace, Sequence[float]], TrainConfig] | None = None
 
 
 def default_precision(device: str) -> str:
@@ -109,16 +126,7 @@ def train(
         trainer = Trainer(config, settings, read_corpus(config, settings.run_directory, report))
         if not trainer.run(report, should_stop):
             return False
-        run = FinishedRun(
-            config=trainer.config,
-            corpus=trainer.corpus,
-            tensors=trainer.model.state_dict(),
-            run_directory=settings.run_directory,
-            device=settings.device,
-            precision=settings.precision,
-            seconds=trainer.seconds,
-        )
-        finish(run, settings.checkpoint, complete, report)
+        _finish(trainer, complete, report)
         return True
 
 
@@ -128,8 +136,12 @@ def check_output(settings: RunSettings) -> None:
     Raises:
         CheckpointError: the checkpoint directory holds files that this run did not write.
     """
-    shutil.rmtree(settings.checkpoint / PARTIAL_DIRECTORY, ignore_errors=True)
+    shutil.rmtree(settings.checkpoint / _PARTIAL_DIRECTORY, ignore_errors=True)
     check_writable(settings.checkpoint, may_replace=(settings.run_directory / STATE_FILE).exists())
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 class Trainer:
@@ -154,13 +166,9 @@ class Trainer:
         self._corpora = [source.sha256 for source in corpus.sources]
         state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
-            saved: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
-            for name, tensor in state.tensors.items():
-                kind, _, rest = name.partition("/")
-                saved[kind][rest] = tensor
-            self.model.load_state_dict(saved["model"])
+            self.model.load_state_dict(_below("model/", state.tensors))
             if state.step:  # the optimizers have no state before the first step
-                self.optimizers.load_state_tensors(saved["optimizer"])
+                self.optimizers.load_state_tensors(_below("optimizer/", state.tensors))
             self.step, self.seconds = state.step, state.seconds
         self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
@@ -170,18 +178,6 @@ class Trainer:
             if source.held_out
         }
 
-    def _batch(self) -> Batch:
-        """Return the batch of the current step."""
-        start = self.config.chat_start
-        if self.step >= start:
-            return self.corpus.chat.batch(self.step - start)
-        return self.corpus.pretraining.batch(self.step)
-
-    def _metadata(self, batch: Batch) -> AttentionMetadata:
-        if not self.config.mask_documents:
-            return self._rows
-        return PackedDocuments.of(batch, self.config.sequence_length)
-
     def _loss_of(self, inputs_T: Tensor, targets_T: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Return the mean loss over the target tokens.
 
@@ -190,10 +186,6 @@ class Trainer:
         logits_TV = self.model(inputs_T, metadata, None)
         total = functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED, reduction="sum")
         return total / (targets_T != UNTRAINED).sum().clamp(min=1)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        enabled = self.settings.precision == "bfloat16"
-        return torch.autocast(self.settings.device, dtype=torch.bfloat16, enabled=enabled)
 
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
         """Train until the last step or `stop_after`, with periodic saves. Returns whether the last step was reached."""
@@ -216,8 +208,8 @@ class Trainer:
                     losses.append(line["held_out_loss"])
                 log.write(**line)
                 pace.record(self.step)
-                if settings.deadline is not None:
-                    self.config = settings.deadline.next_config(self.step, config, pace, losses)
+                if settings.next_config is not None:
+                    self.config = settings.next_config(self.step, config, pace, losses)
                 progress.update(
                     self.config, self.step, loss, line.get("held_out_loss"), self.seconds, pace.seconds_per_step
                 )
@@ -233,14 +225,19 @@ class Trainer:
         Raises:
             ValueError: the loss or the gradient norm is not finite.
         """
-        batch = self._batch().to(self.settings.device)
+        chat_step = self.step - self.config.chat_start
+        batch = self.corpus.pretraining.batch(self.step) if chat_step < 0 else self.corpus.chat.batch(chat_step)
+        batch = batch.to(self.settings.device)
+        metadata = self._rows
         if self.config.mask_documents:
             torch._dynamo.mark_dynamic(batch.starts_N, 0)  # the number of documents varies by batch
+            metadata = PackedDocuments.of(batch, self.config.sequence_length)
         if self.config.dropout:
             # Dropout depends on the step alone, so that a resumed run repeats it. torch takes 64-bit seeds.
             torch.manual_seed((self.config.seed * 2**32 + self.step) % 2**63)
-        with self._autocast():
-            loss = self._loss(batch.inputs_T, batch.targets_T, self._metadata(batch))
+        is_bfloat16 = self.settings.precision == "bfloat16"
+        with torch.autocast(self.settings.device, dtype=torch.bfloat16, enabled=is_bfloat16):
+            loss = self._loss(batch.inputs_T, batch.targets_T, metadata)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizers.step(rate_factor(self.step, self.config))
@@ -264,3 +261,125 @@ class Trainer:
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizers.state_tensors().items()}
         state = RunState(step=self.step, seconds=self.seconds, tensors=tensors)
         save_state(self.settings.run_directory, state, self.config, self._corpora)
+
+
+def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None]) -> None:
+    """Write the checkpoint in bfloat16, measure it, and write its manifest and model card.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    config, corpus, directory = trainer.config, trainer.corpus, trainer.settings.checkpoint
+    log = read_log(trainer.settings.run_directory / LOG_FILE)
+    training = _facts(trainer, log)
+    partial = directory / _PARTIAL_DIRECTORY
+    report(f"writing {directory}")
+
+    def write() -> None:
+        save_checkpoint(
+            partial,
+            config=config.model,
+            tensors=trainer.model.state_dict(),
+            tokenizer=corpus.tokenizer,
+            name=config.name,
+            training=training,
+            dtype=torch.bfloat16,
+            generation=_CHAT_SAMPLING if config.chat_steps else None,
+        )
+
+    write()
+    backend = ATTENTION_BACKENDS["sdpa"]
+    served = load_model(read_manifest(partial), device=trainer.settings.device, dtype=torch.float32, attention=backend)
+    evaluation = evaluate_checkpoint(
+        served,
+        corpus.tokenizer,
+        splits={source.config.name: source.held_out for source in corpus.sources},
+        sampler=None if config.sample_prompts else Sampler(served, corpus.tokenizer, partial, complete),
+        report=report,
+    )
+    for name, measured in evaluation.held_out.items():
+        losses = f"{measured.bits_per_byte:.4f} bits per byte, {measured.nats_per_token:.4f} nats per token"
+        report(f"held out, {name}: {losses}, next-token accuracy {measured.accuracy:.1%}")
+    training["held_out_bits_per_byte"] = {name: m.bits_per_byte for name, m in evaluation.held_out.items()}
+    training["held_out_nats_per_token"] = {name: m.nats_per_token for name, m in evaluation.held_out.items()}
+    training["held_out_accuracy"] = {name: m.accuracy for name, m in evaluation.held_out.items()}
+    write()
+    draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
+    if config.sample_prompts:
+        evaluation = dataclasses.replace(evaluation, samples=_samples(trainer, served, complete))
+    for sample in evaluation.samples[:_SHOWN_SAMPLES]:
+        report(f"\n{sample.prompt}{sample.completion}")
+    write_model_card(partial / "MODEL_CARD.md", config, training, evaluation)
+    remove_shards(directory)
+    # The manifest is last, since it marks a complete checkpoint.
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == MANIFEST_FILE):
+        path.replace(directory / path.name)
+    partial.rmdir()
+
+
+def _samples(trainer: Trainer, model: Transformer, complete: Complete) -> list[Sample]:
+    """Return a completion of each prompt in the recipe."""
+    tokenizer, prompts = trainer.corpus.tokenizer, trainer.config.sample_prompts
+    assert tokenizer.bos_token_id is not None  # training and serving also start with it
+    encoded = [[tokenizer.bos_token_id, *tokenizer.encode(prompt)] for prompt in prompts]
+    params = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=0)
+    samples = []
+    for prompt, ids in zip(prompts, complete(model, tokenizer, encoded, [params] * len(encoded)), strict=True):
+        decoder = StreamDecoder(tokenizer)
+        samples.append(Sample(prompt=prompt, completion=decoder.push(ids) + decoder.flush()))
+    return samples
+
+
+def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the provenance of the model, for its manifest and card."""
+    config, last = trainer.config, log[-_FINAL_STEPS:]
+    return {
+        "seed": config.seed,
+        "steps": config.steps,
+        "chat_steps": config.chat_steps,
+        "tokens": config.steps * config.tokens_per_step,
+        "epoch_tokens": trainer.corpus.pretraining.mixture.epoch_length,
+        "seconds": round(trainer.seconds, 1),
+        "precision": trainer.settings.precision,
+        "hardware": _hardware(trainer.settings.device),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "final_loss": float(np.mean([line["loss"] for line in last])) if last else None,  # the log is missing
+        "final_loss_steps": len(last),
+        "sources": [
+            {
+                "name": source.config.name,
+                "licence": source.config.licence,
+                "attribution": source.config.attribution,
+                "sha256": source.sha256,
+                "repeats": source.config.repeats,
+                "chat_repeats": source.config.chat_repeats,
+                "documents": len(source.train),
+                "held_out_documents": len(source.held_out),
+                "left_out_documents": source.left_out,
+            }
+            for source in trainer.corpus.sources
+        ],
+    }
+
+
+def _hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()} CPUs, {model}"
+
+
+def _commit() -> str:
+    """Return the commit of this repository, or "unknown" outside of a repository."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    try:
+        # An installed copy may lie inside a different repository (site-packages), which does not track this file.
+        subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=True)
+        return subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

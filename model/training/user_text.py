@@ -53,7 +53,7 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
     files = [file for path in paths for file in _files(path, without)]
     named = str(paths[0]) if len(paths) == 1 else f"{len(files)} files"
     digests: dict[str, str] = {}
-    texts: list[tuple[str, bool]] = []  # each with whether it is one document
+    texts: list[str] = []
     total = 0
     for file in files:
         raw = _read(file)
@@ -62,7 +62,7 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
             raise CorpusError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
         digests[str(file)] = hashlib.sha256(raw).hexdigest()
         texts += _texts(file, _decoded(file, raw))
-    _check_size(named, num_bytes(text for text, _ in texts), "of text")
+    _check_size(named, num_bytes(texts), "of text")
     documents, form = _documented(texts)
     unique = list({"".join(document.lower().split()): document for document in documents}.values())
     _check_size(named, num_bytes(unique), f"of text remain after removing duplicates from {size_in_words(total)}")
@@ -146,21 +146,15 @@ def _decoded(path: Path, raw: bytes) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _texts(path: Path, text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the texts of a file, each with whether it is one document."""
+def _texts(path: Path, text: str) -> list[str]:
+    """Return the separate texts of a file."""
     if _suffix(path) in _JSON_SUFFIXES:
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                yield _json_text(path, number, line), True
-        return
+        lines = enumerate(text.split("\n"), start=1)
+        return [_json_text(path, number, line) for number, line in lines if line.strip()]
     if END_OF_TEXT in text:
-        yield from ((part.strip("\n"), True) for part in text.split(END_OF_TEXT))
-        return
+        return [part.strip("\n") for part in text.split(END_OF_TEXT)]
     pieces = _BLANK_LINES.split(text)
-    if len(pieces) > 1 and len(text) >= len(pieces) * _DOCUMENT_CHARACTERS:
-        yield from ((piece, True) for piece in pieces)
-    else:
-        yield text, False
+    return pieces if len(text) >= len(pieces) * _DOCUMENT_CHARACTERS else [text]
 
 
 def _json_text(path: Path, number: int, line: str) -> str:
@@ -172,17 +166,12 @@ def _json_text(path: Path, number: int, line: str) -> str:
         raise CorpusError(f'{path}, line {number:,}: each line must be a JSON object with a "text"') from error
 
 
-def _documented(texts: Sequence[tuple[str, bool]]) -> tuple[list[str], str]:
-    """Cut texts into training documents. Also returns a phrase that describes them."""
-    total = sum(len(text) for text, _ in texts)
-    size = max(400, min(PART_CHARACTERS, total // _FEWEST_PARTS))
-    documents: list[str] = []
-    is_cut = False
-    for text, is_document in texts:
-        parts = [text] if is_document and len(text) <= 3 * size else list(_parts(text, size))
-        documents += [part.strip("\n") for part in parts if part.strip()]
-        is_cut = is_cut or len(parts) > 1
-    if not is_cut:
+def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
+    """Cut long texts into training documents. Also returns a phrase that describes them."""
+    size = max(400, min(PART_CHARACTERS, sum(map(len, texts)) // _FEWEST_PARTS))
+    parts = [part for text in texts for part in ([text] if len(text) <= 3 * size else _parts(text, size))]
+    documents = [part.strip("\n") for part in parts if part.strip()]
+    if len(parts) == len(texts):
         return documents, f"{len(documents):,} documents"
     what = "running text" if len(texts) == 1 else f"{len(texts):,} texts"
     return documents, f"{what}, cut at sentences into {len(documents):,} documents of about {size:,} characters"
@@ -206,10 +195,8 @@ def _check_size(named: str, size: int, what: str) -> None:
 
 def size_in_words(size: int) -> str:
     """Format a number of bytes with two significant digits."""
-    for unit, length in (("MB", 10**6), ("KB", 10**3)):
-        if size >= length:
-            return f"{size / length:.{0 if size >= 10 * length else 1}f} {unit}"
-    return f"{size} bytes"
+    unit, length = ("MB", 10**6) if size >= 10**6 else ("KB", 10**3)
+    return f"{size / length:.{0 if size >= 10 * length else 1}f} {unit}" if size >= length else f"{size} bytes"
 
 
 def num_bytes(texts: Iterable[str]) -> int:

@@ -1,9 +1,9 @@
 """Batches of a run, by number: a pure function of texts, weights and seed.
 
-Training proceeds in rounds of ROUND_BATCHES batches. Each source contributes its share of the tokens to a round,
-starting where the previous round stopped. A source is shuffled again for each of its epochs, so every document occurs
-once before any occurs twice. The pieces within a round are shuffled too. Round r does not depend on the length of the
-run or on earlier calls. An interrupted run can therefore resume exactly, and a run on its plateau can be lengthened.
+Each source contributes its share of the tokens to a round of ROUND_BATCHES batches, starting where its share of the
+previous round stopped. A source is shuffled for each of its epochs, so every document occurs once before any document
+occurs twice. A round does not depend on the length of the run or on earlier calls. An interrupted run can therefore
+resume exactly, and a run can be lengthened.
 
 Legend: T tokens of a batch, N + 1 boundaries of its N sequences (each start, and the end of the last).
 """
@@ -30,10 +30,8 @@ Ids = NDArray[np.uint16]
 class TokenizedSource:
     """Concatenated tokens of a source.
 
-    token_ids: the tokens of all documents; a document starts and ends with `bos_token_id`.
-    starts: offset of each document, and the end of the last document.
-    trained: loss mask per token.
-    repeats: number of times a document occurs in an epoch of the mixture.
+    token_ids: all documents; a document starts and ends with `bos_token_id`. starts: offset of each document, and the
+    end of the last. trained: loss mask per token. repeats: occurrences of a document in an epoch of the mixture.
     """
 
     token_ids: Ids
@@ -55,13 +53,9 @@ class Piece(NamedTuple):
 
 
 class Mixture:
-    """Weighted mixture of sources, as rounds of pieces of documents.
+    """Weighted mixture of sources, as rounds of `round_length` predicted tokens.
 
-    Args:
-        piece_length: a longer document is cut into pieces of this many predicted tokens.
-        round_length: predicted tokens per round.
-        seed: seed of the shuffles.
-        tag: number of the phase, which is mixed into the seed.
+    A document longer than `piece_length` predicted tokens is cut into pieces. seed, tag: seed of the shuffles.
 
     Raises:
         CorpusError: there are no tokens.

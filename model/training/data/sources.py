@@ -5,7 +5,7 @@ import hashlib
 import json
 import lzma
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from model.training.data.conversations import Turn, conversation, transcript
 # A whole book is cut into parts of about this many characters, which count as separate documents.
 MAX_DOCUMENT_CHARACTERS = 8000
 _BOOK_CHARACTERS = 100_000
-# Shared words in a row that indicate a quotation. Runs of 13 words are common in the literature (Brown et al. 2020,
-# arXiv 2005.14165, appendix C), but an encyclopedia repeats longer phrases in its articles on villages.
+# Shared words in a row that indicate a quotation. Brown et al. 2020 (arXiv 2005.14165, appendix C) use 13 words, but an
+# encyclopedia repeats longer phrases.
 RUN_WORDS = 20
 _WORD = re.compile(r"[^\W_]+")
 # The directory of the corpora of this repository's recipes.
@@ -39,10 +39,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One corpus, split into training and held-out documents, both in file order.
-
-    left_out: number of training documents that `leave_out_held_out` removed.
-    """
+    """One corpus in file order. left_out: number of training documents that quote a held-out text."""
 
     config: SourceConfig
     sha256: str
@@ -62,12 +59,9 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
         try:
             path.open("rb").close()
         except FileNotFoundError as error:
-            is_repository_corpus = not {_CORPORA, _CORPORA.resolve()}.isdisjoint(path.parents)
-            advice = (
-                "the corpora are not part of this repository, docs/training.md lists them"
-                if is_repository_corpus
-                else f"correct the path of source {source.name}, which starts at the directory of its recipe"
-            )
+            advice = f"correct the path of source {source.name}, which starts at the directory of its recipe"
+            if not {_CORPORA, _CORPORA.resolve()}.isdisjoint(path.parents):
+                advice = "the corpora are not part of this repository, docs/training.md lists them"
             raise CorpusError(f"{path}: no such file; {advice}") from error
         except OSError as error:
             raise CorpusError(f"{path}: {error.strerror}; it is the path of source {source.name}") from error
@@ -77,8 +71,7 @@ def read_source(config: SourceConfig) -> Source:
     """Read a corpus and split it by `id` and by document hash, so that a growing file keeps its split.
 
     Raises:
-        CorpusError: the file is missing, empty, not UTF-8 text, or has a JSON line without "text" or "turns"; or it
-            lacks a document of `held_out_ids`.
+        CorpusError: the file is missing, empty or invalid, or lacks a document of `held_out_ids`.
     """
     train: list[Document] = []
     held_out: list[str] = []
@@ -112,16 +105,12 @@ def leave_out_held_out(sources: Iterable[Source]) -> list[Source]:
 
     Words are compared without case, punctuation and spaces. Texts with fewer words are compared as a whole.
     """
-    sources = list(sources)
+    sources, cleaned = list(sources), []
     held_out = {run for source in sources for text in source.held_out for run in word_runs(text)}
-    return [_without(source, held_out) for source in sources]
-
-
-def _without(source: Source, held_out: Set[int]) -> Source:
-    if not held_out:
-        return source
-    kept = [document for document in source.train if held_out.isdisjoint(word_runs(document.text))]
-    return dataclasses.replace(source, train=kept, left_out=len(source.train) - len(kept))
+    for source in sources:
+        kept = [text for text in source.train if not held_out or held_out.isdisjoint(word_runs(text.text))]
+        cleaned.append(dataclasses.replace(source, train=kept, left_out=len(source.train) - len(kept)))
+    return cleaned
 
 
 def word_runs(text: str) -> Iterator[int]:

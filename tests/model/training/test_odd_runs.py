@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from model.training import finish
 from model.training.config import SourceConfig, TrainConfig
 from model.training.corpus import read_corpus
 from model.training.data.batches import ROUND_BATCHES, TokenizedSource
 from model.training.data.sources import CorpusError, leave_out_held_out, read_source
 from model.training.state import read_log
-from model.training.train import train
+from model.training.train import _commit, train
 from tests.model.training.test_train import config, losses, saved_step, settings
 
 
@@ -83,20 +82,20 @@ def test_a_run_whose_log_is_lost_names_no_loss(tmp_path: Path) -> None:
     assert train(config(), run, lambda said: None)
     facts = json.loads((run.checkpoint / "manifest.json").read_text())["training"]
     assert (facts["final_loss"], facts["final_loss_steps"]) == (None, 0)
-    assert "Training loss at the end" not in (run.checkpoint / "MODEL_CARD.md").read_text()
+    assert "final training loss" not in (run.checkpoint / "MODEL_CARD.md").read_text()
 
 
 def test_the_commit_is_this_projects_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package may be installed inside a repository of the user, which does not contain it."""
-    shutil.copy(finish.__file__, tmp_path / "finish.py")
+    shutil.copy(_commit.__globals__["__file__"], tmp_path / "train.py")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@localhost"]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
-    monkeypatch.setattr(finish, "__file__", str(tmp_path / "finish.py"))
-    assert finish._commit() == "unknown"
-    subprocess.run([*git, "add", "finish.py"], check=True)
+    monkeypatch.setitem(_commit.__globals__, "__file__", str(tmp_path / "train.py"))
+    assert _commit() == "unknown"
+    subprocess.run([*git, "add", "train.py"], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
-    assert finish._commit() == head.strip()
+    assert _commit() == head.strip()
 
 
 def test_half_a_character_is_as_good_as_any(tmp_path: Path) -> None:

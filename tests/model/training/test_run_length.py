@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from model.training import run_length as module
+from model.checkpoint.manifest import read_manifest
+from model.training import autopilot, progress
+from model.training.autopilot import Deadline
 from model.training.config import TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
-from model.training.run_length import Deadline, Pace
+from model.training.progress import Pace
 from model.training.train import train
 from tests.model.training.test_train import config as fables
 from tests.model.training.test_train import losses, no_completions, settings
@@ -30,7 +32,8 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     fake = Time()
-    monkeypatch.setattr(module, "time", fake)
+    for module in (autopilot, progress):
+        monkeypatch.setattr(module, "time", fake)
     return fake
 
 
@@ -128,18 +131,15 @@ def test_pace_is_the_recent_speed(time: Time) -> None:
     assert pace.seconds_per_step == pytest.approx(3.0)
 
 
-class Shorter(Deadline):
-    """Deadline that shortens a run while it is in progress."""
-
-    def next_config(self, step: int, config: TrainConfig, *_: object) -> TrainConfig:
-        return dataclasses.replace(config, steps=12, decay_steps=4) if step == 6 else config
+def _shorten(step: int, config: TrainConfig, *_: object) -> TrainConfig:
+    return dataclasses.replace(config, steps=12, decay_steps=4) if step == 6 else config
 
 
 def test_shortened_run_has_the_losses_of_the_shorter_run(tmp_path: Path) -> None:
-    deadline = Shorter(at=0.0, after_seconds=0.0, most_steps=1, changed=lambda config: None)
-    shortened = dataclasses.replace(settings(tmp_path, "shortened"), deadline=deadline)
+    shortened = dataclasses.replace(settings(tmp_path, "shortened"), next_config=_shorten)
     assert train(fables(steps=16, decay_steps=4), shortened, lambda text: None, complete=no_completions)
     short = fables(steps=12, decay_steps=4)
     assert train(short, settings(tmp_path, "short"), lambda text: None, complete=no_completions)
     assert len(losses(tmp_path, "short")) == 12
     assert losses(tmp_path, "shortened") == losses(tmp_path, "short")
+    assert read_manifest(shortened.checkpoint).training["steps"] == 12

@@ -168,8 +168,8 @@ def _bits(model: torch.nn.Module, ids: list[int], until: int | None = None) -> f
 
 def test_bfloat16_autocast_learns_too(tmp_path: Path) -> None:
     run = settings(tmp_path, precision="bfloat16")
-    train(config(), dataclasses.replace(run, stop_after=20), lambda text: None)
-    assert losses(tmp_path, "run")[-1] < 0.85 * losses(tmp_path, "run")[0]
+    train(config(), dataclasses.replace(run, stop_after=29), lambda text: None)
+    assert losses(tmp_path, "run")[-1] < 0.8 * losses(tmp_path, "run")[0]
 
 
 def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) -> None:

@@ -95,6 +95,24 @@ def test_a_run_directory_inside_the_corpus_directory_resumes(here: Path) -> None
     assert len(losses(here / "runs" / "mine")) == 2
 
 
+def test_texts_that_all_quote_each_other_are_one_source(here: Path) -> None:
+    quoted = " ".join(f"word{number}" for number in range(30))
+    (here / "my.txt").write_text("<|endoftext|>".join(f"{number} {quoted}" for number in range(120)))
+    assert run("--stop-after", "1") == 0
+    (source,) = load_train_config(here / "runs" / "mine" / "recipe.toml").sources
+    assert source.path == here / "runs" / "mine" / "text.jsonl"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_only_the_remaining_time(here: Path) -> None:
+    assert run("--stop-after", "3") == 0
+    path = here / "runs" / "mine" / "plan.json"
+    planned = load_train_config(here / "runs" / "mine" / "recipe.toml").steps
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"planning_seconds": 3600.0}))
+    assert run() == 0
+    assert len(losses(here / "runs" / "mine")) < planned / 2
+
+
 @pytest.mark.slow
 def test_a_killed_and_interrupted_run_resumes_to_the_end_of_its_recipe(here: Path) -> None:
     process = start(here)
