@@ -118,7 +118,7 @@ def parts(results: Mapping[str, Any]) -> dict[str, str]:
     titles = {name: row["title"] for name, row in training["rows"].items()}
     rows = []
     for name, row in training["rows"].items():
-        compared = {"other": None, "difference": None, "verdict": None}
+        compared: dict[str, str | None] = {"other": None, "difference": None, "verdict": None}
         if difference := found.get(name):
             text = f"{difference.mean:+.3f} ± {difference.error:.3f}"
             compared = {"other": titles[row["compared_with"]], "difference": text, "verdict": difference.verdict}
