@@ -6,6 +6,7 @@ import pytest
 
 from loadtest.client.outcome import Ending
 from loadtest.scenarios.bench_overload import TimedLoad, aims, growth_per_minute, retry_after_errors, ttft_of
+from loadtest.scenarios.closed_and_open_loop import LoadRun
 from tests.loadtest.outcomes import outcome
 
 
