@@ -170,14 +170,24 @@ def summarize(
         "client_cpu_share": client_cpu_share,
         "slo_breaches": slo.breaches(outcomes, duration_seconds),
     }
+    return result | _latency_statistics(done) | _request_lists(outcomes)
+
+
+def _latency_statistics(done: Sequence[Outcome]) -> dict[str, float | None]:
+    result: dict[str, float | None] = {}
     statistics: dict[str, Callable[[list[float]], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
     statistics |= {f"p{share}": partial(np.percentile, q=share) for share in PERCENTILES}
     for metric, values in latencies_ms(done).items():
         for name, statistic in statistics.items():
             result[f"{name}_{metric}_ms"] = float(statistic(values)) if values else None
+    return result
+
+
+def _request_lists(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+    """Return per-request lists, in the order of the requests."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.index)
     start = min((outcome.intended_seconds for outcome in ordered), default=0.0)
-    return result | {
+    return {
         "input_lens": [o.prompt_tokens for o in ordered],
         "output_lens": [o.completion_tokens for o in ordered],
         "ttfts": [o.ttft_seconds for o in ordered],

@@ -19,7 +19,7 @@ import httptools
 import msgspec
 
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import CompletionRequest
+from loadtest.client.workload import LoadRequest
 
 COMPLETIONS_PATH = "/v1/completions"
 RECEIVE_BYTES = 65536
@@ -116,7 +116,7 @@ class CompletionReader:
         chunk_seconds: arrival of each chunk with text or token ids so far.
     """
 
-    def __init__(self, request: CompletionRequest, intended_seconds: float | None = None) -> None:
+    def __init__(self, request: LoadRequest, intended_seconds: float | None = None) -> None:
         self.request = request
         self.chunk_seconds: list[float] = []
         self.status: int | None = None
@@ -262,9 +262,7 @@ class CompletionReader:
         return None
 
 
-def complete_blocking(
-    target: Target, request: CompletionRequest, *, model: str | None, timeout_seconds: float
-) -> Outcome:
+def complete_blocking(target: Target, request: LoadRequest, *, model: str | None, timeout_seconds: float) -> Outcome:
     """Send one completion over its own connection and read it to its end. Every failure is an outcome."""
     reader = CompletionReader(request)
     deadline = reader.sent_seconds + timeout_seconds
@@ -353,7 +351,7 @@ class AsyncClient:
         self._idle: list[_Connection] = []
 
     async def complete(
-        self, request: CompletionRequest | CompletionReader, *, model: str | None, intended_seconds: float | None = None
+        self, request: LoadRequest | CompletionReader, *, model: str | None, intended_seconds: float | None = None
     ) -> Outcome:
         """Send one completion and read it to its end. Every failure of the server is an outcome.
 

@@ -79,7 +79,7 @@ class WorkloadSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompletionRequest:
+class LoadRequest:
     """One request to `/v1/completions`, and the behaviour of its client.
 
     prompt: text, or token ids.
@@ -212,7 +212,7 @@ class Workload:
         # Number of the first passage. Neighbouring seeds get distant ones.
         self._origin = random.Random(spec.seed).randrange(1 << 30)
 
-    def request(self, index: int) -> CompletionRequest:
+    def request(self, index: int) -> LoadRequest:
         """Return request number `index`: always the same for the same number."""
         spec = self.spec
         rng = random.Random((spec.seed << 32) + index)
@@ -220,7 +220,7 @@ class Workload:
         output = min(output, spec.max_context_tokens // 2)
         room = int((spec.max_context_tokens - output - PROMPT_SLACK) / self._passages.overshoot)
         client, cancel_after = self._client(rng, output)
-        return CompletionRequest(
+        return LoadRequest(
             index=index,
             prompt=self._prompt(index, prefix, max(1, min(prompt, room))),
             max_tokens=output,

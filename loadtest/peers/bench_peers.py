@@ -33,8 +33,8 @@ from loadtest.peers.comparison_cells import (
     QUIET_CORES,
     STEADY_SHARE,
     Cell,
-    Pair,
-    Progress,
+    ComparedPair,
+    PairStore,
     make_cells,
     random_prompts,
 )
@@ -48,7 +48,7 @@ _LOOK_SECONDS, _PATIENCE_SECONDS = 0.25, 20.0  # of the wait for a quiet machine
 class Comparison:
     """Runner of the comparison: starts the engines that are needed, measures pairs, and stops the engines."""
 
-    def __init__(self, files: PeerFiles, threads: int, attempts: int, kept: Progress) -> None:
+    def __init__(self, files: PeerFiles, threads: int, attempts: int, kept: PairStore) -> None:
         self._files, self._threads, self._attempts, self._kept = files, threads, attempts, kept
         self._probe = ProcessorProbe(threads)
         self._running: dict[tuple[str, bool], DriverProcess | PeerServer] = {}  # by name, and True for a server
@@ -70,9 +70,9 @@ class Comparison:
         except MeasurementFailed as error:
             lines = str(error).splitlines()
             reason = ": ".join(dict.fromkeys((lines[0], lines[-1])))
-            self._kept.add(Pair(cell=cell.key, peer=peer.name, round=number, error=reason))
+            self._kept.add(ComparedPair(cell=cell.key, peer=peer.name, round=number, error=reason))
 
-    def _pair(self, cell: Cell, peer: Peer, number: int, attempt: int) -> Pair:
+    def _pair(self, cell: Cell, peer: Peer, number: int, attempt: int) -> ComparedPair:
         """Measure both sides with fresh prompts. The side that goes first alternates between rounds."""
         prompts = self._prompts(cell, f"{peer.name} {number} {attempt}")
         foreign, began = ForeignWork(), time.monotonic()
@@ -86,7 +86,7 @@ class Comparison:
         pairs = zip(ours.pop("token_ids", [])[:_AGREED], theirs.pop("token_ids", [])[:_AGREED], strict=False)
         if agreements := [mine == other for mine, other in pairs]:
             theirs["first_tokens_alike"] = float([*agreements, False].index(False))
-        return Pair(
+        return ComparedPair(
             cell=cell.key,
             peer=peer.name,
             round=number,
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if unavailable else 0
     facts = provenance(parser.prog, arguments.given) | {"other_work_cores": quiet_or_warned(parser.prog)}
     cells = make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
-    kept = Progress(files.directory / "progress.jsonl")
+    kept = PairStore(files.directory / "progress.jsonl")
     comparison = Comparison(files, arguments.threads, arguments.attempts, kept)
     with ExitStack() as stack:
         stack.callback(comparison.stop_all)

@@ -101,7 +101,7 @@ def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
+class ComparedPair:
     """Figures of Kvasir and a peer in one cell, measured one right after the other, or the peer's error.
 
     ours, theirs: figures by name; "tokens_per_second" is the one that is compared.
@@ -121,13 +121,13 @@ class Pair:
     error: str | None = None
 
 
-class Progress:
+class PairStore:
     """Append-only file of measured pairs. A last line that a crash cut off is skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        self.pairs = [Pair(**json.loads(line)) for line in lines]
+        self.pairs = [ComparedPair(**json.loads(line)) for line in lines]
 
     @property
     def usual_gflops(self) -> float:
@@ -135,7 +135,7 @@ class Progress:
         probes = [probe for pair in self.pairs for probe in pair.gflops]
         return statistics.median(probes) if probes else 0.0
 
-    def add(self, pair: Pair) -> None:
+    def add(self, pair: ComparedPair) -> None:
         """Store a pair, in memory and in the file."""
         self.pairs.append(pair)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,18 +165,18 @@ class Progress:
             rows = {peer: _summary(found, usual) for peer, found in measured.items()}
             yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
 
-    def _of(self, cell: Cell, peer: str) -> list[Pair]:
+    def _of(self, cell: Cell, peer: str) -> list[ComparedPair]:
         return [pair for pair in self.pairs if (pair.cell, pair.peer) == (cell.key, peer)]
 
 
-def _speed_share(pair: Pair, usual: float) -> float:
+def _speed_share(pair: ComparedPair, usual: float) -> float:
     """Return the lowest probe of a pair relative to the usual speed; 1 without probes."""
     return min(pair.gflops) / usual if pair.gflops else 1.0
 
 
-def _summary(pairs: Sequence[Pair], usual: float) -> dict[str, Any]:
+def _summary(pairs: Sequence[ComparedPair], usual: float) -> dict[str, Any]:
     # Of each round, the least disturbed pair. Pairs at the processors' usual speed come first.
-    best: dict[int, tuple[bool, float, Pair]] = {}
+    best: dict[int, tuple[bool, float, ComparedPair]] = {}
     for pair in pairs:
         if pair.other_work_cores is not None:
             rank = (_speed_share(pair, usual) < STEADY_SHARE, pair.other_work_cores)

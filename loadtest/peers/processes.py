@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.client.workload import CompletionRequest
+from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.peers.comparison_cells import Cell
 from loadtest.peers.engines import ROOT
@@ -104,7 +104,7 @@ class PeerServer:
             MeasurementFailed: a request failed.
         """
         requests = [
-            CompletionRequest(index=index, prompt=prompt, max_tokens=cell.output_tokens, temperature=0.0)
+            LoadRequest(index=index, prompt=prompt, max_tokens=cell.output_tokens, temperature=0.0)
             for index, prompt in zip(self._indexes, prompts, strict=False)
         ]
         target = self._service.target

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.client.workload import CompletionRequest
+from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.spread import spread
-from loadtest.scenarios.closed_and_open_loop import Run, complete_all
+from loadtest.scenarios.closed_and_open_loop import LoadRun, complete_all
 from loadtest.scenarios.instant_engine import STEP_MS, serve_instantly
 from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds
 
@@ -26,10 +26,10 @@ _PROGRAM = "loadtest.scenarios.bench_frontend"
 _TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
-def _measure(service: ServiceProcess, num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, Run]:
+def _measure(service: ServiceProcess, num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, LoadRun]:
     """Return the CPU seconds of the API process for one load, and the clients' outcomes."""
     requests = [
-        CompletionRequest(index=index, prompt="Once upon a time", max_tokens=num_tokens, temperature=0.0)
+        LoadRequest(index=index, prompt="Once upon a time", max_tokens=num_tokens, temperature=0.0)
         for index in range(num_requests)
     ]
     processes = service.api_processes()

@@ -25,7 +25,7 @@ import numpy as np
 
 from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import AsyncClient, CompletionReader, Target
-from loadtest.client.workload import CompletionRequest
+from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.shape_names import SHAPE_SIZES
@@ -93,11 +93,11 @@ async def measure(target: Target, load: ArrivalLoad, *, vocab_size: int) -> list
     rng, seen = random.Random(load.seed), []
     client = AsyncClient(target, timeout_seconds=3600)
 
-    def request(num_tokens: int, max_tokens: int) -> CompletionRequest:
+    def request(num_tokens: int, max_tokens: int) -> LoadRequest:
         # Random ids, which no cache holds. The vocabulary's last id is left out: it may end a text.
         prompt = [rng.randrange(vocab_size - 1) for _ in range(num_tokens)]
         seed = rng.randrange(2**31)
-        return CompletionRequest(index=0, prompt=prompt, max_tokens=max_tokens, seed=seed, return_token_ids=True)
+        return LoadRequest(index=0, prompt=prompt, max_tokens=max_tokens, seed=seed, return_token_ids=True)
 
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(client.close)

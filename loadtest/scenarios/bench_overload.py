@@ -43,7 +43,7 @@ from loadtest.client.sse_client import AsyncClient, Target
 from loadtest.client.workload import Workload, WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.other_processes import ForeignWork
-from loadtest.scenarios.closed_and_open_loop import Run, arrivals, run_closed, run_open
+from loadtest.scenarios.closed_and_open_loop import LoadRun, arrivals, run_closed, run_open
 from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds, kvasir_serve
 from service.config.settings import ServeSettings, SettingsError, read_settings
 
@@ -65,7 +65,7 @@ class TimedLoad:
     beyond the steady part counts by the share of its chunks inside.
     """
 
-    run: Run
+    run: LoadRun
     settled_seconds: float
     ended_seconds: float
 
@@ -165,11 +165,9 @@ def running(arguments: argparse.Namespace, flood: str, polite: str) -> Iterator[
             os.sched_setaffinity(0, cores)
 
 
-async def measure(
-    arguments: argparse.Namespace, service: ServiceProcess, polite: str, num_slots: int
-) -> dict[str, Any]:
-    """Run the loads one after the other and return their figures."""
-    discovered = discover(service.target)
+def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
+    """Return a workload that fits the service."""
+    discovered = discover(target)
     # Requests of one length that begin together also end together, and the load would come in waves.
     spec = WorkloadSpec(
         kind=WorkloadKind.LOGNORMAL,
@@ -178,10 +176,18 @@ async def measure(
         max_context_tokens=discovered.max_context_tokens or WorkloadSpec().max_context_tokens,
         seed=arguments.seed,
     )
-    requests = map(Workload(spec, discovered.passages).request, itertools.count())
+    return Workload(spec, discovered.passages)
+
+
+async def measure(
+    arguments: argparse.Namespace, service: ServiceProcess, polite: str, num_slots: int
+) -> dict[str, Any]:
+    """Run the loads one after the other and return their figures."""
+    workload = _workload(arguments, service.target)
+    requests = map(workload.request, itertools.count())
     client, settle, others = AsyncClient(service.target), arguments.settle_seconds, {}
 
-    async def load(label: str, seconds: float, send: Callable[[float], Awaitable[Run]]) -> TimedLoad:
+    async def load(label: str, seconds: float, send: Callable[[float], Awaitable[LoadRun]]) -> TimedLoad:
         """Run a load whose steady part takes `seconds`, and record the CPU use of other processes."""
         show(label)
         foreign, began = ForeignWork(), time.perf_counter()
@@ -190,7 +196,7 @@ async def measure(
         return TimedLoad(run, began + settle, began + settle + seconds)
 
     async def closed(label: str, num_streams: int, seconds: float) -> TimedLoad:
-        def send(total: float) -> Awaitable[Run]:
+        def send(total: float) -> Awaitable[LoadRun]:
             end = time.perf_counter() + total
             timely = itertools.takewhile(lambda _: time.perf_counter() < end, requests)
             return run_closed(client, timely, model=None, num_streams=num_streams)
@@ -202,22 +208,16 @@ async def measure(
     rate = arguments.times * max(calm.requests_per_second for calm in (saturation, *(level for _, level in levels)))
     before = scrape(service.target)
 
-    def flood(total: float) -> Awaitable[Run]:
+    def flood(total: float) -> Awaitable[LoadRun]:
         offsets = itertools.takewhile(lambda offset: offset < total, arrivals(rate, arguments.seed))
         return run_open(client, requests, model=None, offsets=offsets)
 
-    # Separate processes, so that an SDK user does not wait for the other clients.
-    with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        users = [(polite, _SDK_DEFAULT_RETRIES), (client.target.api_key or "", _SDK_MORE_RETRIES)]
-        callers = (
-            asyncio.wrap_future(pool.submit(call_by_sdk, service.target.url, key, arguments.seconds, retries))
-            for key, retries in users
-        )
-        overload, processes, own_key, key_of_the_flood = await asyncio.gather(
-            load("overload", arguments.seconds, flood),
-            watch_processes(service, settle + arguments.seconds),
-            *callers,
-        )
+    keys = (polite, _SDK_DEFAULT_RETRIES), (client.target.api_key or "", _SDK_MORE_RETRIES)
+    overload, processes, own_key, key_of_the_flood = await asyncio.gather(
+        load("overload", arguments.seconds, flood),
+        watch_processes(service, settle + arguments.seconds),
+        *(_sdk_user(service.target.url, key, arguments.seconds, retries) for key, retries in keys),
+    )
     after = scrape(service.target)
     again = await closed("saturation again", num_slots, arguments.saturation_seconds)
     await client.close()
@@ -229,7 +229,7 @@ async def measure(
         "service": processes,
         "sdk": {"own_key": own_key, "key_of_the_flood": key_of_the_flood},
         "retry_after": retry_after_errors(before, after),
-        "workload": {name: getattr(spec, name) for name in _WORKLOAD_FIELDS},
+        "workload": {name: getattr(workload.spec, name) for name in _WORKLOAD_FIELDS},
         "other_work_cores_during": others,
     }
     both = (saturation.tokens_per_second + again.tokens_per_second) / 2  # both have the same length
@@ -283,6 +283,15 @@ def scrape(target: Target) -> str:
     """Return the service's metrics as text."""
     with urllib.request.urlopen(f"{target.url}/metrics", timeout=30) as response:
         return str(response.read().decode())
+
+
+async def _sdk_user(*arguments: Any) -> dict[str, Any]:
+    """Run `call_by_sdk` in a separate process, so that its user does not wait for the other clients."""
+    pool = ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        return await asyncio.wrap_future(pool.submit(call_by_sdk, *arguments))
+    finally:
+        pool.shutdown(wait=False)  # waiting would stop the event loop of the other clients
 
 
 def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[str, Any]:

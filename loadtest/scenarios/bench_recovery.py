@@ -15,7 +15,7 @@ import psutil
 
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.sse_client import AsyncClient, CompletionReader
-from loadtest.client.workload import CompletionRequest
+from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.spread import spread
 from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, kvasir_serve
@@ -36,7 +36,7 @@ async def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills
     client = AsyncClient(service.target, timeout_seconds=300)
     readers = [
         CompletionReader(
-            CompletionRequest(index=number, prompt=f"There was a dog {number}", max_tokens=num_tokens, seed=number)
+            LoadRequest(index=number, prompt=f"There was a dog {number}", max_tokens=num_tokens, seed=number)
         )
         for number in range(count)
     ]

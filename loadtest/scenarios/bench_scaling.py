@@ -109,7 +109,9 @@ def measure_engine(contestant: InProcess, repeats: int) -> dict[str, Any]:
 
 def _steps(name: str, sizes: Sequence[tuple[int, int]], steps: dict[tuple[int, int], list[float]]) -> dict[str, Any]:
     xs = [batch if name == "over_batch" else context for batch, context in sizes]
-    points = [{"batch_size": size[0], "context_length": size[1], "step_ms": spread(steps[size])} for size in sizes]
+    points: list[dict[str, Any]] = [
+        {"batch_size": size[0], "context_length": size[1], "step_ms": spread(steps[size])} for size in sizes
+    ]
     return {"points": points, "fits": fits(xs, [point["step_ms"]["median"] for point in points])}
 
 

@@ -17,12 +17,12 @@ import numpy as np
 
 from loadtest.client.service_discovery import discover, fetch_json
 from loadtest.client.sse_client import Target
-from loadtest.client.workload import CompletionRequest, Workload, WorkloadSpec
+from loadtest.client.workload import LoadRequest, Workload, WorkloadSpec
 from loadtest.inprocess.closed_loop import EngineRun, run_closed, submit_of
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
 from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.scenarios.closed_and_open_loop import Run, complete_all
+from loadtest.scenarios.closed_and_open_loop import LoadRun, complete_all
 from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds, has_torch, kvasir_serve
 from model.sampling.params import SamplingParams
 from service.config.settings import ServeSettings, read_settings
@@ -70,7 +70,7 @@ def measure_footprint(service: ServiceProcess) -> list[dict[str, Any]]:
     ]
 
 
-def summarize(num_streams: int, http: Sequence[Run], engine: Sequence[EngineRun]) -> dict[str, Any]:
+def summarize(num_streams: int, http: Sequence[LoadRun], engine: Sequence[EngineRun]) -> dict[str, Any]:
     """Return the figures of one number of streams, measured several times. Latencies are pooled over the repeats."""
     http_rates, engine_rates = ([run.tokens_per_second for run in runs] for runs in (http, engine))
     outcomes = [outcome for run in http for outcome in run.outcomes]
@@ -95,7 +95,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: 1e3 * float(np.percentile(seconds, p)) if seconds else None for name, p in percentiles.items()}
 
 
-def _submit(target: Target, request: CompletionRequest) -> Submit:
+def _submit(target: Target, request: LoadRequest) -> Submit:
     """Return the request as the API process would hand it to the engine. The service tokenizes the prompt."""
     params = SamplingParams(
         max_tokens=request.max_tokens,
@@ -128,7 +128,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         numbered = map(Workload(spec, discover(service.target).passages).request, itertools.count())
 
-        def measure_both(num_streams: int, num_requests: int, *, http_first: bool) -> tuple[Run, EngineRun]:
+        def measure_both(num_streams: int, num_requests: int, *, http_first: bool) -> tuple[LoadRun, EngineRun]:
             """Measure each side once, with the same fresh requests."""
             requests = list(itertools.islice(numbered, num_requests))
             submits = [_submit(service.target, request) for request in requests]
@@ -140,7 +140,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             return http, engine
 
         measure_both(4, 8, http_first=True)  # warm-up of both sides
-        runs: dict[int, list[tuple[Run, EngineRun]]] = {streams: [] for streams in arguments.streams}
+        runs: dict[int, list[tuple[LoadRun, EngineRun]]] = {streams: [] for streams in arguments.streams}
         for repeat, streams in itertools.product(range(arguments.repeats), arguments.streams):
             show(f"{streams} streams")
             count = max(arguments.requests_per_stream * streams, arguments.min_requests)

@@ -14,12 +14,12 @@ from typing import Any
 
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.sse_client import AsyncClient, Target
-from loadtest.client.workload import CompletionRequest
+from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class LoadRun:
     """Outcomes of one load, its duration, and the client's CPU use.
 
     duration_seconds: first intended send to last end.
@@ -37,8 +37,8 @@ class Run:
 
 
 async def run_closed(
-    client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str | None, num_streams: int
-) -> Run:
+    client: AsyncClient, requests: Iterable[LoadRequest], *, model: str | None, num_streams: int
+) -> LoadRun:
     """Send the requests from N clients. Each client waits for the end of its last request, and for its Retry-After."""
     queue = iter(requests)
     outcomes: list[Outcome] = []
@@ -53,14 +53,14 @@ async def run_closed(
 
 
 async def run_open(
-    client: AsyncClient, requests: Iterable[CompletionRequest], *, model: str | None, offsets: Iterable[float]
-) -> Run:
+    client: AsyncClient, requests: Iterable[LoadRequest], *, model: str | None, offsets: Iterable[float]
+) -> LoadRun:
     """Send each request at its offset, in seconds from now. A rejected client does not retry."""
     outcomes: list[Outcome] = []
     pairs = list(zip(offsets, requests, strict=False))
     start = time.perf_counter()
 
-    async def send(request: CompletionRequest, intended: float) -> None:
+    async def send(request: LoadRequest, intended: float) -> None:
         await asyncio.sleep(max(0.0, intended - time.perf_counter()))
         outcomes.append(await client.complete(request, model=model, intended_seconds=intended))
 
@@ -73,22 +73,22 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
     return itertools.accumulate(iter(lambda: rng.expovariate(rate), None))
 
 
-async def _timed(outcomes: list[Outcome], workers: Iterable[Any]) -> Run:
+async def _timed(outcomes: list[Outcome], workers: Iterable[Any]) -> LoadRun:
     cpu = time.process_time()
     start = time.perf_counter()
     await asyncio.gather(*workers)
     cpu_share = (time.process_time() - cpu) / max(time.perf_counter() - start, 1e-9)
     first = min((outcome.intended_seconds for outcome in outcomes), default=start)
     last = max((outcome.end_seconds for outcome in outcomes), default=start)
-    return Run(outcomes=tuple(outcomes), duration_seconds=max(last - first, 1e-9), client_cpu_share=cpu_share)
+    return LoadRun(outcomes=tuple(outcomes), duration_seconds=max(last - first, 1e-9), client_cpu_share=cpu_share)
 
 
 def complete_all(
-    target: Target, requests: Iterable[CompletionRequest], *, num_streams: int, timeout_seconds: float = 120.0
-) -> Run:
+    target: Target, requests: Iterable[LoadRequest], *, num_streams: int, timeout_seconds: float = 120.0
+) -> LoadRun:
     """Send the requests in a closed loop. Raises `MeasurementFailed` if a completion is not complete."""
 
-    async def run() -> Run:
+    async def run() -> LoadRun:
         client = AsyncClient(target, timeout_seconds=timeout_seconds)
         done = await run_closed(client, requests, model=None, num_streams=num_streams)
         await client.close()

@@ -98,9 +98,12 @@ class InstantAPI(Worker):
         """Build the engine, see `Worker.build`."""
         from service.worker.engine_factory import EngineFacts  # imports torch, which the API process must not hold
 
-        names = dict.fromkeys(("device", "attention", "dtype", "matrices", "kv_cache_dtype"), "none")
         facts = EngineFacts(
-            **names,
+            device="none",
+            attention="none",
+            dtype="none",
+            matrices="none",
+            kv_cache_dtype="none",
             kernel_level=None,
             reasons={},
             threads=1,

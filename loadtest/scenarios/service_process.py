@@ -14,14 +14,14 @@ import psutil
 
 from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import Target, api_key_given, complete_blocking
-from loadtest.client.workload import CompletionRequest
+from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 
 START_SECONDS = 120.0
 # Longer than the service's drain and close, so that it is killed only if it hangs.
 STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.02
-_FIRST_REQUEST = CompletionRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
+_FIRST_REQUEST = LoadRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
 
 
 class ServiceFailed(MeasurementFailed):

@@ -11,18 +11,18 @@ import pytest
 
 from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import AsyncClient, Target
-from loadtest.client.workload import CompletionRequest
+from loadtest.client.workload import LoadRequest
 from loadtest.scenarios import bench_http, closed_and_open_loop
-from loadtest.scenarios.closed_and_open_loop import Run, arrivals
+from loadtest.scenarios.closed_and_open_loop import LoadRun, arrivals
 from tests.loadtest.stub_server import MODEL, Script, StubServer
 
 
-def some_requests(count: int) -> Iterator[CompletionRequest]:
-    return (CompletionRequest(index=index, prompt="Once", max_tokens=4) for index in range(count))
+def some_requests(count: int) -> Iterator[LoadRequest]:
+    return (LoadRequest(index=index, prompt="Once", max_tokens=4) for index in range(count))
 
 
-def closed(server: StubServer, *, count: int, num_streams: int) -> Run:
-    async def main() -> Run:
+def closed(server: StubServer, *, count: int, num_streams: int) -> LoadRun:
+    async def main() -> LoadRun:
         client = AsyncClient(Target.parse(server.url))
         run = await closed_and_open_loop.run_closed(client, some_requests(count), model=MODEL, num_streams=num_streams)
         await client.close()
@@ -50,7 +50,7 @@ def test_a_rejected_client_waits_for_retry_after() -> None:
 
 
 def test_an_open_loop_sends_on_time_to_a_slow_server() -> None:
-    async def main(server: StubServer) -> Run:
+    async def main(server: StubServer) -> LoadRun:
         client = AsyncClient(Target.parse(server.url))
         run = await closed_and_open_loop.run_open(client, some_requests(10), model=MODEL, offsets=arrivals(200.0, 3))
         await client.close()

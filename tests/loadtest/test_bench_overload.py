@@ -6,12 +6,12 @@ import pytest
 
 from loadtest.client.outcome import Ending
 from loadtest.scenarios.bench_overload import TimedLoad, aims, growth_per_minute, retry_after_errors, ttft_of
-from loadtest.scenarios.closed_and_open_loop import Run
+from loadtest.scenarios.closed_and_open_loop import LoadRun
 from tests.loadtest.outcomes import outcome
 
 
 def load(*outcomes: Any, settled: float = 10.0, ended: float = 20.0) -> TimedLoad:
-    return TimedLoad(Run(outcomes=outcomes, duration_seconds=1.0, client_cpu_share=0.1), settled, ended)
+    return TimedLoad(LoadRun(outcomes=outcomes, duration_seconds=1.0, client_cpu_share=0.1), settled, ended)
 
 
 def answer(sent: float, chunks: tuple[float, ...], ending: Ending = Ending.OK) -> Any:

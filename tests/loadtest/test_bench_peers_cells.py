@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from loadtest.peers.comparison_cells import DEFAULTS, Cell, Pair, Progress, is_sound, make_cells, random_prompts
+from loadtest.peers.comparison_cells import (
+    DEFAULTS,
+    Cell,
+    ComparedPair,
+    PairStore,
+    is_sound,
+    make_cells,
+    random_prompts,
+)
 
 
 def cell(kind: Any = "decode", streams: int = 2, output_tokens: int = 5) -> Cell:
@@ -26,7 +34,7 @@ def test_each_precision_has_eleven_cells_of_three_kinds() -> None:
 
 def test_ratios_are_taken_within_pairs(tmp_path: Path) -> None:
     pairs = [
-        Pair(
+        ComparedPair(
             cell=cell().key,
             peer="a",
             round=number,
@@ -36,9 +44,9 @@ def test_ratios_are_taken_within_pairs(tmp_path: Path) -> None:
         )
         for number, (o, t) in enumerate(((10.0, 5.0), (100.0, 25.0), (9.0, 3.0)))
     ]
-    pairs += [Pair(cell=cell().key, peer="b", round=0, error="no engine")]
-    pairs += [Pair(cell=cell(streams=9).key, peer="a", round=0, error="of another cell")]
-    kept = Progress(tmp_path / "progress.jsonl")
+    pairs += [ComparedPair(cell=cell().key, peer="b", round=0, error="no engine")]
+    pairs += [ComparedPair(cell=cell(streams=9).key, peer="a", round=0, error="of another cell")]
+    kept = PairStore(tmp_path / "progress.jsonl")
     kept.pairs = pairs
     (row,) = kept.summarize([cell()], ["a", "b", "c"])
     assert list(row["peers"]) == ["a", "b"]
@@ -50,14 +58,14 @@ def test_ratios_are_taken_within_pairs(tmp_path: Path) -> None:
 
 def test_measured_pairs_are_stored_and_failed_or_disturbed_ones_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "progress.jsonl"
-    kept = Progress(path)
+    kept = PairStore(path)
     figures: dict[str, Any] = {"ours": {"x": 1.0}, "theirs": {"x": 2.0}}
-    kept.add(Pair(cell=cell().key, peer="a", round=0, **figures, other_work_cores=0.1))
-    kept.add(Pair(cell=cell().key, peer="a", round=1, error="why"))
-    kept.add(Pair(cell=cell().key, peer="a", round=2, **figures, other_work_cores=0.7))
+    kept.add(ComparedPair(cell=cell().key, peer="a", round=0, **figures, other_work_cores=0.1))
+    kept.add(ComparedPair(cell=cell().key, peer="a", round=1, error="why"))
+    kept.add(ComparedPair(cell=cell().key, peer="a", round=2, **figures, other_work_cores=0.7))
     with path.open("a") as file:
         file.write('{"cell": "cut o')  # the machine stopped
-    again = Progress(path)
+    again = PairStore(path)
     assert again.pairs == kept.pairs
     assert again.has(cell(), "a", 0)
     assert not again.has(cell(), "a", 1)

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.sse_client import AsyncClient, CompletionReader, SseParser, Target, complete_blocking
-from loadtest.client.workload import ClientKind, CompletionRequest
+from loadtest.client.workload import ClientKind, LoadRequest
 from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
 
 Driver = Callable[..., Outcome]
 
 
-def drive_blocking(server: StubServer, request: CompletionRequest, *, timeout_seconds: float = 60.0) -> Outcome:
+def drive_blocking(server: StubServer, request: LoadRequest, *, timeout_seconds: float = 60.0) -> Outcome:
     return complete_blocking(Target.parse(server.url), request, model=MODEL, timeout_seconds=timeout_seconds)
 
 
-def drive_async(server: StubServer, request: CompletionRequest, *, timeout_seconds: float = 60.0) -> Outcome:
+def drive_async(server: StubServer, request: LoadRequest, *, timeout_seconds: float = 60.0) -> Outcome:
     async def main() -> Outcome:
         client = AsyncClient(Target.parse(server.url), timeout_seconds=timeout_seconds)
         try:
@@ -38,8 +38,8 @@ def drive(request: pytest.FixtureRequest) -> Driver:
     return request.param
 
 
-def streaming(max_tokens: int = 5, **changes: Any) -> CompletionRequest:
-    return CompletionRequest(index=0, prompt="Once upon", max_tokens=max_tokens, **changes)
+def streaming(max_tokens: int = 5, **changes: Any) -> LoadRequest:
+    return LoadRequest(index=0, prompt="Once upon", max_tokens=max_tokens, **changes)
 
 
 class Handshake:

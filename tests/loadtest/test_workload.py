@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loadtest.client.workload import (
     ClientKind,
-    CompletionRequest,
+    LoadRequest,
     Passages,
     Workload,
     WorkloadKind,
@@ -38,7 +38,7 @@ SPECS = st.builds(
 )
 
 
-def requests(spec: WorkloadSpec, count: int = 400) -> list[CompletionRequest]:
+def requests(spec: WorkloadSpec, count: int = 400) -> list[LoadRequest]:
     workload = Workload(spec, PASSAGES)
     return [workload.request(index) for index in range(count)]
 
@@ -120,7 +120,7 @@ def test_clients_have_the_requested_shares(whole: float, cancelling: float) -> N
 
 
 def test_the_body_has_the_fields_of_the_request() -> None:
-    request = CompletionRequest(index=3, prompt="Once", max_tokens=9, temperature=0.0, ignore_eos=False, seed=5)
+    request = LoadRequest(index=3, prompt="Once", max_tokens=9, temperature=0.0, ignore_eos=False, seed=5)
     assert request.body("m") == {
         "model": "m",
         "prompt": "Once",
