@@ -222,7 +222,7 @@ def _read_olmo2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
     return {"attention_bias": reader.flag("attention_bias", False), **norms}
 
 
-_QWEN_SIZES = {
+_QWEN_SIZES: Mapping[str, Any] = {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
