@@ -27,7 +27,7 @@ from typing import Any
 from model.chat.template import TEMPLATE_FILE
 from model.config import ModelConfig
 from model.huggingface.directory import INDEX_FILE, find_weight_files, what_is_wrong
-from model.huggingface.families.family import Family
+from model.huggingface.families.family import ModelFamily
 from model.huggingface.family_table import read_family_config
 from model.huggingface.tensor_placement import Placement, place_tensors
 from model.io.checkpoint_files import (
@@ -75,7 +75,7 @@ class Manifest:
     config: ModelConfig
     files: dict[str, tuple[int, str]]
     training: dict[str, Any]
-    family: Family | None = None
+    family: ModelFamily | None = None
     index: Mapping[str, str] = field(default_factory=dict)
 
     @property

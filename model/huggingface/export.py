@@ -7,7 +7,7 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, RopeScaling
-from model.huggingface.families.family import Family
+from model.huggingface.families.family import ModelFamily
 from model.huggingface.family_table import FAMILIES, read_family_config
 from model.io.checkpoint_files import CheckpointError
 
@@ -20,7 +20,7 @@ _ACTIVATIONS = {
 }
 
 
-def describe(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
+def describe(config: ModelConfig) -> tuple[ModelFamily, dict[str, Any]]:
     """Return a family and the config.json values that this family reads back as exactly `config`.
 
     Raises:
@@ -40,7 +40,7 @@ def describe(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
     )
 
 
-def _candidates(family: Family, config: ModelConfig) -> Iterator[dict[str, Any]]:
+def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, Any]]:
     """Yield candidate configs for this model. The caller reads each config back to check it."""
     sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
     activation = _ACTIVATIONS[config.mlp]

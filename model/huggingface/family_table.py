@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.huggingface.families.family import Family
+from model.huggingface.families.family import ModelFamily
 from model.huggingface.families.gpt2 import GPT2
 from model.huggingface.families.gpt_neox import GPT_NEOX
 from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.reader import ConfigReader
 from model.io.checkpoint_files import CheckpointError
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (GPT2, *LLAMA_LIKE, GPT_NEOX)}
+FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in (GPT2, *LLAMA_LIKE, GPT_NEOX)}
 
 
-def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
     """Return the family and the ModelConfig of a config.json.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
-from model.huggingface.families.family import Family, Layout, Part, full_name, sources
+from model.huggingface.families.family import Layout, ModelFamily, Part, full_name, sources
 from model.io.checkpoint_files import CheckpointError
 from model.io.permissions import read_problem
 from model.io.safetensors_header import TensorHeader, read_headers
@@ -24,7 +24,7 @@ class Placement:
 
 
 def place_tensors(
-    directory: Path, *, config: ModelConfig, family: Family | None, files: Sequence[Path], index: Mapping[str, str]
+    directory: Path, *, config: ModelConfig, family: ModelFamily | None, files: Sequence[Path], index: Mapping[str, str]
 ) -> dict[str, Placement]:
     """Map every tensor of the model that `config` describes to the checkpoint tensors that make it up.
 
@@ -71,7 +71,7 @@ def place_tensors(
     return placements
 
 
-def _find(family: Family | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
+def _find(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
     """Return the tensors of all files by name, without the family's prefix."""
     found: dict[str, TensorHeader] = {}
     for path in files:
@@ -97,14 +97,14 @@ def _check_index(directory: Path, index: Mapping[str, str], found: Iterable[Tens
             )
 
 
-def _short_name(family: Family | None, name: str) -> str:
+def _short_name(family: ModelFamily | None, name: str) -> str:
     if family is None:
         return name
     short = name.removeprefix(family.prefix)
     return family.aliases.get(short, short)
 
 
-def _is_ignored(family: Family | None, name: str) -> bool:
+def _is_ignored(family: ModelFamily | None, name: str) -> bool:
     short = _short_name(family, name)
     return family is not None and any(re.fullmatch(pattern, short) for pattern in family.ignored_tensors)
 
@@ -118,7 +118,7 @@ def _check(part: Part, header: TensorHeader) -> None:
         )
 
 
-def _drop_tied_head(family: Family, found: dict[str, TensorHeader], embedding: Placement) -> None:
+def _drop_tied_head(family: ModelFamily, found: dict[str, TensorHeader], embedding: Placement) -> None:
     """Remove a stored head from `found` if it is tied. Raise CheckpointError unless it equals the embedding bitwise."""
     head = found.pop(f"{family.names['lm_head'].modules[0]}.weight", None)
     if head is None or not embedding.parts:

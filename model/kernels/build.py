@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from model.kernels.cpu_features import LEVELS, Level, levels_here
+from model.kernels.cpu_features import LEVELS, CpuLevel, levels_here
 
 SOURCES = Path(__file__).parent / "src"
 # Directory of the libraries shipped in an image or a package.
@@ -62,7 +62,7 @@ class BuildError(RuntimeError):
     """No library exists and none can be built; the message is one line with the reason."""
 
 
-def library_name(level: Level) -> str:
+def library_name(level: CpuLevel) -> str:
     """Return the file name of a level's library, which depends on sources, flags and the machine's architecture."""
     digest = hashlib.sha256(repr((_FLAGS, level.flags, platform.machine(), sys.platform)).encode())
     for path in _sources("*.h") + _sources("*.cpp"):
@@ -70,7 +70,7 @@ def library_name(level: Level) -> str:
     return f"kvasir-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
-def find_built(level: Level, directories: Sequence[Path]) -> Path | None:
+def find_built(level: CpuLevel, directories: Sequence[Path]) -> Path | None:
     """Return the level's library from the first directory that has an intact, trusted file; None: no directory has one.
 
     A file is trusted if only root or this user could have written it.
@@ -79,7 +79,7 @@ def find_built(level: Level, directories: Sequence[Path]) -> Path | None:
     return next((path for path in paths if _is_ours(path) and _is_whole(path)), None)
 
 
-def build(level: Level, directory: Path) -> Path:
+def build(level: CpuLevel, directory: Path) -> Path:
     """Compile the level's library into a directory, which is created if necessary. Return the library's path.
 
     If another process is building there, wait, and return the library that it built.
@@ -121,7 +121,7 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _compile(compiler: str, level: Level, made: Path) -> None:
+def _compile(compiler: str, level: CpuLevel, made: Path) -> None:
     """Compile all sources in parallel and link them into `made`; the compilers' temporary files lie beside `made`."""
     scratch = made.parent.resolve()
 

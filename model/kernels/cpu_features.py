@@ -8,7 +8,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
-class Level:
+class CpuLevel:
     """Set of CPU instructions that one library is compiled for.
 
     Attributes:
@@ -35,20 +35,20 @@ _AVX512BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"}
 # Best first. The dot product of bfloat16 pairs has twice the throughput of a float multiply-add on AMD's Zen 4, but
 # half on Intel's Emerald Rapids. CPUs of other vendors than AMD therefore widen bfloat16 matrices to float32.
 LEVELS = (
-    Level("avx512bf16", "x86_64", _AVX512BF16_NEEDS, (*_AVX512BF16, "-DKVASIR_BF16_DOT"), vendor="AuthenticAMD"),
-    Level("avx512bf16fma", "x86_64", _AVX512BF16_NEEDS, _AVX512BF16),
-    Level("avx512", "x86_64", _AVX512_NEEDS, _AVX512),
-    Level("avx2", "x86_64", frozenset({"avx2", "fma", "f16c"}), _AVX2),
+    CpuLevel("avx512bf16", "x86_64", _AVX512BF16_NEEDS, (*_AVX512BF16, "-DKVASIR_BF16_DOT"), vendor="AuthenticAMD"),
+    CpuLevel("avx512bf16fma", "x86_64", _AVX512BF16_NEEDS, _AVX512BF16),
+    CpuLevel("avx512", "x86_64", _AVX512_NEEDS, _AVX512),
+    CpuLevel("avx2", "x86_64", frozenset({"avx2", "fma", "f16c"}), _AVX2),
 )
 
 
-def runnable_levels() -> tuple[Level, ...]:
+def runnable_levels() -> tuple[CpuLevel, ...]:
     """Return the levels that this machine can run, best first; empty if the kernels do not support it."""
     machine, features = platform.machine(), _read_cpuinfo("flags")
     return tuple(level for level in LEVELS if level.machine == machine and level.needs <= features)
 
 
-def levels_here() -> tuple[Level, ...]:
+def levels_here() -> tuple[CpuLevel, ...]:
     """Return the runnable levels without those for CPUs of another vendor, best first."""
     vendor = _read_cpuinfo("vendor_id")
     return tuple(level for level in runnable_levels() if level.vendor is None or level.vendor in vendor)

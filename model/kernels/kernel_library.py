@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.kernels.build import SHIPPED, BuildError, build, find_built
-from model.kernels.cpu_features import Level, levels_here
+from model.kernels.cpu_features import CpuLevel, levels_here
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class KernelLibrary:
         OSError: the file cannot be loaded, or is not a kernel library.
     """
 
-    def __init__(self, path: Path, level: Level) -> None:
+    def __init__(self, path: Path, level: CpuLevel) -> None:
         self.level = level.name
         self._library = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}

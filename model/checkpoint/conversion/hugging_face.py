@@ -16,7 +16,7 @@ from model.checkpoint.shards import write_shards
 from model.checkpoint.weights import part_views, read_weights
 from model.config import ModelConfig
 from model.huggingface.export import describe
-from model.huggingface.families.family import Family, full_name, sources
+from model.huggingface.families.family import ModelFamily, full_name, sources
 from model.io.checkpoint_files import read_json
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
@@ -48,7 +48,7 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     return read_manifest(out)
 
 
-def _export_weights(manifest: Manifest, family: Family, out: Path) -> torch.dtype:
+def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch.dtype:
     """Write the weights under the family's names, in their stored dtype; float32 if they have several dtypes."""
     placements = manifest.place_tensors()
     stored = {header.dtype for place in placements.values() for header in place.parts}
@@ -64,7 +64,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: Family) -> Iterator[Tensor]:
+def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
     """Yield the family's tensors, in the order of `sources`."""
     for name, source in sources(config, family).items():
         views = part_views(tensors[name], source.layout, (part.shape[0] for part in source.parts), config)

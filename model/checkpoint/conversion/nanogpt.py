@@ -22,7 +22,7 @@ from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import Family, plain, sources
+from model.huggingface.families.family import ModelFamily, plain, sources
 from model.huggingface.families.gpt2 import GPT2
 from model.huggingface.families.llama_like import size_of_heads
 from model.huggingface.families.reader import ConfigReader
@@ -65,7 +65,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
-_NANOGPT = Family(
+_NANOGPT = ModelFamily(
     model_type="nanogpt",
     architectures=("GPT",),
     read_config=_read_config,

@@ -46,7 +46,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class ModelFamily:
     """One `model_type` of Hugging Face.
 
     model_type: value of the config key `model_type`.
@@ -77,7 +77,7 @@ def concatenated(*modules: str) -> Names:
     return Names(modules=modules, layout=Layout.CONCATENATED)
 
 
-def sources(config: ModelConfig, family: Family | None) -> dict[str, Source]:
+def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source]:
     """Return the checkpoint tensors for each model tensor, by its name. `family` None: Kvasir's own format."""
     shapes = config.parameter_shapes()
     if family is None:
@@ -85,7 +85,7 @@ def sources(config: ModelConfig, family: Family | None) -> dict[str, Source]:
     return {name: _source(config, family, name, shape) for name, shape in shapes.items()}
 
 
-def _source(config: ModelConfig, family: Family, name: str, shape: tuple[int, ...]) -> Source:
+def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[int, ...]) -> Source:
     module, _, kind = name.rpartition(".")
     first, _, rest = module.partition(".")
     layer, _, inner = rest.partition(".")
@@ -106,7 +106,7 @@ def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
     return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
 
 
-def full_name(family: Family | None, name: str) -> str:
+def full_name(family: ModelFamily | None, name: str) -> str:
     """Return a tensor's name with the family's prefix. The head has no prefix: it is not part of the bare model."""
     if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
         return name

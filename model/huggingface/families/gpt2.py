@@ -5,7 +5,7 @@ Source of names and defaults: `GPT2Config`, `GPT2LMHeadModel` and `Conv1D` of th
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import Family, Layout, Names, plain
+from model.huggingface.families.family import Layout, ModelFamily, Names, plain
 from model.huggingface.families.llama_like import size_of_heads
 from model.huggingface.families.reader import ConfigReader
 
@@ -51,7 +51,7 @@ def _transposed(module: str) -> Names:
     return Names(modules=(module,), layout=Layout.TRANSPOSED)
 
 
-GPT2 = Family(
+GPT2 = ModelFamily(
     model_type="gpt2",
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     read_config=_read_config,

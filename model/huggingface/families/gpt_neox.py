@@ -6,7 +6,7 @@ Source of names and defaults: `GPTNeoXConfig` and `GPTNeoXForCausalLM` of the tr
 
 from model.config import ModelConfig
 from model.config_enums import NormKind, PositionKind
-from model.huggingface.families.family import Family, Layout, Names, plain
+from model.huggingface.families.family import Layout, ModelFamily, Names, plain
 from model.huggingface.families.gpt2 import ACTIVATIONS
 from model.huggingface.families.llama_like import size_of_heads
 from model.huggingface.families.reader import ConfigReader
@@ -52,7 +52,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
-GPT_NEOX = Family(
+GPT_NEOX = ModelFamily(
     model_type="gpt_neox",
     architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
     read_config=_read_config,

@@ -9,7 +9,7 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
-from model.huggingface.families.family import Family, Names, concatenated, plain
+from model.huggingface.families.family import ModelFamily, Names, concatenated, plain
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.rope import read_rope
 
@@ -61,7 +61,7 @@ def _family(
     renamed: Mapping[str, Names] | None = None,
     activations: Mapping[str, MlpKind] = _ACTIVATIONS,
     **defaults: Any,
-) -> Family:
+) -> ModelFamily:
     """Return a family with Llama's layers.
 
     Args:
@@ -71,7 +71,7 @@ def _family(
         activations: values of `hidden_act`, the default first.
         defaults: default values for absent keys that differ from Llama's.
     """
-    return Family(
+    return ModelFamily(
         model_type=model_type,
         architectures=(f"{class_prefix}ForCausalLM", f"{class_prefix}Model"),
         # Main sends the family to the worker, so its functions are those of modules, which pickle by name.
@@ -222,7 +222,7 @@ def _read_olmo2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
     return {"attention_bias": reader.flag("attention_bias", False), **norms}
 
 
-_QWEN_SIZES = {
+_QWEN_SIZES: Mapping[str, Any] = {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,

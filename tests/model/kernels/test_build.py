@@ -16,7 +16,7 @@ import pytest
 from model.kernels import build as build_module
 from model.kernels import kernel_library as loading_module
 from model.kernels.build import BuildError, build, find_built, library_name
-from model.kernels.cpu_features import LEVELS, Level, levels_here, runnable_levels
+from model.kernels.cpu_features import LEVELS, CpuLevel, levels_here, runnable_levels
 from model.kernels.kernel_library import load_kernels
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +94,7 @@ def test_a_library_name_depends_on_sources_flags_and_machine(tmp_path: Path, mon
     names = {library_name(LEVEL), library_name(LEVELS[0])}
     source.write_text("// two")
     names.add(library_name(LEVEL))
-    names.add(library_name(Level("other", "x86_64", frozenset(), ("-g",))))
+    names.add(library_name(CpuLevel("other", "x86_64", frozenset(), ("-g",))))
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     names.add(library_name(LEVEL))
     assert len(names) == 5
