@@ -3,11 +3,12 @@
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
+from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.config import EngineConfig
 from service.engine.testing import FakeRunner, next_token
 from service.ipc.messages import Submit
@@ -74,4 +75,6 @@ def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
     clock = runner.clock if values.pop("fakes_time", False) else time.monotonic
     looks_ahead = values.pop("looks_ahead", None)
     config = EngineConfig(**values)
-    return Engine(_MODEL, _TOKENIZER, config, runner=runner, looks_ahead=looks_ahead, clock=clock), runner
+    return Engine(
+        _MODEL, _TOKENIZER, config, runner=cast(ModelRunner, runner), looks_ahead=looks_ahead, clock=clock
+    ), runner

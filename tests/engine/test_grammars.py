@@ -231,7 +231,7 @@ def test_prior_tokens_that_violate_the_grammar_are_rejected() -> None:
         ready = matchers.take_compiled(may_wait=True)
     assert ready == [submit]
     with pytest.raises(GrammarError):
-        matchers.begin(submit)
+        matchers.begin(submit.uid, submit.prior_token_ids)
     assert matchers.uids == set()
 
 

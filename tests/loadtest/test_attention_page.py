@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from loadtest.docgen import attention_page
+from loadtest.docgen import attention_page, performance_page
 from loadtest.docgen.attention_page import Difference, differences, losses
 from loadtest.inprocess.bench_attention import ROWS
 from service.cli import main
 
-REPOSITORY: dict[str, Any] = json.loads((attention_page.RESULTS / "attention.json").read_text())
+REPOSITORY: dict[str, Any] = json.loads((performance_page.RESULTS / "attention.json").read_text())
 EMPTY = "# By hand\n" + "".join(
     f"\n<!-- measured: {name} -->\nold\n<!-- end -->\n" for name in attention_page.parts(REPOSITORY)
 )
@@ -216,7 +216,7 @@ def page_commands() -> list[str]:
 def test_commands_of_the_page_run(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(attention_page.ROOT)
+    monkeypatch.chdir(performance_page.ROOT)
     assert main.main(shlex.split(command)) == 0
     assert len(capsys.readouterr().out.splitlines()) > 5
 

@@ -15,8 +15,8 @@ from model.sampling.sampler import can_sample_without_host, most_likely, top_log
 VOCAB = 50
 
 
-def sample(logits_BV: torch.Tensor, params: Any, positions: Any) -> list[int]:
-    ids: list[int] = sampler.sample(logits_BV, params, positions).tolist()
+def sample(logits_BV: torch.Tensor, params: Any, positions: Any, **constraints: Any) -> list[int]:
+    ids: list[int] = sampler.sample(logits_BV, params, positions, **constraints).tolist()
     return ids
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from typing import Any
 
 import msgspec
 import pytest
