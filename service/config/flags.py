@@ -22,6 +22,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 PREFIX = "KVASIR_"
 CONFIG = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+# Former names of fields. Their flags and variables work for one more version.
+FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}
 _EPILOG = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE | re.ASCII)
 
@@ -176,7 +178,7 @@ def _parser(
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(
-            flag_of(name),
+            *(flag_of(flag) for flag in (name, FORMER_NAMES.get(name)) if flag),
             dest=name,
             default=argparse.SUPPRESS,
             help=f"{help_texts[name] if help_texts else ''}{default}{' (required)' * is_needed}".replace("%", "%%"),

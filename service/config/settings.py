@@ -24,6 +24,7 @@ from model.config import ModelConfig
 from model.kernels.build import CACHE
 from service.config.flags import (
     CONFIG,
+    FORMER_NAMES,
     PREFIX,
     AutoOrCount,
     AutoOrSize,
@@ -429,12 +430,19 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     ):
         default = find_default_checkpoint()
     try:
-        settings = kind(**given) if default is None else kind(**given, checkpoint=str(default))
+        former = {name: os.environ[variable] for name in kind.model_fields if (variable := _former_variable(name))}
+        settings = kind(**{**former, **given, **({"checkpoint": str(default)} if default else {})})
     except ValidationError as error:
         raise SettingsError(_first_problem(kind, given, error)) from None
     if default is not None:
         print(f"kvasir {command}: no --checkpoint given; using the shipped model, {default}", file=sys.stderr)
     return settings
+
+
+def _former_variable(name: str) -> str | None:
+    """Return the variable of a field's former name, if it has a value and the field's present variable has none."""
+    former = variable_of(FORMER_NAMES[name]) if name in FORMER_NAMES else ""
+    return former if os.environ.get(former) and not os.environ.get(variable_of(name)) else None
 
 
 def _first_problem(kind: type[BaseSettings], given: Mapping[str, Any], error: ValidationError) -> str:
@@ -444,7 +452,7 @@ def _first_problem(kind: type[BaseSettings], given: Mapping[str, Any], error: Va
         return first["msg"].removeprefix("Value error, ")
     name = str(first["loc"][0])
     flag, variable = flag_of(name), variable_of(name)
-    source = variable if name not in given and os.environ.get(variable) else flag
+    source = flag if name in given else next(filter(os.environ.get, [variable]), _former_variable(name) or flag)
     if first["type"] == "missing":
         return f"{source} is needed (or {variable})"
     is_union = kind.model_fields[name].annotation == AutoOrCount
@@ -496,7 +504,8 @@ def _warn_of_unknown_variables(command: str) -> None:
     This is no error, because orchestrators set such variables: Kubernetes gives every pod KVASIR_SERVICE_HOST for a
     Service named kvasir.
     """
-    known = {variable_of(name) for kind in _COMMANDS for name in kind.model_fields}
+    names = {name for kind in _COMMANDS for name in kind.model_fields} | {*FORMER_NAMES.values()}
+    known = {variable_of(name) for name in names}
     for name in sorted(set(os.environ) - known):
         if name.startswith(PREFIX):
             print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)

@@ -88,29 +88,9 @@ def build_inputs(
     before it reads any, and fast because attention batches all sequences of one token.
     """
     chunks = plan.chunks
-    lengths: list[int] = []
-    contexts: list[int] = []
-    token_ids = [0] * len(plan.previous_rows)
-    for chunk in chunks:
-        known, num_drafts = chunk.num_known_tokens, len(chunk.draft)
-        lengths += [known - chunk.start, *[1] * num_drafts]
-        contexts += range(known, known + 1 + num_drafts)
-        token_ids += chunk.token_ids
-        token_ids += chunk.draft
-    num_padding = max(0, min_rows - len(token_ids))
-    lengths += [1] * num_padding
-    contexts += [1] * num_padding
-    token_ids += [0] * num_padding
-    width = -(-max(contexts) // block_size)
-    padding = [scratch_block] * width
-    tables: list[int] = []
-    for chunk in chunks:
-        row = chunk.block_table[:width]
-        row += padding[len(row) :]
-        tables += row * (1 + len(chunk.draft))
-    tables += padding * num_padding
-    tables_BN = np.array(tables, dtype=np.int64).reshape(-1, width)
-    if len(lengths) == len(token_ids):
+    lengths, contexts, token_ids = _pack_tokens(plan, min_rows)
+    tables_BN = _block_tables(chunks, contexts, block_size=block_size, scratch_block=scratch_block)
+    if len(lengths) == len(token_ids):  # one token per sequence
         sequence_of_T = np.arange(len(token_ids))
         positions_T = np.array(contexts) - 1
     else:
@@ -149,6 +129,36 @@ def build_inputs(
         pooled_rows=pooled_rows,
         previous_rows=plan.previous_rows,
     )
+
+
+def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], list[int]]:
+    """Return the query length and the context length of each row, and the packed token ids, with rows of padding."""
+    lengths: list[int] = []
+    contexts: list[int] = []
+    token_ids = [0] * len(plan.previous_rows)
+    for chunk in plan.chunks:
+        known, num_drafts = chunk.num_known_tokens, len(chunk.draft)
+        lengths += [known - chunk.start, *[1] * num_drafts]
+        contexts += range(known, known + 1 + num_drafts)
+        token_ids += chunk.token_ids
+        token_ids += chunk.draft
+    num_padding = max(0, min_rows - len(token_ids))
+    return lengths + [1] * num_padding, contexts + [1] * num_padding, token_ids + [0] * num_padding
+
+
+def _block_tables(
+    chunks: tuple[Chunk, ...], contexts: list[int], *, block_size: int, scratch_block: int
+) -> NDArray[np.int64]:
+    """Return the block table of each row, as wide as the longest context needs. Padding is `scratch_block`."""
+    width = -(-max(contexts) // block_size)
+    padding = [scratch_block] * width
+    tables: list[int] = []
+    for chunk in chunks:
+        row = chunk.block_table[:width]
+        row += padding[len(row) :]
+        tables += row * (1 + len(chunk.draft))
+    tables += padding * (len(contexts) - len(tables) // width)
+    return np.array(tables, dtype=np.int64).reshape(-1, width)
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...], tuple[PooledRows, ...]]:

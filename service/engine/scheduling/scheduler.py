@@ -276,17 +276,10 @@ class Scheduler:
                 scored = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
                 sequence.num_scored_tokens = max(sequence.num_scored_tokens, scored)
             if rows:
-                ends = sequence.append(token_ids[rows[0]], now)
-                for guessed, previous, following in zip(chunk.draft, rows, rows[1:], strict=False):
-                    if ends or guessed != token_ids[previous]:
-                        break
-                    sequence.num_computed_tokens += 1
-                    ends = sequence.append(token_ids[following], now)
-            else:
-                ends = not sequence.num_remaining_tokens
-                if ends:
-                    sequence.finish_reason = FinishReason.LENGTH
-                    sequence.first_token_seconds = now  # end of prefill: no token is sampled
+                ends = sequence.append_sampled([token_ids[row] for row in rows], chunk.draft, now)
+            elif ends := not sequence.num_remaining_tokens:
+                sequence.finish_reason = FinishReason.LENGTH
+                sequence.first_token_seconds = now  # end of prefill: no token is sampled
             if chunk.start >= sequence.num_prompt_tokens and chunk.is_decode:
                 num_decodes, num_decoded = num_decodes + 1, num_decoded + len(sequence.token_ids) - num_known
             if ends:

@@ -7,6 +7,7 @@ a sequence of priority p ranks like a sequence of priority 0 that arrived p * AG
 that arrive within a bounded time can overtake a waiting sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
@@ -120,6 +121,24 @@ class SequenceState:
         if self.first_token_seconds is None:
             self.first_token_seconds = now
         return self.check_end()
+
+    def append_sampled(self, token_ids: Sequence[int | None], draft: Sequence[int], now: float) -> bool:
+        """Append the token sampled after the known tokens, and those sampled after each right draft token.
+
+        Return True if the sequence ends. The keys and values of accepted draft tokens count as computed.
+
+        Args:
+            token_ids: the sampled tokens, of which the first follows the known tokens.
+            draft: guesses of the tokens in `token_ids`, in order.
+            now: time of sampling.
+        """
+        ends = self.append(token_ids[0], now)
+        for guessed, previous, following in zip(draft, token_ids, token_ids[1:], strict=False):
+            if ends or guessed != previous:
+                break
+            self.num_computed_tokens += 1
+            ends = self.append(following, now)
+        return ends
 
     def check_end(self) -> bool:
         """Return True, with the finish reason set, if the last token ends the sequence."""

@@ -297,6 +297,23 @@ def test_an_invalid_size_is_rejected(text: str) -> None:
         read("--checkpoint", "c", "--kv-cache-memory", text)
 
 
+def test_the_former_name_of_a_setting_still_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The present name takes precedence over the former one, and a flag over a variable."""
+    assert read("--checkpoint", "c").max_body_size == 2 * 2**20
+    assert read("--checkpoint", "c", "--max-body-mb", "4").max_body_size == 4 * 2**20
+    monkeypatch.setenv("KVASIR_MAX_BODY_MB", "8")
+    assert read("--checkpoint", "c").max_body_size == 8 * 2**20
+    assert read("--checkpoint", "c", "--max-body-size", "3MiB").max_body_size == 3 * 2**20
+    monkeypatch.setenv("KVASIR_MAX_BODY_MB", "8 MB each")
+    with pytest.raises(SettingsError, match=r"^KVASIR_MAX_BODY_MB: must be a size such as .*, not '8 MB each'$"):
+        read("--checkpoint", "c")
+    monkeypatch.setenv("KVASIR_MAX_BODY_SIZE", "512K")
+    assert read("--checkpoint", "c").max_body_size == 512_000
+    assert capsys.readouterr().err == ""
+
+
 def test_effective_sizes_are_readable() -> None:
     lines = [line.split() for line in effective_values(read("--checkpoint", "c", "--kv-cache-memory", "2GiB"), {})]
     assert ["kv_cache_memory", "2.0GiB"] in lines
