@@ -214,11 +214,14 @@ def _carry(outbox: SimpleQueue[list[Event]], channel: WorkerChannel) -> NoReturn
     Events that arrive between two messages are sent together, since a step may be shorter than the cost of a message.
     """
     name_thread("kvasir-carrier")
-    while True:
-        events = gathered(outbox)
-        next_seconds = time.monotonic() + _MESSAGE_SECONDS
-        _send(channel, events)
-        time.sleep(max(0.0, next_seconds - time.monotonic()))
+    try:
+        while True:
+            events = gathered(outbox)
+            next_seconds = time.monotonic() + _MESSAGE_SECONDS
+            channel.send(encode_events(events))
+            time.sleep(max(0.0, next_seconds - time.monotonic()))
+    except OSError:  # the channel is closed; main ends the service
+        os._exit(1)
 
 
 def _send(channel: WorkerChannel, events: list[Event]) -> None:

@@ -91,9 +91,17 @@ def test_a_request_passes_few_functions(hops: list[Hop]) -> None:
     assert len([hop for hop in hops if hop.direction == "out"]) <= MAX_FUNCTIONS_OUT
 
 
-def test_a_request_passes_two_processes_with_one_thread_each(hops: list[Hop]) -> None:
-    assert len({hop.process for hop in hops}) == 2
-    assert len({(hop.process, hop.thread) for hop in hops}) == 2
+def test_a_prompt_passes_two_processes_with_one_thread_each(hops: list[Hop]) -> None:
+    prompt_hops = [hop for hop in hops if hop.direction == "in"]
+    assert len({hop.process for hop in prompt_hops}) == 2
+    assert len({(hop.process, hop.thread) for hop in prompt_hops}) == 2
+
+
+def test_a_sampled_token_passes_the_carrier_thread_too(hops: list[Hop]) -> None:
+    """Without this thread, sending delays the next step: 0.92 of the tokens/s at 16 streams, 0.94 at 64."""
+    token_hops = [hop for hop in hops if hop.direction == "out"]
+    assert len({hop.process for hop in token_hops}) == 2
+    assert sorted({hop.thread for hop in token_hops}) == ["MainThread", "carrier"]
 
 
 def test_the_design_page_draws_the_path(hops: list[Hop]) -> None:

@@ -232,7 +232,7 @@ def test_prior_tokens_that_violate_the_grammar_are_rejected() -> None:
     assert ready == [submit]
     with pytest.raises(GrammarError):
         matchers.begin(submit.uid, submit.prior_token_ids)
-    assert matchers.uids == set()
+    assert list(matchers.uids) == []
 
 
 def test_a_vocabulary_without_an_end_of_text_ends_where_nothing_may_follow() -> None:

@@ -276,7 +276,9 @@ class Scheduler:
                 scored = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
                 sequence.num_scored_tokens = max(sequence.num_scored_tokens, scored)
             if rows:
-                ends = sequence.append_sampled([token_ids[row] for row in rows], chunk.draft, now)
+                ends = sequence.append(token_ids[rows[0]], now)
+                if chunk.draft and not ends:
+                    ends = sequence.append_drafted([token_ids[row] for row in rows], chunk.draft, now)
             elif ends := not sequence.num_remaining_tokens:
                 sequence.finish_reason = FinishReason.LENGTH
                 sequence.first_token_seconds = now  # end of prefill: no token is sampled

@@ -122,23 +122,23 @@ class SequenceState:
             self.first_token_seconds = now
         return self.check_end()
 
-    def append_sampled(self, token_ids: Sequence[int | None], draft: Sequence[int], now: float) -> bool:
-        """Append the token sampled after the known tokens, and those sampled after each right draft token.
+    def append_drafted(self, token_ids: Sequence[int | None], draft: Sequence[int], now: float) -> bool:
+        """Append the tokens sampled after draft tokens, up to the first wrong draft token. Return True at an end.
 
-        Return True if the sequence ends. The keys and values of accepted draft tokens count as computed.
+        The keys and values of right draft tokens count as computed.
 
         Args:
-            token_ids: the sampled tokens, of which the first follows the known tokens.
+            token_ids: the sampled tokens. The first token follows the known tokens and has been appended.
             draft: guesses of the tokens in `token_ids`, in order.
             now: time of sampling.
         """
-        ends = self.append(token_ids[0], now)
         for guessed, previous, following in zip(draft, token_ids, token_ids[1:], strict=False):
-            if ends or guessed != previous:
+            if guessed != previous:
                 break
             self.num_computed_tokens += 1
-            ends = self.append(following, now)
-        return ends
+            if self.append(following, now):
+                return True
+        return False
 
     def check_end(self) -> bool:
         """Return True, with the finish reason set, if the last token ends the sequence."""
