@@ -184,7 +184,7 @@ def _latency_statistics(done: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 def _request_lists(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Return per-request lists, in the order of the requests."""
+    """Return a list per measure, such as TTFT, with one value per request, in the order of the requests."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.index)
     start = min((outcome.intended_seconds for outcome in ordered), default=0.0)
     return {

@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkFormula:
-    """The formulas above for one model in one precision.
+    """Bytes and FLOPs of a step, by formula, for one model in one precision.
 
     weight_type: a key of `WEIGHT_BYTES`.
     kv_value_bytes: bytes of a number in the KV-cache.

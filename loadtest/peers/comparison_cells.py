@@ -122,7 +122,7 @@ class ComparedPair:
 
 
 class PairStore:
-    """Append-only file of measured pairs. A last line that a crash cut off is skipped."""
+    """Append-only file of measured pairs of Kvasir and another engine. A cut-off last line is skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

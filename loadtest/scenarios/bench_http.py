@@ -71,7 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", type=int, nargs="+", default=[], metavar="N", help="closed loop: concurrent clients")
     text = "open loop: requests per second, Poisson arrivals"
     add("--rate", type=float, nargs="+", default=[], metavar="X", help=text)
-    add("--requests", type=int, metavar="N", help="requests per run (default of an open loop: 64)")
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        help="number of requests per run (default: 64 in an open loop, --seconds in a closed loop)",
+    )
     text = "requests per client in a closed loop without --requests (default: 4)"
     add("--requests-per-stream", type=int, default=4, metavar="N", help=text)
     add("--warmup", type=int, default=4, metavar="N", help="requests before the first run (default: 4)")

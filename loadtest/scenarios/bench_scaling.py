@@ -239,7 +239,7 @@ def start_fits(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(arguments: Namespace) -> dict[str, Any]:
-    """Run all measurements. Starts come last, because they need the machine to themselves."""
+    """Run all measurements. Start-up times come last, because nothing else may run meanwhile."""
     flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
     contestant = InProcess.open(read_settings(ServeSettings, flags, command="serve", summary=""))
     figures = measure_engine(contestant, arguments.repeats)

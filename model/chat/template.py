@@ -94,7 +94,7 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
     if DEFAULT_NAME not in found:
         names = ", ".join(sorted(found))
         raise ChatTemplateError(
-            f"{origin}: templates {names}, but no template {DEFAULT_NAME}; choose one with --chat-template FILE"
+            f"{origin}: has templates {names}, but no template {DEFAULT_NAME}; give one with --chat-template FILE"
         )
     return ChatTemplate(
         source=found[DEFAULT_NAME],

@@ -95,7 +95,9 @@ def save_checkpoint(
     """
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != config.parameter_shapes():
-        raise ValueError("the tensors' names or shapes differ from the config's; save them with their own config")
+        raise ValueError(
+            "the tensors do not match the config (names or shapes differ); save the tensors with their own config"
+        )
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
     check_writable(directory)

@@ -195,7 +195,9 @@ def _read_native(directory: Path) -> Manifest:
     for file_name in files:
         check_plain_name(directory / MANIFEST_FILE, file_name)
     if CONFIG_FILE not in files:
-        raise CheckpointError(f"{directory / MANIFEST_FILE}: {CONFIG_FILE} is not listed; save the model again")
+        raise CheckpointError(
+            f"{directory / MANIFEST_FILE}: {CONFIG_FILE} is not in the list of files; save the model again"
+        )
     if all(file_name in (CONFIG_FILE, INDEX_FILE) or file_name.endswith(".safetensors") for file_name in files):
         raise CheckpointError(f"{directory / MANIFEST_FILE}: no tokenizer is listed; save the model again")
     try:

@@ -60,7 +60,7 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Attend, TE -> TE."""
+        """Apply self-attention to packed tokens; input and output have the shape TE."""
         q_THD, k_TKD, v_TKD = self._project(x_TE)
         if rotation is not None:
             q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)

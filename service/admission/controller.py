@@ -257,7 +257,7 @@ class Admission:
                 self._checked.append((demand, due_seconds))
 
     def _rejection(self, demand: _Demand, shortage: _Shortage) -> Overloaded:
-        """Return the error of a request that does not fit."""
+        """Return the error of a request for which the queue has no room, with its Retry-After."""
         seconds = self._retry_after(demand, shortage.seconds)
         if shortage.wait_seconds is not None:
             return WaitTooLong(

@@ -123,7 +123,10 @@ class Watchdog:
         self._silence = 0.0
 
     def silence(self) -> float:
-        """Return the seconds since the last heartbeat. A gap between two calls counts as at most 1 s."""
+        """Return the seconds since the last heartbeat. Of the time between two calls at most 1 s counts.
+
+        So a pause of the watchdog itself is not taken for a silent process.
+        """
         now, sign = self._clock(), self._sign()
         elapsed, self._last_look = now - self._last_look, now
         self._silence += min(elapsed, _MOST_BETWEEN_LOOKS)

@@ -68,11 +68,11 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 def write_vectors(
     vectors: Sequence[bytes], *, dimensions: int | None, as_text: Literal["float", "base64"] | None
 ) -> Iterator[list[float] | str]:
-    """Yield the encoded vectors one by one.
+    """Yield each vector as a list of numbers or as base64 text.
 
     Args:
-        vectors: float32 vectors of length 1, as bytes.
-        dimensions: number of leading dimensions to keep, scaled to length 1; None keeps all dimensions.
+        vectors: float32 vectors of norm 1, as bytes.
+        dimensions: number of leading dimensions to keep, scaled to norm 1; None keeps all dimensions.
     """
     vectors_NE = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(len(vectors), -1)
     if dimensions is not None:

@@ -89,7 +89,7 @@ def _prepared_number(key: str, value: float, place: str) -> float:
 
 
 def _check_data(value: object, place: str) -> None:
-    """Check that llguidance reproduces a number or a string exactly.
+    """Check that llguidance generates this number or string of a schema (`const`, `enum`) exactly as written.
 
     Raises:
         GrammarError: the value would be changed, or cannot be generated.

@@ -95,7 +95,7 @@ class EngineLoop:
                 return commands
 
     def _answer_query(self) -> None:
-        """Compute the oldest attention query. Streams wait meanwhile, so steps get time before the next query."""
+        """Compute the oldest request for attention weights. Streams wait meanwhile, so steps then run for a while."""
         uid = next(iter(self._queries))
         query = self._queries.pop(uid)
         self._send_now([Started(uid=uid, attempt=query.attempt)])

@@ -288,7 +288,7 @@ def check_unchanged(stamps: Stamps) -> None:
 
 
 def importable_name(cls: type) -> str:
-    """Return "module:class", by which another process can import the class, also from a program's main module."""
+    """Return "module:class", by which another process can import the class, even a class of `__main__`."""
     module = cls.__module__
     if module == "__main__":
         module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]

@@ -68,12 +68,12 @@ class ModelFamily:
 
 
 def plain(module: str) -> Names:
-    """Return the Names of one checkpoint module with unchanged layout."""
+    """Map a module of ours to one checkpoint module whose tensors have the same layout."""
     return Names(modules=(module,))
 
 
 def concatenated(*modules: str) -> Names:
-    """Return the Names of several checkpoint modules, concatenated along the rows."""
+    """Map a module of ours to several checkpoint modules, whose tensors are concatenated along the rows."""
     return Names(modules=modules, layout=Layout.CONCATENATED)
 
 

@@ -162,9 +162,9 @@ def _block_tables(
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...], tuple[PooledRows, ...]]:
-    """Return the packed tokens that need logits: last tokens, then draft tokens, then tokens of scored prompts.
+    """Return the packed tokens that need logits, the rows of each scored prompt, and the tokens to pool.
 
-    The rows of scored prompts, and the tokens to pool, are returned for each sequence too.
+    The packed tokens that need logits are last tokens, then draft tokens, then tokens of scored prompts.
     """
     last_rows: list[int] = []
     draft_rows: list[int] = []

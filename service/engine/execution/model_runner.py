@@ -161,7 +161,7 @@ class ModelRunner:
             return self._run(inputs, None)
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
-        """Compute the rest of a step. `decoded`: results of the native kernels for a decode step."""
+        """Run the model, unless the native kernels have computed the decode step already (`decoded`), and sample."""
         if decoded is None:
             likely = None
             x_TE, logits_RV = self._compute(inputs)
@@ -234,7 +234,7 @@ def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
 
 
 def _non_finite(sums_T: Tensor) -> set[int]:
-    """Return the indices of packed tokens whose sum is NaN or infinite. The sums are on the host."""
+    """Return the packed tokens (their indices) whose sum of hidden states and logits is NaN or infinite."""
     return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
 
 

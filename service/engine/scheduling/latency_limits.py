@@ -25,7 +25,7 @@ class PrefillBudget:
     """Limit on the prefill tokens of one prompt in a step with decodes, to bound the slowdown of the decodes.
 
     The limit applies to each prompt, not to the step. So a single prompt cannot delay the decodes much, but many
-    waiting prompts still use the whole budget, which gives the highest throughput.
+    waiting prompts together still fill the step's token budget, which gives the highest throughput.
 
     Args:
         slowdown: maximum slowdown of a decode step by one prompt, as a factor; infinite: no limit.

@@ -196,7 +196,7 @@ class Scheduler:
         )
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after a step that is still being computed; None if it cannot be only the next decode.
+        """Plan the step after `plan`, which is still being computed. None unless it decodes the same sequences alone.
 
         A GPU idles while the host reads a step's tokens, commits and reports them, and plans the next step. A step of
         decodes needs only the sampled tokens of the previous step, which are already on the device. (Compare the

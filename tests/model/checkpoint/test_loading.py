@@ -262,7 +262,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         _manifest(lambda v: v.update(files={"../x.safetensors": {"bytes": 1, "sha256": ""}})),
         "is not a plain file name",
     ),
-    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "config.json is not listed"),  # type: ignore[attr-defined]
+    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "config.json is not in the list of files"),  # type: ignore[attr-defined]
 }
 
 
