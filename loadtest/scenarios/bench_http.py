@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "--requests",
         type=int,
         metavar="N",
-        help="number of requests per run (default: 64 in an open loop, --seconds in a closed loop)",
+        help="number of requests per run (default: 64 in an open loop, --requests-per-stream in a closed loop)",
     )
     text = "requests per client in a closed loop without --requests (default: 4)"
     add("--requests-per-stream", type=int, default=4, metavar="N", help=text)

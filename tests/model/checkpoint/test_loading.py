@@ -294,7 +294,7 @@ def test_files_in_other_formats_are_rejected_by_their_header(tmp_path: Path) -> 
 
 
 def test_saving_tensors_of_another_config_is_rejected(directory: Path) -> None:
-    with pytest.raises(ValueError, match="differ from the config's"):
+    with pytest.raises(ValueError, match="do not match the config"):
         save_checkpoint(directory, config=CONFIG, tensors={}, tokenizer=train_bpe(["a"], 260), name="x", training={})
     with pytest.raises(ValueError, match="the tokenizer has"):
         save_checkpoint(
