@@ -15,7 +15,7 @@ from model.training.config import TrainConfig
 from model.training.data.batches import ROUND_BATCHES, Batches, Ids, Mixture, TokenizedSource
 from model.training.data.bpe import train_bpe
 from model.training.data.conversations import encode_conversation
-from model.training.data.sources import CorpusError, Source, leave_out_held_out, read_source
+from model.training.sources import CorpusError, TextSource, leave_out_held_out, read_source
 
 _PRETRAINING, _CHAT = 0, 1  # seed tags, so that the phases shuffle differently
 _STREAM_BATCHES = ROUND_BATCHES // 8  # piece length, in batches, for a token stream: a round holds several pieces
@@ -26,7 +26,7 @@ class Corpus:
     """Sources, their tokenizer, and the batches of the two phases."""
 
     config: TrainConfig
-    sources: list[Source]
+    sources: list[TextSource]
     tokenizer: ByteLevelTokenizer
 
     @functools.cached_property
@@ -39,7 +39,7 @@ class Corpus:
         """Batches of the chat phase: conversations, and the plain text of documents without turns."""
         return self.batches([self._tokenized(s, s.config.chat_repeats, chat=True) for s in self.sources], _CHAT)
 
-    def _tokenized(self, source: Source, repeats: float, *, chat: bool = False) -> TokenizedSource:
+    def _tokenized(self, source: TextSource, repeats: float, *, chat: bool = False) -> TokenizedSource:
         """Tokenize the training documents, each between two end-of-text tokens; none if `repeats` is 0."""
         bos = self.tokenizer.bos_token_id
         assert bos is not None  # `train_bpe` always sets it
@@ -97,7 +97,7 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
 
 
 def _tokenizer(
-    config: TrainConfig, sources: Sequence[Source], directory: Path, report: Callable[[str], None]
+    config: TrainConfig, sources: Sequence[TextSource], directory: Path, report: Callable[[str], None]
 ) -> ByteLevelTokenizer:
     """Load the tokenizer of the run, or train it on the training documents."""
     directory.mkdir(parents=True, exist_ok=True)

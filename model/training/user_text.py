@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.training.data.bpe import END_OF_TEXT
-from model.training.data.sources import CorpusError, word_runs
+from model.training.sources import CorpusError, word_runs
 
 LEAST_BYTES = 20_000
 MOST_BYTES = 2**30

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
-from model.training.data.sources import CorpusError
 
 UNTRAINED = -100  # ignored by `cross_entropy`
 ROUND_BATCHES = 64
@@ -58,7 +57,7 @@ class Mixture:
     A document longer than `piece_length` predicted tokens is cut into pieces. seed, tag: seed of the shuffles.
 
     Raises:
-        CorpusError: there are no tokens.
+        ValueError: there are no tokens.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Mixture:
     ) -> None:
         self._sources = [source for source in sources if source.repeats > 0 and source.num_predicted > 0]
         if not self._sources:
-            raise CorpusError("there is no text to learn from; give more, or hold out less")
+            raise ValueError("there is no text to learn from; give more, or hold out less")
         self._round_length = round_length
         self._seed = (seed, tag)
         weights = np.array([source.repeats * source.num_predicted for source in self._sources])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model.training.config import SourceConfig
 from model.training.data.conversations import Turn
-from model.training.data.sources import RUN_WORDS, CorpusError, Document, Source, leave_out_held_out, read_source
+from model.training.sources import RUN_WORDS, CorpusError, Document, TextSource, leave_out_held_out, read_source
 
 WORDS = [f"w{number}" for number in range(4)]
 
@@ -19,7 +19,7 @@ def source_config(path: Path, repeats: float = 1, held_out: float = 0.0, ids: tu
     return SourceConfig(name=path.stem, path=path, repeats=repeats, held_out=held_out, held_out_ids=ids, licence="none")
 
 
-def texts_of(source: Source) -> list[str]:
+def texts_of(source: TextSource) -> list[str]:
     return [document.text for document in source.train]
 
 
@@ -82,7 +82,7 @@ def test_a_run_of_words_in_common_is_found_wherever_it_stands(data: st.DataObjec
         train.append("before " + ", ".join(held[place : place + length]).upper() + " after")
     config = source_config(Path("a"))
     documents = [Document(text=text) for text in train]
-    (source,) = leave_out_held_out([Source(config=config, sha256="", train=documents, held_out=held_out)])
+    (source,) = leave_out_held_out([TextSource(config=config, sha256="", train=documents, held_out=held_out)])
     plain = {text: text.replace(",", "").lower() for text in train}
     assert texts_of(source) == [text for text in train if not shares_a_run(plain[text], held_out)]
 

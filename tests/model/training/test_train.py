@@ -22,8 +22,8 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.native import load_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config
-from model.training.data.sources import CorpusError
 from model.training.optimizer import rate_factor
+from model.training.sources import CorpusError
 from model.training.state import StateError, locked, read_log
 from model.training.train import RunSettings, train
 from tests.model.configs import ROTARY

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model.training import user_text
-from model.training.data.sources import CorpusError
+from model.training.sources import CorpusError
 from model.training.user_text import LEAST_BYTES, hold_out, read_own_text
 
 SENTENCES = [f"The fox and her {number} children went home by way {number * 7}." for number in range(2000)]

@@ -22,7 +22,7 @@ _BOOK_CHARACTERS = 100_000
 RUN_WORDS = 20
 _WORD = re.compile(r"[^\W_]+")
 # The directory of the corpora of this repository's recipes.
-_CORPORA = Path(__file__).resolve().parents[3] / "data"
+_CORPORA = Path(__file__).resolve().parents[2] / "data"
 
 
 class CorpusError(ValueError):
@@ -38,7 +38,7 @@ class Document:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class TextSource:
     """One corpus in file order. left_out: number of training documents that quote a held-out text."""
 
     config: SourceConfig
@@ -67,7 +67,7 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
             raise CorpusError(f"{path}: {error.strerror}; it is the path of source {source.name}") from error
 
 
-def read_source(config: SourceConfig) -> Source:
+def read_source(config: SourceConfig) -> TextSource:
     """Read a corpus and split it by `id` and by document hash, so that a growing file keeps its split.
 
     Raises:
@@ -97,10 +97,10 @@ def read_source(config: SourceConfig) -> Source:
         raise CorpusError(f"{config.path}: no document has the id {sorted(missing)[0]!r} of held_out_ids")
     if not train and not held_out:
         raise CorpusError(f"{config.path}: contains no documents")
-    return Source(config=config, sha256=digest, train=train, held_out=held_out)
+    return TextSource(config=config, sha256=digest, train=train, held_out=held_out)
 
 
-def leave_out_held_out(sources: Iterable[Source]) -> list[Source]:
+def leave_out_held_out(sources: Iterable[TextSource]) -> list[TextSource]:
     """Remove training documents that share RUN_WORDS consecutive words with a held-out text of any source.
 
     Words are compared without case, punctuation and spaces. Texts with fewer words are compared as a whole.
