@@ -76,28 +76,23 @@ def _introduction(config: TrainConfig) -> str:
 
 
 def _data(config: TrainConfig, training: Mapping[str, Any]) -> str:
-    """Return the table of sources, and the attributions that licences require."""
-    header = "| source | documents | repeats an epoch | held out | licence | SHA-256 |\n|---|---:|---:|---:|---|---|"
+    """Return the table of sources, with the attributions that licences require."""
+    header = (
+        "| source | documents | repeats an epoch | held out | licence | attribution | SHA-256 |\n"
+        "|---|---:|---:|---:|---|---|---|"
+    )
     rows = []
     for source in training["sources"]:
         chat_repeats = source.get("chat_repeats", 0) if config.chat_steps else 0
         repeats = f"{source['repeats']}" + (f", {chat_repeats} in the chat phase" if chat_repeats else "")
         counts = (f"{source['documents']:,}", repeats, f"{source['held_out_documents']:,}")
-        rows.append((source["name"], *counts, source["licence"], f"`{source['sha256'][:16]}`"))
+        attribution = source.get("attribution", "").replace("|", "\\|").replace("\n", " ")
+        rows.append((source["name"], *counts, source["licence"], attribution, f"`{source['sha256'][:16]}`"))
     facts = f"{training['epoch_tokens']:,} tokens an epoch."
     if any(source["held_out_documents"] for source in training["sources"]):
         facts += f" No training document equals a held-out text or shares {RUN_WORDS} words in a row with one."
     facts += " The weights are a result computed from these texts and contain none of the files."
-    section = f"## Data\n\n{_table(header, rows)}\n\n{textwrap.fill(facts, 120)}"
-    credits = [
-        (source["name"], source["licence"], source["attribution"].replace("|", "\\|").replace("\n", " "))
-        for source in training["sources"]
-        if source.get("attribution")
-    ]
-    if not credits:
-        return section
-    table = _table("| source | licence | attribution |\n|---|---|---|", credits)
-    return f"{section}\n\n## Attribution\n\n{table}"
+    return f"## Data\n\n{_table(header, rows)}\n\n{textwrap.fill(facts, 120)}"
 
 
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:

@@ -21,8 +21,6 @@ _BOOK_CHARACTERS = 100_000
 # encyclopedia repeats longer phrases.
 RUN_WORDS = 20
 _WORD = re.compile(r"[^\W_]+")
-# The directory of the corpora of this repository's recipes.
-_CORPORA = Path(__file__).resolve().parents[2] / "data"
 
 
 class CorpusError(ValueError):
@@ -58,13 +56,9 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
         path = source.path.resolve()
         try:
             path.open("rb").close()
-        except FileNotFoundError as error:
-            advice = f"correct the path of source {source.name}, which starts at the directory of its recipe"
-            if not {_CORPORA, _CORPORA.resolve()}.isdisjoint(path.parents):
-                advice = "the corpora are not part of this repository, docs/training.md lists them"
-            raise CorpusError(f"{path}: no such file; {advice}") from error
         except OSError as error:
-            raise CorpusError(f"{path}: {error.strerror}; it is the path of source {source.name}") from error
+            advice = f"correct the path of source {source.name}; docs/training.md lists the corpora of shipped recipes"
+            raise CorpusError(f"{path}: {error.strerror}; {advice}") from error
 
 
 def read_source(config: SourceConfig) -> TextSource:
@@ -121,7 +115,6 @@ def word_runs(text: str) -> Iterator[int]:
 
 
 def _share(text: str) -> float:
-    """Hash a text to a number from 0 to 1."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") / 2**64
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -112,25 +112,13 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
-class RunLog:
-    """Writer of `log.jsonl`, one JSON object per step. Opening it drops the lines from `step` on, which are redone."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.earlier = [line for line in read_log(path) if line["step"] < step]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in self.earlier))
-        partial.replace(path)
-        self._file = path.open("a", buffering=1)
-
-    def write(self, **values: Any) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(values) + "\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+def truncate_log(path: Path, step: int) -> list[dict[str, float]]:
+    """Drop the lines of `log.jsonl` from `step` on, since these steps are redone. Returns the remaining lines."""
+    earlier = [line for line in read_log(path) if line["step"] < step]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    partial.replace(path)
+    return earlier
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

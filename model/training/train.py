@@ -6,6 +6,7 @@ batch and the learning rate are functions of the step number alone, and the save
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -25,7 +26,7 @@ from torch.nn import functional
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import check_writable, load_model, save_checkpoint
-from model.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from model.checkpoint.shards import remove_shards
 from model.evaluation.evaluation import evaluate_checkpoint
 from model.evaluation.likelihood import evaluate
@@ -44,13 +45,13 @@ from model.training.sources import check_sources
 from model.training.state import (
     LOG_FILE,
     STATE_FILE,
-    RunLog,
     RunState,
     deterministic,
     load_state,
     locked,
     read_log,
     save_state,
+    truncate_log,
 )
 
 _HELD_OUT_TEXTS = 64
@@ -195,9 +196,9 @@ class Trainer:
         else:
             report(f"resuming at step {self.step:,} of {self.config.steps:,}")
         saved_at = time.monotonic()
-        log = RunLog(settings.run_directory / LOG_FILE, self.step)
-        losses = [line["held_out_loss"] for line in log.earlier if "held_out_loss" in line]
-        with log, Progress(self.config, self.step, report) as progress:
+        path = settings.run_directory / LOG_FILE
+        losses = [line["held_out_loss"] for line in truncate_log(path, self.step) if "held_out_loss" in line]
+        with path.open("a", buffering=1) as log, Progress(self.config, self.step, report) as progress:
             while self.step < min(self.config.steps, settings.stop_after or self.config.steps) and not should_stop():
                 config, began = self.config, time.monotonic()
                 loss = self.train_step()
@@ -206,7 +207,7 @@ class Trainer:
                 if self._held_out and (self.step % config.evaluate_every == 0 or self.step == config.steps):
                     line |= self.held_out()
                     losses.append(line["held_out_loss"])
-                log.write(**line)
+                log.write(json.dumps(line) + "\n")
                 pace.record(self.step)
                 if settings.next_config is not None:
                     self.config = settings.next_config(self.step, config, pace, losses)
@@ -264,30 +265,22 @@ class Trainer:
 
 
 def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None]) -> None:
-    """Write the checkpoint in bfloat16, measure it, and write its manifest and model card.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the checkpoint in bfloat16, measure it, and write its manifest and model card."""
     config, corpus, directory = trainer.config, trainer.corpus, trainer.settings.checkpoint
     log = read_log(trainer.settings.run_directory / LOG_FILE)
     training = _facts(trainer, log)
     partial = directory / _PARTIAL_DIRECTORY
     report(f"writing {directory}")
-
-    def write() -> None:
-        save_checkpoint(
-            partial,
-            config=config.model,
-            tensors=trainer.model.state_dict(),
-            tokenizer=corpus.tokenizer,
-            name=config.name,
-            training=training,
-            dtype=torch.bfloat16,
-            generation=_CHAT_SAMPLING if config.chat_steps else None,
-        )
-
-    write()
+    save_checkpoint(
+        partial,
+        config=config.model,
+        tensors=trainer.model.state_dict(),
+        tokenizer=corpus.tokenizer,
+        name=config.name,
+        training=training,
+        dtype=torch.bfloat16,
+        generation=_CHAT_SAMPLING if config.chat_steps else None,
+    )
     backend = ATTENTION_BACKENDS["sdpa"]
     served = load_model(read_manifest(partial), device=trainer.settings.device, dtype=torch.float32, attention=backend)
     evaluation = evaluate_checkpoint(
@@ -303,7 +296,7 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     training["held_out_bits_per_byte"] = {name: m.bits_per_byte for name, m in evaluation.held_out.items()}
     training["held_out_nats_per_token"] = {name: m.nats_per_token for name, m in evaluation.held_out.items()}
     training["held_out_accuracy"] = {name: m.accuracy for name, m in evaluation.held_out.items()}
-    write()
+    write_manifest(partial, name=config.name, training=training)
     draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
     if config.sample_prompts:
         evaluation = dataclasses.replace(evaluation, samples=_samples(trainer, served, complete))

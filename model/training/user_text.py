@@ -22,13 +22,6 @@ _FEWEST_PARTS = 25  # of a small text, so that some parts can be held out
 _DOCUMENT_CHARACTERS = 1000  # shorter pieces on average, between blank lines, are paragraphs rather than documents
 _JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _TEXT_SUFFIXES = {".txt", ".text", ".md", *_JSON_SUFFIXES}
-_XZ = b"\xfd7zXZ\x00"
-_KINDS = {
-    b"%PDF": "a PDF document; extract its text with pdftotext",
-    b"\x1f\x8b": "a gzip file; decompress it, or compress it with xz",
-    b"\xff\xfe": "UTF-16; convert it with: iconv -f UTF-16 -t UTF-8",
-    b"\xfe\xff": "UTF-16; convert it with: iconv -f UTF-16 -t UTF-8",
-}
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
 # Allowed ends of a part, by preference: after a sentence, at a line's end, between words.
 _ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"')”’»]*(?=\s|$)|[。！？]", r"(?=\n)", r"(?=\s)")))
@@ -87,12 +80,9 @@ def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
         size += len(documents[index])
     held_out = [documents[index] for index in sorted(chosen)]
     runs = {run for document in held_out for run in word_runs(document)}
-    unlike = [
-        document
-        for index, document in enumerate(documents)
-        if index not in chosen and runs.isdisjoint(word_runs(document))
-    ]
-    return (unlike, held_out) if 2 * len(unlike) >= len(documents) - len(chosen) else (list(documents), [])
+    rest = [document for index, document in enumerate(documents) if index not in chosen]
+    unlike = [document for document in rest if runs.isdisjoint(word_runs(document))]
+    return (unlike, held_out) if 2 * len(unlike) >= len(rest) else (list(documents), [])
 
 
 def _suffix(path: Path) -> str:
@@ -116,15 +106,10 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
 
 
 def _read(path: Path) -> bytes:
+    opener = lzma.open if path.suffix == ".xz" else open
     try:
-        with path.open("rb") as file:
-            if file.read(len(_XZ)) != _XZ:
-                file.seek(0)
-                return file.read(MOST_BYTES + 1)
-        with lzma.open(path) as unpacked:
-            return unpacked.read(MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise CorpusError(f"{path}: no such file") from error
+        with opener(path, "rb") as file:
+            return file.read(MOST_BYTES + 1)
     except OSError as error:
         raise CorpusError(f"{path}: {error.strerror}") from error
     except (lzma.LZMAError, EOFError) as error:
@@ -132,17 +117,13 @@ def _read(path: Path) -> bytes:
 
 
 def _decoded(path: Path, raw: bytes) -> str:
-    for start, kind in _KINDS.items():
-        if raw.startswith(start):
-            raise CorpusError(f"{path}: not UTF-8 text but {kind}")
     try:
         text = raw.decode("utf-8-sig")
-        invalid = raw.find(b"\0")
-    except UnicodeDecodeError as error:
-        invalid = error.start
-    if invalid >= 0:
+        if "\0" in text:
+            raise ValueError("it has zero bytes")
+    except ValueError as error:
         advice = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
-        raise CorpusError(f"{path}: not UTF-8 text: byte {invalid:,} is invalid; {advice}")
+        raise CorpusError(f"{path}: not UTF-8 text: {error}; {advice}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

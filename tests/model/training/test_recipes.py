@@ -77,16 +77,16 @@ def test_shipped_recipes_find_their_texts_or_say_where_to_look(recipe: Path) -> 
     check_sources(present)
     assert bool(away) == (recipe.stem != "tales")
     missing = dataclasses.replace(sources[0], path=recipe.parent / ".." / "none" / "corpus.txt")
-    message = rf"^{CONFIGS.parent}/[a-z/]+corpus.txt: no such file; correct the path of source "
+    message = rf"^{CONFIGS.parent}/[a-z/]+corpus.txt: No such file or directory; correct the path of source "
     with pytest.raises(CorpusError, match=message):
         check_sources([*present, missing])
     for source in away:
         elsewhere = dataclasses.replace(source, path=source.path.with_name("gone.jsonl"))
-        with pytest.raises(CorpusError, match=r"gone.jsonl: no such file; the corpora are not part of this repository"):
+        with pytest.raises(CorpusError, match=r"gone.jsonl: No such file .*; docs/training.md lists the corpora of"):
             check_sources([elsewhere])
 
 
 def test_a_directory_is_no_text(tmp_path: Path) -> None:
     source = dataclasses.replace(load_train_config(BASELINE).sources[0], path=tmp_path)
-    with pytest.raises(CorpusError, match=f"{tmp_path}: Is a directory; it is the path of source tinystories"):
+    with pytest.raises(CorpusError, match=f"{tmp_path}: Is a directory; correct the path of source tinystories"):
         check_sources([source])

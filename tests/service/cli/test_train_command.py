@@ -154,8 +154,8 @@ def test_a_missing_text_is_reported_before_a_directory_is_created(
     given = own_recipe.parent / ".." / "recipes" / "own.toml"
     assert run("--config", str(given), "--out", f"{tmp_path}/out", "--run-directory", f"{tmp_path}/run") == 1
     said = capsys.readouterr()
-    advice = "correct the path of source grimm, which starts at the directory of its recipe"
-    assert said.err == f"kvasir train: {tmp_path}/recipes/text.txt: no such file; {advice}\n"
+    advice = "correct the path of source grimm; docs/training.md lists the corpora of shipped recipes"
+    assert said.err == f"kvasir train: {tmp_path}/recipes/text.txt: No such file or directory; {advice}\n"
     assert said.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["recipes"]
 
