@@ -23,10 +23,6 @@ RUN_WORDS = 20
 _WORD = re.compile(r"[^\W_]+")
 
 
-class CorpusError(ValueError):
-    """A corpus cannot be trained on. The message names the file and what is wrong."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """One text. turns: the conversation of a record with "turns"; empty if it has no answer; None for plain text."""
@@ -50,7 +46,7 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
     """Check that the files of all sources can be opened. The check is cheap, so it runs first.
 
     Raises:
-        CorpusError: a file cannot be opened.
+        ValueError: a file cannot be opened.
     """
     for source in sources:
         path = source.path.resolve()
@@ -58,14 +54,14 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
             path.open("rb").close()
         except OSError as error:
             advice = f"correct the path of source {source.name}; docs/training.md lists the corpora of shipped recipes"
-            raise CorpusError(f"{path}: {error.strerror}; {advice}") from error
+            raise ValueError(f"{path}: {error.strerror}; {advice}") from error
 
 
 def read_source(config: SourceConfig) -> TextSource:
     """Read a corpus and split it by `id` and by document hash, so that a growing file keeps its split.
 
     Raises:
-        CorpusError: the file is missing, empty or invalid, or lacks a document of `held_out_ids`.
+        ValueError: the file is missing, empty or invalid, or lacks a document of `held_out_ids`.
     """
     train: list[Document] = []
     held_out: list[str] = []
@@ -84,13 +80,13 @@ def read_source(config: SourceConfig) -> TextSource:
                     train.append(Document(text=part, turns=document.turns))
         digest = file_digest(config.path)
     except OSError as error:
-        raise CorpusError(f"{config.path}: {error.strerror or error}") from error
+        raise ValueError(f"{config.path}: {error.strerror or error}") from error
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise CorpusError(f"{config.path}: not UTF-8 text: {error}") from error
+        raise ValueError(f"{config.path}: not UTF-8 text: {error}") from error
     if missing:
-        raise CorpusError(f"{config.path}: no document has the id {sorted(missing)[0]!r} of held_out_ids")
+        raise ValueError(f"{config.path}: no document has the id {sorted(missing)[0]!r} of held_out_ids")
     if not train and not held_out:
-        raise CorpusError(f"{config.path}: contains no documents")
+        raise ValueError(f"{config.path}: contains no documents")
     return TextSource(config=config, sha256=digest, train=train, held_out=held_out)
 
 
@@ -134,7 +130,7 @@ def _documents(path: Path) -> Iterator[tuple[str, Document]]:
                 if not isinstance(text, str):
                     raise TypeError("not a string")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                raise CorpusError(f'{path}, line {number}: expected a JSON object with a "text" or "turns"') from error
+                raise ValueError(f'{path}, line {number}: expected a JSON object with a "text" or "turns"') from error
             yield str(record.get("id")), Document(text=text, turns=turns)
 
 

@@ -111,9 +111,8 @@ def train(
 
     Raises:
         CheckpointError: the checkpoint directory holds files that this run did not write.
-        CorpusError: a corpus cannot be used.
-        StateError: the run directory holds a different run or a damaged one, or is in use.
-        ValueError: the loss is not finite; the last save is still usable.
+        ValueError: a corpus is unusable, the run directory is in use or holds a damaged or different run, or the loss
+            is not finite. In the last case, the last save is still usable.
     """
     check_sources(config.sources)
     with locked(settings.run_directory):
@@ -198,7 +197,8 @@ class Trainer:
         saved_at = time.monotonic()
         path = settings.run_directory / LOG_FILE
         losses = [line["held_out_loss"] for line in truncate_log(path, self.step) if "held_out_loss" in line]
-        with path.open("a", buffering=1) as log, Progress(self.config, self.step, report) as progress:
+        progress = Progress(report)
+        with path.open("a", buffering=1) as log:
             while self.step < min(self.config.steps, settings.stop_after or self.config.steps) and not should_stop():
                 config, began = self.config, time.monotonic()
                 loss = self.train_step()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.training.data.bpe import END_OF_TEXT
-from model.training.sources import CorpusError, word_runs
+from model.training.sources import word_runs
 
 LEAST_BYTES = 20_000
 MOST_BYTES = 2**30
@@ -40,7 +40,7 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
     """Read files, and all text files in directories, except below the directories `apart`.
 
     Raises:
-        CorpusError: a file is missing or not text, a line of JSON has no "text", or there is too little text.
+        ValueError: a file is missing or not text, a line of JSON has no "text", or there is too little text.
     """
     without = {path.resolve() for path in apart}
     files = [file for path in paths for file in _files(path, without)]
@@ -52,7 +52,7 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
         raw = _read(file)
         total += len(raw)
         if total > MOST_BYTES:
-            raise CorpusError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
+            raise ValueError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
         digests[str(file)] = hashlib.sha256(raw).hexdigest()
         texts += _texts(file, _decoded(file, raw))
     _check_size(named, num_bytes(texts), "of text")
@@ -101,7 +101,7 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
         and without.isdisjoint(file.resolve().parents)
     )
     if not found:
-        raise CorpusError(f"{path}: a directory without text files (.txt, .md or .jsonl, also as .xz)")
+        raise ValueError(f"{path}: a directory without text files (.txt, .md or .jsonl, also as .xz)")
     return found
 
 
@@ -111,9 +111,9 @@ def _read(path: Path) -> bytes:
         with opener(path, "rb") as file:
             return file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise CorpusError(f"{path}: {error.strerror}") from error
+        raise ValueError(f"{path}: {error.strerror}") from error
     except (lzma.LZMAError, EOFError) as error:
-        raise CorpusError(f"{path}: truncated or damaged xz file; download or compress it again") from error
+        raise ValueError(f"{path}: truncated or damaged xz file; download or compress it again") from error
 
 
 def _decoded(path: Path, raw: bytes) -> str:
@@ -123,7 +123,7 @@ def _decoded(path: Path, raw: bytes) -> str:
             raise ValueError("it has zero bytes")
     except ValueError as error:
         advice = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
-        raise CorpusError(f"{path}: not UTF-8 text: {error}; {advice}") from error
+        raise ValueError(f"{path}: not UTF-8 text: {error}; {advice}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -144,7 +144,7 @@ def _json_text(path: Path, number: int, line: str) -> str:
         # JSON can hold lone surrogates, which UTF-8 cannot encode.
         return str(text.encode("utf-8", "replace").decode().replace("\r\n", "\n"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorpusError(f'{path}, line {number:,}: each line must be a JSON object with a "text"') from error
+        raise ValueError(f'{path}, line {number:,}: each line must be a JSON object with a "text"') from error
 
 
 def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
@@ -171,7 +171,7 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 def _check_size(named: str, size: int, what: str) -> None:
     if size < LEAST_BYTES:
-        raise CorpusError(f"{named}: {size_in_words(size)} {what}; at least {size_in_words(LEAST_BYTES)} are needed")
+        raise ValueError(f"{named}: {size_in_words(size)} {what}; at least {size_in_words(LEAST_BYTES)} are needed")
 
 
 def size_in_words(size: int) -> str:

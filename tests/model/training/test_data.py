@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model.training.config import SourceConfig
 from model.training.data.conversations import Turn
-from model.training.sources import RUN_WORDS, CorpusError, Document, TextSource, leave_out_held_out, read_source
+from model.training.sources import RUN_WORDS, Document, TextSource, leave_out_held_out, read_source
 
 WORDS = [f"w{number}" for number in range(4)]
 
@@ -94,7 +94,7 @@ def test_whole_books_are_held_out_by_their_id(tmp_path: Path) -> None:
     source = read_source(source_config(tmp_path / "books.jsonl", ids=("a",)))
     assert "\n".join(source.held_out).split("\n") == lines
     assert texts_of(source) == ["Another."]
-    with pytest.raises(CorpusError, match="no document has the id 'c'"):
+    with pytest.raises(ValueError, match="no document has the id 'c'"):
         read_source(source_config(tmp_path / "books.jsonl", ids=("a", "c")))
 
 
@@ -142,6 +142,6 @@ def test_whole_books_are_cut_at_line_ends(tmp_path: Path) -> None:
 def test_unusable_corpora_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(CorpusError, match=message) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         read_source(source_config(tmp_path / name))
     assert name in str(caught.value)

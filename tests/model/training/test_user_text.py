@@ -3,12 +3,12 @@
 import gzip
 import json
 import lzma
+import re
 from pathlib import Path
 
 import pytest
 
 from model.training import user_text
-from model.training.sources import CorpusError
 from model.training.user_text import LEAST_BYTES, hold_out, read_own_text
 
 SENTENCES = [f"The fox and her {number} children went home by way {number * 7}." for number in range(2000)]
@@ -126,16 +126,15 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
 def test_what_is_no_text_is_refused_in_a_line(tmp_path: Path, what: str) -> None:
     name, content, message = REFUSED[what]
     path = written(tmp_path / name, content)
-    with pytest.raises(CorpusError) as caught:
+    with pytest.raises(ValueError, match=re.escape(message.format(path=path))) as caught:
         read_own_text([path])
-    assert message.format(path=path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"nope\.txt: No such file or directory"):
+    with pytest.raises(ValueError, match=r"nope\.txt: No such file or directory"):
         read_own_text([tmp_path / "nope.txt"])
-    with pytest.raises(CorpusError, match="a directory without text files"):
+    with pytest.raises(ValueError, match="a directory without text files"):
         read_own_text([tmp_path])
 
 
@@ -144,7 +143,7 @@ def test_there_is_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path = written(tmp_path / "a.txt", RUNNING)
     packed = written(tmp_path / "a.txt.xz", lzma.compress(RUNNING.encode()))
     for given in ([path], [packed]):
-        with pytest.raises(CorpusError, match="give a part of the text"):
+        with pytest.raises(ValueError, match="give a part of the text"):
             read_own_text(given)
 
 
