@@ -134,9 +134,8 @@ class _PlanFile:
 class Deadline:
     """Time limit of a run, and the limit on its steps set by the size of its text.
 
-    The number of steps can change on the plateau of the learning rate (Hu et al. 2024, arXiv 2404.06395, section 4).
-    The plateau ends when the remaining time is what the decay takes, or when the model overfits. The number of steps is
-    then fixed.
+    The number of steps can change on the plateau of the learning rate, see `rate_factor`. The plateau ends when the
+    remaining time is what the decay takes, or when the model overfits.
 
     at: the time limit, as `time.monotonic`. after_seconds: time needed after the last step. changed: called with each
     new config.
@@ -354,8 +353,7 @@ def make_plan(
 
 def _report_plan(plan: Plan, num_tokens: int, report: Callable[[str], None]) -> None:
     config, model, tokens = plan.config, plan.config.model, plan.config.tokens_per_step
-    passes = config.steps * tokens / num_tokens
-    extent = f"{passes:.0f} passes over the text" if passes >= 1.5 else f"{passes:.0%} of the text"
+    extent = f"{config.steps * tokens / num_tokens:.1f} passes over the text"
     dropout = f", with dropout {config.dropout} against overfitting" if config.dropout else ""
     report(
         f"model: {model.num_parameters / 1e6:.2g} million parameters, {model.num_layers} layers of width "

@@ -60,11 +60,6 @@ class SourceConfig:
                 f"source {self.name}: repeats and chat_repeats must be 0 to 10,000, held_out between 0 and 1"
             )
 
-    @property
-    def is_trained_on(self) -> bool:
-        """True if the run trains on this source."""
-        return self.repeats > 0 or self.chat_repeats > 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
@@ -113,7 +108,11 @@ class TrainConfig:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        other = _beyond_masks(self.model)
+        has_only_plain_attention = (
+            self.model.attention is not AttentionKind.AVERAGE
+            and self.model.sliding_window is None
+            and self.model.position not in SCORED_POSITIONS
+        )
         requirements = {
             f"name must consist of letters, digits, '-', '_' and '.', not start with '.', and have at most "
             f"{MAX_NAME_CHARACTERS} characters: {self.name!r}": (
@@ -127,7 +126,8 @@ class TrainConfig:
             ),
             "chat_steps must be at least 0 and less than steps": 0 <= self.chat_steps < self.steps,
             "dropout must be at least 0 and less than 1": 0.0 <= self.dropout < 1.0,
-            f"mask_documents does not support {other}: set mask_documents = false": not (self.mask_documents and other),
+            "mask_documents does not support a sliding_window, attention = 'average' or positions that change "
+            "attention scores: set mask_documents = false": has_only_plain_attention or not self.mask_documents,
             "no source is trained on: set repeats > 0 for at least one source": any(s.repeats for s in self.sources),
             "chat_steps needs a chat source: set chat_repeats > 0 for at least one source": (
                 not self.chat_steps or any(source.chat_repeats for source in self.sources)
@@ -151,15 +151,6 @@ class TrainConfig:
         return self.steps - self.chat_steps
 
 
-def _beyond_masks(model: ModelConfig) -> str:
-    """Return the attention option of a model that packed documents do not support, or ""."""
-    if model.attention is AttentionKind.AVERAGE:
-        return f"attention = {str(model.attention)!r}"
-    if model.sliding_window is not None:
-        return "a sliding_window"
-    return f"position = {str(model.position)!r}" if model.position in SCORED_POSITIONS else ""
-
-
 def _check_types(config: SourceConfig | TrainConfig) -> None:
     """Reject TOML values of a wrong type or size, and make lists of strings tuples."""
     for field in dataclasses.fields(config):
@@ -174,7 +165,7 @@ def _check_types(config: SourceConfig | TrainConfig) -> None:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise ValueError(f"{field.name} must be {what}, not {value!r}")
         if isinstance(value, (int, float)) and not abs(value) <= largest:  # also true for NaN
-            raise ValueError(f"{field.name} must be finite and at most {largest:,}, not {value!r}")
+            raise ValueError(f"{field.name} must be finite and at most {largest:,}")
 
 
 def load_train_config(path: Path) -> TrainConfig:

@@ -76,7 +76,7 @@ def read_source(config: SourceConfig) -> TextSource:
                     continue
                 if record_id in config.held_out_ids or _share(hashed) < config.held_out:
                     held_out.append(part)
-                elif config.is_trained_on:
+                elif config.repeats or config.chat_repeats:
                     train.append(Document(text=part, turns=document.turns))
         digest = file_digest(config.path)
     except OSError as error:

@@ -179,10 +179,7 @@ class Trainer:
         }
 
     def _loss_of(self, inputs_T: Tensor, targets_T: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return the mean loss over the target tokens.
-
-        The loss is 0 for a batch without targets, such as the middle of a long question.
-        """
+        """Return the mean loss over the target tokens, or 0 without targets (the middle of a long question)."""
         logits_TV = self.model(inputs_T, metadata, None)
         total = functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED, reduction="sum")
         return total / (targets_T != UNTRAINED).sum().clamp(min=1)
@@ -311,7 +308,6 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
 
 
 def _samples(trainer: Trainer, model: Transformer, complete: Complete) -> list[Sample]:
-    """Return a completion of each prompt in the recipe."""
     tokenizer, prompts = trainer.corpus.tokenizer, trainer.config.sample_prompts
     assert tokenizer.bos_token_id is not None  # training and serving also start with it
     encoded = [[tokenizer.bos_token_id, *tokenizer.encode(prompt)] for prompt in prompts]
@@ -324,7 +320,6 @@ def _samples(trainer: Trainer, model: Transformer, complete: Complete) -> list[S
 
 
 def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the provenance of the model, for its manifest and card."""
     config, last = trainer.config, log[-_FINAL_STEPS:]
     return {
         "seed": config.seed,

@@ -1,9 +1,8 @@
 """Batches of a run, by number: a pure function of texts, weights and seed.
 
 Each source contributes its share of the tokens to a round of ROUND_BATCHES batches, starting where its share of the
-previous round stopped. A source is shuffled for each of its epochs, so every document occurs once before any document
-occurs twice. A round does not depend on the length of the run or on earlier calls. An interrupted run can therefore
-resume exactly, and a run can be lengthened.
+previous round stopped. A source is shuffled for each of its epochs. A round does not depend on the length of the run or
+on earlier calls, so an interrupted run resumes exactly, and a run can be lengthened.
 
 Legend: T tokens of a batch, N + 1 boundaries of its N sequences (each start, and the end of the last).
 """
@@ -187,7 +186,6 @@ class Batches:
         )
 
     def _start_round(self, number: int) -> None:
-        """Concatenate the pieces of a round."""
         pieces = self.mixture.round(number)
         inputs = np.concatenate([piece.inputs for piece in pieces])
         targets = np.concatenate([piece.targets for piece in pieces])
