@@ -14,8 +14,7 @@ from model.tokenizer.native import SPEC_FILE, load_native, save_native
 from model.training.config import TrainConfig
 from model.training.data.batches import ROUND_BATCHES, Batches, Ids, Mixture, TokenizedSource
 from model.training.data.bpe import train_bpe
-from model.training.data.conversations import encode_conversation
-from model.training.sources import TextSource, leave_out_held_out, read_source
+from model.training.sources import TextSource, encode_conversation, leave_out_held_out, read_source
 
 _PRETRAINING, _CHAT = 0, 1  # seed tags, so that the phases shuffle differently
 _STREAM_BATCHES = ROUND_BATCHES // 8  # piece length, in batches, for a token stream: a round holds several pieces
