@@ -11,8 +11,8 @@ repetition helps. docs/training.md has the measurements behind the constants.
 import dataclasses
 import json
 import math
-import re
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from model.training.config import SourceConfig, TrainConfig, load_train_config, 
 from model.training.data.bpe import train_bpe
 from model.training.optimizer import Optimizers
 from model.training.progress import Pace, duration
-from model.training.state import LOG_FILE, STATE_FILE, StateError, locked, read_log
+from model.training.state import LOG_FILE, STATE_FILE, locked, read_log
 from model.training.train import RunSettings, check_output, train
 from model.training.user_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
 
@@ -55,10 +55,6 @@ _FINISHING_SECONDS = 5.0  # checkpoint files, loss curve and samples, without th
 _SAMPLED_BYTES = 400_000  # sample that estimates the bytes per token
 _SPARE = 1.5  # keep this factor more text than the plan needs, as the machine may turn out faster
 _PROMPTS, _PROMPT_CHARACTERS = 2, 40
-
-
-class PlanError(ValueError):
-    """The time limit is too short to train any model. The message says how much time is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +134,8 @@ class _PlanFile:
 class Deadline:
     """Time limit of a run, and the limit on its steps set by the size of its text.
 
-    The number of steps can change on the plateau of the learning rate (Hu et al. 2024, arXiv 2404.06395, section 4).
-    The plateau ends when the remaining time is what the decay takes, or when the model overfits. The number of steps is
-    then fixed.
+    The number of steps can change on the plateau of the learning rate, see `rate_factor`. The plateau ends when the
+    remaining time is what the decay takes, or when the model overfits.
 
     at: the time limit, as `time.monotonic`. after_seconds: time needed after the last step. changed: called with each
     new config.
@@ -185,10 +180,7 @@ def train_own_text(
     """Plan and train, or resume. Returns whether the checkpoint is finished. Other arguments: see `train`.
 
     Raises:
-        CorpusError: a file is not text, or there is too little text.
-        PlanError: the time limit is too short.
-        StateError: the text differs from that of the first attempt, or as in `train`.
-        CheckpointError, OSError: as in `train`.
+        ValueError: the text or the time limit is too short, or the text differs from the first attempt's.
     """
     directory, recipe = settings.run_directory, settings.run_directory / RECIPE_FILE
     # Skip the files of the run and checkpoint directories, which may lie inside the text directory.
@@ -205,7 +197,7 @@ def train_own_text(
             spent = plan.planning_seconds + sum(line["seconds"] for line in read_log(directory / LOG_FILE)[-1:])
             report(f"resuming the run in {directory}, {duration(spent)} of {duration(60 * wish.minutes)} used")
         elif (directory / STATE_FILE).exists():
-            raise StateError(f"{directory}: holds a run with its own recipe; choose another --out or --run-directory")
+            raise ValueError(f"{directory}: holds a run with its own recipe; choose another --out or --run-directory")
         else:
             plan = _prepare(wish, settings, text, report)
     deadline = Deadline(
@@ -224,19 +216,15 @@ def train_own_text(
 
 
 def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
-    """Return the plan of an existing run.
-
-    Raises:
-        StateError: the run began with a different text, or its plan is damaged.
-    """
+    """Return the plan of an existing run, which must have begun with the same text."""
     path = directory / _PLAN_FILE
     try:
         plan = _PlanFile(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise StateError(f"{path}: damaged; delete {directory} to start over") from error
+        raise ValueError(f"{path}: damaged; delete {directory} to start over") from error
     if sorted(plan.digests.values()) != sorted(text.digests.values()):
         changed = ", ".join(sorted(name for name, digest in text.digests.items() if plan.digests.get(name) != digest))
-        raise StateError(
+        raise ValueError(
             f"{directory}: this run began with a different text than {changed or 'the given one'}; give "
             f"the first text, or start over: choose another --out, or delete {directory}"
         )
@@ -244,11 +232,7 @@ def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
 
 
 def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[[str], None]) -> _PlanFile:
-    """Train the tokenizer, plan the run, and write its files: the recipe last, since it marks them complete.
-
-    Raises:
-        PlanError: the time limit is too short.
-    """
+    """Train the tokenizer, plan the run, and write its files: the recipe last, since it marks them complete."""
     directory, size_of_text = settings.run_directory, num_bytes(text.documents)
     train_texts, held_out = hold_out(text.documents)
     held = f"{len(held_out)} of them are held out for evaluation" if held_out else "too similar to hold any out"
@@ -279,7 +263,10 @@ def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[
         description=f"It continues texts in the style of {source.name}, its only training text.",
         seed=wish.seed,
         sources=(trained, source) if held_out else (trained,),
-        sample_prompts=tuple(_prompt(document) for document in (held_out or train_texts)[:_PROMPTS]),
+        sample_prompts=tuple(
+            textwrap.shorten(document[:200], _PROMPT_CHARACTERS, placeholder="") or document[:20]
+            for document in (held_out or train_texts)[:_PROMPTS]
+        ),
     )
     plan = make_plan(
         base,
@@ -329,7 +316,7 @@ def make_plan(
     also make fewer than ENOUGH_PASSES passes over the text.
 
     Raises:
-        PlanError: the time is too short for the smallest model.
+        ValueError: the time is too short for the smallest model.
     """
     config, *larger_configs = (size.config(base) for size in SIZES)
     seconds = seconds_per_step(config)
@@ -345,7 +332,7 @@ def make_plan(
     left = seconds_left()
     if left < FEWEST_STEPS * seconds:
         needed = FEWEST_STEPS * seconds - left
-        raise PlanError(f"too few --minutes: the smallest model needs {needed:.0f} s more on this machine")
+        raise ValueError(f"too few --minutes: the smallest model needs {needed:.0f} s more on this machine")
     most = max(FEWEST_STEPS, MOST_PASSES * num_tokens // config.tokens_per_step)
     steps = min(int(left / seconds), most)
     passes = steps * config.tokens_per_step / num_tokens
@@ -366,8 +353,7 @@ def make_plan(
 
 def _report_plan(plan: Plan, num_tokens: int, report: Callable[[str], None]) -> None:
     config, model, tokens = plan.config, plan.config.model, plan.config.tokens_per_step
-    passes = config.steps * tokens / num_tokens
-    extent = f"{passes:.0f} passes over the text" if passes >= 1.5 else f"{passes:.0%} of the text"
+    extent = f"{config.steps * tokens / num_tokens:.1f} passes over the text"
     dropout = f", with dropout {config.dropout} against overfitting" if config.dropout else ""
     report(
         f"model: {model.num_parameters / 1e6:.2g} million parameters, {model.num_layers} layers of width "
@@ -403,11 +389,3 @@ def _sampled(documents: Sequence[str], most_bytes: int) -> list[str]:
     """Return evenly spaced documents of about `most_bytes` bytes in total, or all documents."""
     share = min(1.0, most_bytes / num_bytes(documents))
     return [text for index, text in enumerate(documents) if int((index + 1) * share) > int(index * share)]
-
-
-def _prompt(document: str) -> str:
-    """Return the first words of a document, if possible without characters that a shell would interpret."""
-    start = " ".join(document.split())[:_PROMPT_CHARACTERS]
-    words = start.rsplit(" ", 1)[0] if " " in start else start[: _PROMPT_CHARACTERS // 2]
-    plain = re.split(r"[\"'!`$\\]", words.lstrip("\"'“‘ "))[0].rstrip(" ,;:-")
-    return plain if " " in plain else words

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import re
 import tomllib
@@ -61,11 +60,6 @@ class SourceConfig:
                 f"source {self.name}: repeats and chat_repeats must be 0 to 10,000, held_out between 0 and 1"
             )
 
-    @property
-    def is_trained_on(self) -> bool:
-        """True if the run trains on this source."""
-        return self.repeats > 0 or self.chat_repeats > 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
@@ -114,12 +108,16 @@ class TrainConfig:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        other = _beyond_masks(self.model)
+        has_only_plain_attention = (
+            self.model.attention is not AttentionKind.AVERAGE
+            and self.model.sliding_window is None
+            and self.model.position not in SCORED_POSITIONS
+        )
         requirements = {
-            f"name must consist of letters, digits, '-', '_' and '.', and not start with '.': {self.name!r}": (
-                re.fullmatch(r"[\w.-]+", self.name) and not self.name.startswith(".")
+            f"name must consist of letters, digits, '-', '_' and '.', not start with '.', and have at most "
+            f"{MAX_NAME_CHARACTERS} characters: {self.name!r}": (
+                re.fullmatch(r"[\w-][\w.-]*", self.name) and len(self.name) <= MAX_NAME_CHARACTERS
             ),
-            f"name must have at most {MAX_NAME_CHARACTERS} characters": len(self.name) <= MAX_NAME_CHARACTERS,
             "weight_decay and seed must not be negative": self.weight_decay >= 0 and self.seed >= 0,
             f"vocab_size must be at most {MAX_VOCAB_SIZE:,}, not {self.vocab_size:,}": self.vocab_size
             <= MAX_VOCAB_SIZE,
@@ -128,7 +126,8 @@ class TrainConfig:
             ),
             "chat_steps must be at least 0 and less than steps": 0 <= self.chat_steps < self.steps,
             "dropout must be at least 0 and less than 1": 0.0 <= self.dropout < 1.0,
-            f"mask_documents does not support {other}: set mask_documents = false": not (self.mask_documents and other),
+            "mask_documents does not support a sliding_window, attention = 'average' or positions that change "
+            "attention scores: set mask_documents = false": has_only_plain_attention or not self.mask_documents,
             "no source is trained on: set repeats > 0 for at least one source": any(s.repeats for s in self.sources),
             "chat_steps needs a chat source: set chat_repeats > 0 for at least one source": (
                 not self.chat_steps or any(source.chat_repeats for source in self.sources)
@@ -152,15 +151,6 @@ class TrainConfig:
         return self.steps - self.chat_steps
 
 
-def _beyond_masks(model: ModelConfig) -> str:
-    """Return the attention option of a model that packed documents do not support, or ""."""
-    if model.attention is AttentionKind.AVERAGE:
-        return f"attention = {str(model.attention)!r}"
-    if model.sliding_window is not None:
-        return "a sliding_window"
-    return f"position = {str(model.position)!r}" if model.position in SCORED_POSITIONS else ""
-
-
 def _check_types(config: SourceConfig | TrainConfig) -> None:
     """Reject TOML values of a wrong type or size, and make lists of strings tuples."""
     for field in dataclasses.fields(config):
@@ -174,10 +164,8 @@ def _check_types(config: SourceConfig | TrainConfig) -> None:
         types, what, largest = _KINDS[field.type]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise ValueError(f"{field.name} must be {what}, not {value!r}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{field.name} must be finite, not {value!r}")
-        if isinstance(value, (int, float)) and abs(value) > largest:
-            raise ValueError(f"{field.name} must be at most {largest:,}")
+        if isinstance(value, (int, float)) and not abs(value) <= largest:  # also true for NaN
+            raise ValueError(f"{field.name} must be finite and at most {largest:,}")
 
 
 def load_train_config(path: Path) -> TrainConfig:
@@ -207,21 +195,19 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     advice = f"{extended_by[-1]} extends it, by a path relative to its own directory" if extended_by else _ADVICE
     try:
         values = tomllib.loads(path.read_text())
-        if not isinstance(values.get("extends", ""), str):
-            raise ValueError("extends must be the path of a recipe")
-        if not isinstance(values.get("model", {}), dict):
-            raise ValueError("model must be a table")
+        extended = path.parent / values.pop("extends") if "extends" in values else None
+        values = {**values, "model": {**values["model"]}} if "model" in values else values
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
     except (TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{path}: sources must be tables, each with a path") from error
+        raise ValueError(f"{path}: extends must be a path, model a table, sources tables with a path each") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {advice}") from error
     except ValueError as error:  # includes invalid TOML and invalid UTF-8
         raise ValueError(f"{path}: {error}") from error
-    if "extends" not in values:
+    if extended is None:
         return values
-    inherited = _read(path.parent / values.pop("extends"), (*extended_by, path.resolve()))
+    inherited = _read(extended, (*extended_by, path.resolve()))
     if "sources" in values:
         inherited = {key: value for key, value in inherited.items() if key not in _OF_SOURCES}
     return inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}

@@ -14,8 +14,7 @@ from model.tokenizer.native import SPEC_FILE, load_native, save_native
 from model.training.config import TrainConfig
 from model.training.data.batches import ROUND_BATCHES, Batches, Ids, Mixture, TokenizedSource
 from model.training.data.bpe import train_bpe
-from model.training.data.conversations import encode_conversation
-from model.training.data.sources import CorpusError, Source, leave_out_held_out, read_source
+from model.training.sources import TextSource, encode_conversation, leave_out_held_out, read_source
 
 _PRETRAINING, _CHAT = 0, 1  # seed tags, so that the phases shuffle differently
 _STREAM_BATCHES = ROUND_BATCHES // 8  # piece length, in batches, for a token stream: a round holds several pieces
@@ -26,7 +25,7 @@ class Corpus:
     """Sources, their tokenizer, and the batches of the two phases."""
 
     config: TrainConfig
-    sources: list[Source]
+    sources: list[TextSource]
     tokenizer: ByteLevelTokenizer
 
     @functools.cached_property
@@ -39,7 +38,7 @@ class Corpus:
         """Batches of the chat phase: conversations, and the plain text of documents without turns."""
         return self.batches([self._tokenized(s, s.config.chat_repeats, chat=True) for s in self.sources], _CHAT)
 
-    def _tokenized(self, source: Source, repeats: float, *, chat: bool = False) -> TokenizedSource:
+    def _tokenized(self, source: TextSource, repeats: float, *, chat: bool = False) -> TokenizedSource:
         """Tokenize the training documents, each between two end-of-text tokens; none if `repeats` is 0."""
         bos = self.tokenizer.bos_token_id
         assert bos is not None  # `train_bpe` always sets it
@@ -80,15 +79,14 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
     """Read and tokenize the sources. The tokenizer is loaded from `directory`, or trained and saved there.
 
     Raises:
-        CorpusError: a corpus cannot be used, or is too small for the vocabulary.
-        ValueError: the tokenizer in `directory` does not match the recipe.
+        ValueError: a corpus is unusable or too small, or `directory` holds another recipe's tokenizer.
     """
     sources = leave_out_held_out(map(read_source, config.sources))
     for source in sources:
         if source.left_out:
             report(f"{source.config.name}: {source.left_out:,} documents left out because they quote held-out texts")
         if config.chat_steps and source.config.chat_repeats and not any(d.turns != () for d in source.train):
-            raise CorpusError(f"{source.config.path}: no conversation has an answer; set chat_repeats = 0")
+            raise ValueError(f"{source.config.path}: no conversation has an answer; set chat_repeats = 0")
     corpus = Corpus(config=config, sources=sources, tokenizer=_tokenizer(config, sources, directory, report))
     total = corpus.pretraining.mixture.epoch_length
     epochs = config.chat_start * config.tokens_per_step / total
@@ -97,9 +95,8 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
 
 
 def _tokenizer(
-    config: TrainConfig, sources: Sequence[Source], directory: Path, report: Callable[[str], None]
+    config: TrainConfig, sources: Sequence[TextSource], directory: Path, report: Callable[[str], None]
 ) -> ByteLevelTokenizer:
-    """Load the tokenizer of the run, or train it on the training documents."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SPEC_FILE).exists():  # the spec is written last
         report(f"training a tokenizer of {config.vocab_size:,} tokens")
@@ -116,5 +113,5 @@ def _tokenizer(
     if tokenizer.vocab_size < config.vocab_size:
         # Otherwise the model could sample token ids that the tokenizer does not have.
         size = tokenizer.vocab_size
-        raise CorpusError(f"the texts yield only {size} tokens: set vocab_size = {size}, or give more text")
+        raise ValueError(f"the texts yield only {size} tokens: set vocab_size = {size}, or give more text")
     return tokenizer

@@ -12,18 +12,11 @@ from model.evaluation.likelihood import HeldOut
 from model.evaluation.prompts import PromptKind
 from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Diversity, Sample
 from model.training.config import TrainConfig, chosen_values
-from model.training.data.sources import RUN_WORDS
 from model.training.progress import duration
+from model.training.sources import RUN_WORDS
 
 LOSS_CURVE_FILE = "loss.png"
-_VALUES = "| key | value |\n|---|---|"
-_KINDS: dict[PromptKind | None, str] = {
-    None: "",
-    PromptKind.STORY: "### Stories\n\n",
-    PromptKind.FACT: "### Facts\n\n",
-    PromptKind.DIALOGUE: "### Dialogues\n\n",
-    PromptKind.CHAT: "### Answers to messages, in the chat template\n\n",
-}
+_VALUES = "key | value"
 
 
 def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: int) -> None:
@@ -61,9 +54,10 @@ def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any
     path.write_text("\n\n".join(section.strip() for section in sections if section) + "\n")
 
 
-def _table(header: str, rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table. header: its first two lines."""
-    return "\n".join([header, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+def _table(columns: str, rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table. columns: names separated by " | "."""
+    head = f"| {columns} |\n|{'---|' * len(columns.split('|'))}"
+    return "\n".join([head, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
 def _introduction(config: TrainConfig) -> str:
@@ -76,28 +70,20 @@ def _introduction(config: TrainConfig) -> str:
 
 
 def _data(config: TrainConfig, training: Mapping[str, Any]) -> str:
-    """Return the table of sources, and the attributions that licences require."""
-    header = "| source | documents | repeats an epoch | held out | licence | SHA-256 |\n|---|---:|---:|---:|---|---|"
+    """Return the table of sources, with the attributions that licences require."""
+    columns = "source | documents | repeats an epoch | held out | licence | attribution | SHA-256"
     rows = []
     for source in training["sources"]:
         chat_repeats = source.get("chat_repeats", 0) if config.chat_steps else 0
         repeats = f"{source['repeats']}" + (f", {chat_repeats} in the chat phase" if chat_repeats else "")
         counts = (f"{source['documents']:,}", repeats, f"{source['held_out_documents']:,}")
-        rows.append((source["name"], *counts, source["licence"], f"`{source['sha256'][:16]}`"))
+        attribution = source.get("attribution", "").replace("|", "\\|").replace("\n", " ")
+        rows.append((source["name"], *counts, source["licence"], attribution, f"`{source['sha256'][:16]}`"))
     facts = f"{training['epoch_tokens']:,} tokens an epoch."
     if any(source["held_out_documents"] for source in training["sources"]):
         facts += f" No training document equals a held-out text or shares {RUN_WORDS} words in a row with one."
     facts += " The weights are a result computed from these texts and contain none of the files."
-    section = f"## Data\n\n{_table(header, rows)}\n\n{textwrap.fill(facts, 120)}"
-    credits = [
-        (source["name"], source["licence"], source["attribution"].replace("|", "\\|").replace("\n", " "))
-        for source in training["sources"]
-        if source.get("attribution")
-    ]
-    if not credits:
-        return section
-    table = _table("| source | licence | attribution |\n|---|---|---|", credits)
-    return f"{section}\n\n## Attribution\n\n{table}"
+    return f"## Data\n\n{_table(columns, rows)}\n\n{textwrap.fill(facts, 120)}"
 
 
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:
@@ -117,20 +103,18 @@ def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:
 def _held_out(measured: Mapping[str, HeldOut]) -> str:
     if not measured:
         return ""
-    header = "| source | documents | bits per byte | nats per token | top-1 accuracy |\n|---|---:|---:|---:|---:|"
+    columns = "source | documents | bits per byte | nats per token | top-1 accuracy"
     rows = (
         (name, f"{len(m.documents):,}", f"{m.bits_per_byte:.4f}", f"{m.nats_per_token:.4f}", f"{m.accuracy:.1%}")
         for name, m in measured.items()
     )
-    return f"## Held-out texts\n\nMeasured on the bfloat16 files, in float32 arithmetic.\n\n{_table(header, rows)}"
+    return f"## Held-out texts\n\nMeasured on the bfloat16 files, in float32 arithmetic.\n\n{_table(columns, rows)}"
 
 
 def _diversity(measured: Sequence[Diversity]) -> str:
     if not measured:
         return ""
-    header = (
-        "| temperature | words | distinct-1 | distinct-2 | distinct-3 | repetition |\n|---:|---:|---:|---:|---:|---:|"
-    )
+    columns = "temperature | words | distinct-1 | distinct-2 | distinct-3 | repetition"
     rows = []
     for m in measured:
         shares = ("–" if value is None else f"{value:.3f}" for value in (*m.distinct, m.repetition))
@@ -140,7 +124,7 @@ def _diversity(measured: Sequence[Diversity]) -> str:
         "tokens (top-p 1). distinct-n: share of different word n-grams (Li et al. 2016). Repetition: share of 4-grams "
         "that occurred earlier in the same sample (seq-rep-4, Welleck et al. 2020)."
     )
-    return f"## Diversity of samples\n\n{textwrap.fill(text, 120)}\n\n{_table(header, rows)}"
+    return f"## Diversity of samples\n\n{textwrap.fill(text, 120)}\n\n{_table(columns, rows)}"
 
 
 def _samples(samples: Sequence[Sample]) -> str:
@@ -149,13 +133,13 @@ def _samples(samples: Sequence[Sample]) -> str:
     fixed = any(sample.kind for sample in samples)
     which = "; every model card has these prompts, see `model/evaluation/prompts.py`" if fixed else ""
     text = f"## Samples\n\nTemperature {SHOWN_TEMPERATURE}, top-p {SHOWN_TOP_P}, one sample of each prompt{which}.\n\n"
-    for kind, title in _KINDS.items():
+    for kind in dict.fromkeys(sample.kind for sample in samples):
         quotes = [
             f"> **{_quote(s.prompt)}**{' ' * (kind is PromptKind.CHAT)}{_quote(s.completion)}\n\n"
             for s in samples
             if s.kind is kind
         ]
-        text += "".join([title, *quotes]) if quotes else ""
+        text += "".join([f"### Kind of prompt: {kind}\n\n" if kind else "", *quotes])
     return text
 
 

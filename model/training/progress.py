@@ -1,18 +1,12 @@
-"""Progress of a run: its recent speed, and a live bar on a terminal or a line every 30 s elsewhere."""
+"""Progress of a run: its recent speed, and a line every 10 s."""
 
 import collections
-import sys
 import time
 from collections.abc import Callable
-from typing import Self
-
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as RichProgress
-from rich.table import Column
 
 from model.training.config import TrainConfig
 
-_LINE_SECONDS = 30.0
+_LINE_SECONDS = 10.0
 _SMOOTHING = 20  # steps
 _WINDOW_SECONDS = 60.0  # window over which the speed is measured
 
@@ -41,39 +35,27 @@ class Pace:
 
 
 class Progress:
-    """Context manager that displays loss, tokens/s, time spent and time left."""
+    """Reports of loss, tokens/s, time spent and time left, every 10 s and at the last step."""
 
-    def __init__(self, config: TrainConfig, step: int, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._loss: float | None = None
         self._held_out = ""
         self._reported_at = -_LINE_SECONDS
-        columns = (
-            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-        )
-        self._bar = RichProgress(*columns, expand=True, refresh_per_second=4, disable=not sys.stdout.isatty())
-        waiting = f"step {step:,}/{config.steps:,}, the first step takes longest"
-        self._task = self._bar.add_task(waiting, total=config.steps, completed=step)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def update(
         self, config: TrainConfig, step: int, loss: float, held_out: float | None, spent: float, seconds: float | None
     ) -> None:
-        """Show a finished step.
+        """Record a finished step, and report it if the last report is 10 s old.
 
         held_out: held-out loss, None if not measured. spent: seconds of training. seconds: per step, None if unknown.
         """
         self._loss = loss if self._loss is None else self._loss + (loss - self._loss) / _SMOOTHING
         if held_out is not None:
             self._held_out = f" (held out {held_out:.2f})"
-        # The most important part is first, since a narrow terminal cuts the line.
+        if step < config.steps and time.monotonic() - self._reported_at < _LINE_SECONDS:
+            return
+        self._reported_at = time.monotonic()
         parts = (
             "time left unknown" if seconds is None else f"{duration((config.steps - step) * seconds)} left",
             f"{duration(spent)} spent",
@@ -81,11 +63,7 @@ class Progress:
             *([] if seconds is None else [f"{config.tokens_per_step / seconds:,.0f} tokens/s"]),
             f"step {step:,}/{config.steps:,}",
         )
-        text = ", ".join(parts)
-        self._bar.update(self._task, total=config.steps, completed=step, description=text)
-        if self._bar.disable and (step >= config.steps or time.monotonic() - self._reported_at > _LINE_SECONDS):
-            self._reported_at = time.monotonic()
-            self._report(text)
+        self._report(", ".join(parts))
 
 
 def duration(seconds: float) -> str:

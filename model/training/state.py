@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +24,6 @@ STATE_FILE, LOG_FILE = "state.safetensors", "log.jsonl"
 RUN_FILES = (STATE_FILE, "state.partial", LOG_FILE, "log.partial", "lock")
 _LENGTHS = ("steps", "decay_steps", "chat_steps")
 _CHANGEABLE = ("checkpoint_minutes", "evaluate_every", "sample_prompts", "description", *_LENGTHS)
-
-
-class StateError(ValueError):
-    """A run cannot be resumed. The message says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,7 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
     """Return the last complete save, or None if the run has not been saved.
 
     Raises:
-        StateError: the save is damaged, or its run differs from `config` in what the saved steps depend on.
+        ValueError: the save is damaged, or its run differs from `config` in what the saved steps depend on.
     """
     path = directory / STATE_FILE
     if not path.exists():
@@ -66,17 +62,17 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         step, seconds, saved = int(facts["step"]), float(facts["seconds"]), dict(facts["config"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise StateError(f"{path}: damaged ({error}); delete it to start over") from error
+        raise ValueError(f"{path}: damaged ({error}); delete it to start over") from error
     current = config_facts(config, corpora)
     plateau_end = min(facts["steps"] - max(facts["decay_steps"], facts["chat_steps"]) for facts in (saved, current))
     changeable = (*_CHANGEABLE, "chat_sources") if step <= plateau_end else _CHANGEABLE
     if changed := [key for key in current if key not in changeable and saved.get(key) != current[key]]:
-        raise StateError(
+        raise ValueError(
             f"{path}: the run began with different values of {', '.join(changed)}; use another "
             "--run-directory, or undo the change"
         )
     if step > plateau_end and any(saved[key] != current[key] for key in _LENGTHS):
-        raise StateError(
+        raise ValueError(
             f"{path}: the learning rate already decays at step {step}; restore the number of steps, or "
             "use another --run-directory"
         )
@@ -101,36 +97,24 @@ def locked(directory: Path) -> Iterator[None]:
     """Hold an exclusive lock on a run directory.
 
     Raises:
-        StateError: another process holds the lock.
+        ValueError: another process holds the lock.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StateError(f"{directory}: another run is using it; use another --run-directory") from error
+            raise ValueError(f"{directory}: another run is using it; use another --run-directory") from error
         yield
 
 
-class RunLog:
-    """Writer of `log.jsonl`, one JSON object per step. Opening it drops the lines from `step` on, which are redone."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.earlier = [line for line in read_log(path) if line["step"] < step]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in self.earlier))
-        partial.replace(path)
-        self._file = path.open("a", buffering=1)
-
-    def write(self, **values: Any) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(values) + "\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+def truncate_log(path: Path, step: int) -> list[dict[str, float]]:
+    """Drop the lines of `log.jsonl` from `step` on, since these steps are redone. Returns the remaining lines."""
+    earlier = [line for line in read_log(path) if line["step"] < step]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    partial.replace(path)
+    return earlier
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

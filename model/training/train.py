@@ -6,6 +6,7 @@ batch and the learning rate are functions of the step number alone, and the save
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -25,7 +26,7 @@ from torch.nn import functional
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import check_writable, load_model, save_checkpoint
-from model.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from model.checkpoint.shards import remove_shards
 from model.evaluation.evaluation import evaluate_checkpoint
 from model.evaluation.likelihood import evaluate
@@ -37,20 +38,20 @@ from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus
 from model.training.data.batches import UNTRAINED, PackedDocuments
-from model.training.data.sources import check_sources
 from model.training.model_card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.optimizer import Optimizers, rate_factor
 from model.training.progress import Pace, Progress
+from model.training.sources import check_sources
 from model.training.state import (
     LOG_FILE,
     STATE_FILE,
-    RunLog,
     RunState,
     deterministic,
     load_state,
     locked,
     read_log,
     save_state,
+    truncate_log,
 )
 
 _HELD_OUT_TEXTS = 64
@@ -110,9 +111,8 @@ def train(
 
     Raises:
         CheckpointError: the checkpoint directory holds files that this run did not write.
-        CorpusError: a corpus cannot be used.
-        StateError: the run directory holds a different run or a damaged one, or is in use.
-        ValueError: the loss is not finite; the last save is still usable.
+        ValueError: a corpus is unusable, the run directory is in use or holds a damaged or different run, or the loss
+            is not finite. In the last case, the last save is still usable.
     """
     check_sources(config.sources)
     with locked(settings.run_directory):
@@ -179,10 +179,7 @@ class Trainer:
         }
 
     def _loss_of(self, inputs_T: Tensor, targets_T: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return the mean loss over the target tokens.
-
-        The loss is 0 for a batch without targets, such as the middle of a long question.
-        """
+        """Return the mean loss over the target tokens, or 0 without targets (the middle of a long question)."""
         logits_TV = self.model(inputs_T, metadata, None)
         total = functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED, reduction="sum")
         return total / (targets_T != UNTRAINED).sum().clamp(min=1)
@@ -195,9 +192,10 @@ class Trainer:
         else:
             report(f"resuming at step {self.step:,} of {self.config.steps:,}")
         saved_at = time.monotonic()
-        log = RunLog(settings.run_directory / LOG_FILE, self.step)
-        losses = [line["held_out_loss"] for line in log.earlier if "held_out_loss" in line]
-        with log, Progress(self.config, self.step, report) as progress:
+        path = settings.run_directory / LOG_FILE
+        losses = [line["held_out_loss"] for line in truncate_log(path, self.step) if "held_out_loss" in line]
+        progress = Progress(report)
+        with path.open("a", buffering=1) as log:
             while self.step < min(self.config.steps, settings.stop_after or self.config.steps) and not should_stop():
                 config, began = self.config, time.monotonic()
                 loss = self.train_step()
@@ -206,7 +204,7 @@ class Trainer:
                 if self._held_out and (self.step % config.evaluate_every == 0 or self.step == config.steps):
                     line |= self.held_out()
                     losses.append(line["held_out_loss"])
-                log.write(**line)
+                log.write(json.dumps(line) + "\n")
                 pace.record(self.step)
                 if settings.next_config is not None:
                     self.config = settings.next_config(self.step, config, pace, losses)
@@ -264,30 +262,22 @@ class Trainer:
 
 
 def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None]) -> None:
-    """Write the checkpoint in bfloat16, measure it, and write its manifest and model card.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the checkpoint in bfloat16, measure it, and write its manifest and model card."""
     config, corpus, directory = trainer.config, trainer.corpus, trainer.settings.checkpoint
     log = read_log(trainer.settings.run_directory / LOG_FILE)
     training = _facts(trainer, log)
     partial = directory / _PARTIAL_DIRECTORY
     report(f"writing {directory}")
-
-    def write() -> None:
-        save_checkpoint(
-            partial,
-            config=config.model,
-            tensors=trainer.model.state_dict(),
-            tokenizer=corpus.tokenizer,
-            name=config.name,
-            training=training,
-            dtype=torch.bfloat16,
-            generation=_CHAT_SAMPLING if config.chat_steps else None,
-        )
-
-    write()
+    save_checkpoint(
+        partial,
+        config=config.model,
+        tensors=trainer.model.state_dict(),
+        tokenizer=corpus.tokenizer,
+        name=config.name,
+        training=training,
+        dtype=torch.bfloat16,
+        generation=_CHAT_SAMPLING if config.chat_steps else None,
+    )
     backend = ATTENTION_BACKENDS["sdpa"]
     served = load_model(read_manifest(partial), device=trainer.settings.device, dtype=torch.float32, attention=backend)
     evaluation = evaluate_checkpoint(
@@ -303,7 +293,7 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     training["held_out_bits_per_byte"] = {name: m.bits_per_byte for name, m in evaluation.held_out.items()}
     training["held_out_nats_per_token"] = {name: m.nats_per_token for name, m in evaluation.held_out.items()}
     training["held_out_accuracy"] = {name: m.accuracy for name, m in evaluation.held_out.items()}
-    write()
+    write_manifest(partial, name=config.name, training=training)
     draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
     if config.sample_prompts:
         evaluation = dataclasses.replace(evaluation, samples=_samples(trainer, served, complete))
@@ -318,7 +308,6 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
 
 
 def _samples(trainer: Trainer, model: Transformer, complete: Complete) -> list[Sample]:
-    """Return a completion of each prompt in the recipe."""
     tokenizer, prompts = trainer.corpus.tokenizer, trainer.config.sample_prompts
     assert tokenizer.bos_token_id is not None  # training and serving also start with it
     encoded = [[tokenizer.bos_token_id, *tokenizer.encode(prompt)] for prompt in prompts]
@@ -331,7 +320,6 @@ def _samples(trainer: Trainer, model: Transformer, complete: Complete) -> list[S
 
 
 def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the provenance of the model, for its manifest and card."""
     config, last = trainer.config, log[-_FINAL_STEPS:]
     return {
         "seed": config.seed,

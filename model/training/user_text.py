@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.training.data.bpe import END_OF_TEXT
-from model.training.data.sources import CorpusError, word_runs
+from model.training.sources import word_runs
 
 LEAST_BYTES = 20_000
 MOST_BYTES = 2**30
@@ -22,13 +22,6 @@ _FEWEST_PARTS = 25  # of a small text, so that some parts can be held out
 _DOCUMENT_CHARACTERS = 1000  # shorter pieces on average, between blank lines, are paragraphs rather than documents
 _JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _TEXT_SUFFIXES = {".txt", ".text", ".md", *_JSON_SUFFIXES}
-_XZ = b"\xfd7zXZ\x00"
-_KINDS = {
-    b"%PDF": "a PDF document; extract its text with pdftotext",
-    b"\x1f\x8b": "a gzip file; decompress it, or compress it with xz",
-    b"\xff\xfe": "UTF-16; convert it with: iconv -f UTF-16 -t UTF-8",
-    b"\xfe\xff": "UTF-16; convert it with: iconv -f UTF-16 -t UTF-8",
-}
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
 # Allowed ends of a part, by preference: after a sentence, at a line's end, between words.
 _ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"')”’»]*(?=\s|$)|[。！？]", r"(?=\n)", r"(?=\s)")))
@@ -47,7 +40,7 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
     """Read files, and all text files in directories, except below the directories `apart`.
 
     Raises:
-        CorpusError: a file is missing or not text, a line of JSON has no "text", or there is too little text.
+        ValueError: a file is missing or not text, a line of JSON has no "text", or there is too little text.
     """
     without = {path.resolve() for path in apart}
     files = [file for path in paths for file in _files(path, without)]
@@ -59,7 +52,7 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
         raw = _read(file)
         total += len(raw)
         if total > MOST_BYTES:
-            raise CorpusError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
+            raise ValueError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
         digests[str(file)] = hashlib.sha256(raw).hexdigest()
         texts += _texts(file, _decoded(file, raw))
     _check_size(named, num_bytes(texts), "of text")
@@ -87,12 +80,9 @@ def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
         size += len(documents[index])
     held_out = [documents[index] for index in sorted(chosen)]
     runs = {run for document in held_out for run in word_runs(document)}
-    unlike = [
-        document
-        for index, document in enumerate(documents)
-        if index not in chosen and runs.isdisjoint(word_runs(document))
-    ]
-    return (unlike, held_out) if 2 * len(unlike) >= len(documents) - len(chosen) else (list(documents), [])
+    rest = [document for index, document in enumerate(documents) if index not in chosen]
+    unlike = [document for document in rest if runs.isdisjoint(word_runs(document))]
+    return (unlike, held_out) if 2 * len(unlike) >= len(rest) else (list(documents), [])
 
 
 def _suffix(path: Path) -> str:
@@ -111,38 +101,29 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
         and without.isdisjoint(file.resolve().parents)
     )
     if not found:
-        raise CorpusError(f"{path}: a directory without text files (.txt, .md or .jsonl, also as .xz)")
+        raise ValueError(f"{path}: a directory without text files (.txt, .md or .jsonl, also as .xz)")
     return found
 
 
 def _read(path: Path) -> bytes:
+    opener = lzma.open if path.suffix == ".xz" else open
     try:
-        with path.open("rb") as file:
-            if file.read(len(_XZ)) != _XZ:
-                file.seek(0)
-                return file.read(MOST_BYTES + 1)
-        with lzma.open(path) as unpacked:
-            return unpacked.read(MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise CorpusError(f"{path}: no such file") from error
+        with opener(path, "rb") as file:
+            return file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise CorpusError(f"{path}: {error.strerror}") from error
+        raise ValueError(f"{path}: {error.strerror}") from error
     except (lzma.LZMAError, EOFError) as error:
-        raise CorpusError(f"{path}: truncated or damaged xz file; download or compress it again") from error
+        raise ValueError(f"{path}: truncated or damaged xz file; download or compress it again") from error
 
 
 def _decoded(path: Path, raw: bytes) -> str:
-    for start, kind in _KINDS.items():
-        if raw.startswith(start):
-            raise CorpusError(f"{path}: not UTF-8 text but {kind}")
     try:
         text = raw.decode("utf-8-sig")
-        invalid = raw.find(b"\0")
-    except UnicodeDecodeError as error:
-        invalid = error.start
-    if invalid >= 0:
+        if "\0" in text:
+            raise ValueError("it has zero bytes")
+    except ValueError as error:
         advice = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
-        raise CorpusError(f"{path}: not UTF-8 text: byte {invalid:,} is invalid; {advice}")
+        raise ValueError(f"{path}: not UTF-8 text: {error}; {advice}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -163,7 +144,7 @@ def _json_text(path: Path, number: int, line: str) -> str:
         # JSON can hold lone surrogates, which UTF-8 cannot encode.
         return str(text.encode("utf-8", "replace").decode().replace("\r\n", "\n"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorpusError(f'{path}, line {number:,}: each line must be a JSON object with a "text"') from error
+        raise ValueError(f'{path}, line {number:,}: each line must be a JSON object with a "text"') from error
 
 
 def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
@@ -190,7 +171,7 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 def _check_size(named: str, size: int, what: str) -> None:
     if size < LEAST_BYTES:
-        raise CorpusError(f"{named}: {size_in_words(size)} {what}; at least {size_in_words(LEAST_BYTES)} are needed")
+        raise ValueError(f"{named}: {size_in_words(size)} {what}; at least {size_in_words(LEAST_BYTES)} are needed")
 
 
 def size_in_words(size: int) -> str:

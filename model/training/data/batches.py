@@ -1,9 +1,8 @@
 """Batches of a run, by number: a pure function of texts, weights and seed.
 
 Each source contributes its share of the tokens to a round of ROUND_BATCHES batches, starting where its share of the
-previous round stopped. A source is shuffled for each of its epochs, so every document occurs once before any document
-occurs twice. A round does not depend on the length of the run or on earlier calls. An interrupted run can therefore
-resume exactly, and a run can be lengthened.
+previous round stopped. A source is shuffled for each of its epochs. A round does not depend on the length of the run or
+on earlier calls, so an interrupted run resumes exactly, and a run can be lengthened.
 
 Legend: T tokens of a batch, N + 1 boundaries of its N sequences (each start, and the end of the last).
 """
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
-from model.training.data.sources import CorpusError
 
 UNTRAINED = -100  # ignored by `cross_entropy`
 ROUND_BATCHES = 64
@@ -58,7 +56,7 @@ class Mixture:
     A document longer than `piece_length` predicted tokens is cut into pieces. seed, tag: seed of the shuffles.
 
     Raises:
-        CorpusError: there are no tokens.
+        ValueError: there are no tokens.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Mixture:
     ) -> None:
         self._sources = [source for source in sources if source.repeats > 0 and source.num_predicted > 0]
         if not self._sources:
-            raise CorpusError("there is no text to learn from; give more, or hold out less")
+            raise ValueError("there is no text to learn from; give more, or hold out less")
         self._round_length = round_length
         self._seed = (seed, tag)
         weights = np.array([source.repeats * source.num_predicted for source in self._sources])
@@ -188,7 +186,6 @@ class Batches:
         )
 
     def _start_round(self, number: int) -> None:
-        """Concatenate the pieces of a round."""
         pieces = self.mixture.round(number)
         inputs = np.concatenate([piece.inputs for piece in pieces])
         targets = np.concatenate([piece.targets for piece in pieces])

@@ -13,7 +13,6 @@ from model.training.autopilot import (
     SIZES,
     TOKENS_PER_PARAMETER,
     Plan,
-    PlanError,
     base_config,
     make_plan,
     vocabulary_size,
@@ -78,5 +77,5 @@ def test_text_that_is_read_once_gets_no_dropout() -> None:
 
 @pytest.mark.parametrize("seconds", [-5.0, 0.0, 0.4])
 def test_too_little_time_is_rejected(seconds: float) -> None:
-    with pytest.raises(PlanError, match=r"too few --minutes: the smallest model needs [1-9]"):
+    with pytest.raises(ValueError, match=r"too few --minutes: the smallest model needs [1-9]"):
         plan(seconds)

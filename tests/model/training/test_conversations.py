@@ -13,7 +13,7 @@ from model.chat.chatml import END, ROLES, START, TEMPLATE
 from model.chat.template import ChatTemplate
 from model.training.data import make_conversations
 from model.training.data.bpe import END_OF_TEXT
-from model.training.data.conversations import Turn, conversation, encode_conversation
+from model.training.sources import Turn, conversation, encode_conversation
 from tests.chatml_model import chatml_tokenizer
 
 TOKENIZER = chatml_tokenizer()

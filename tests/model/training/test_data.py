@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.training.config import SourceConfig
-from model.training.data.conversations import Turn
-from model.training.data.sources import RUN_WORDS, CorpusError, Document, Source, leave_out_held_out, read_source
+from model.training.sources import RUN_WORDS, Document, TextSource, Turn, leave_out_held_out, read_source
 
 WORDS = [f"w{number}" for number in range(4)]
 
@@ -19,7 +18,7 @@ def source_config(path: Path, repeats: float = 1, held_out: float = 0.0, ids: tu
     return SourceConfig(name=path.stem, path=path, repeats=repeats, held_out=held_out, held_out_ids=ids, licence="none")
 
 
-def texts_of(source: Source) -> list[str]:
+def texts_of(source: TextSource) -> list[str]:
     return [document.text for document in source.train]
 
 
@@ -82,7 +81,7 @@ def test_a_run_of_words_in_common_is_found_wherever_it_stands(data: st.DataObjec
         train.append("before " + ", ".join(held[place : place + length]).upper() + " after")
     config = source_config(Path("a"))
     documents = [Document(text=text) for text in train]
-    (source,) = leave_out_held_out([Source(config=config, sha256="", train=documents, held_out=held_out)])
+    (source,) = leave_out_held_out([TextSource(config=config, sha256="", train=documents, held_out=held_out)])
     plain = {text: text.replace(",", "").lower() for text in train}
     assert texts_of(source) == [text for text in train if not shares_a_run(plain[text], held_out)]
 
@@ -94,7 +93,7 @@ def test_whole_books_are_held_out_by_their_id(tmp_path: Path) -> None:
     source = read_source(source_config(tmp_path / "books.jsonl", ids=("a",)))
     assert "\n".join(source.held_out).split("\n") == lines
     assert texts_of(source) == ["Another."]
-    with pytest.raises(CorpusError, match="no document has the id 'c'"):
+    with pytest.raises(ValueError, match="no document has the id 'c'"):
         read_source(source_config(tmp_path / "books.jsonl", ids=("a", "c")))
 
 
@@ -142,6 +141,6 @@ def test_whole_books_are_cut_at_line_ends(tmp_path: Path) -> None:
 def test_unusable_corpora_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(CorpusError, match=message) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         read_source(source_config(tmp_path / name))
     assert name in str(caught.value)

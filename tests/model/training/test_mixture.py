@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.training.data.batches import ROUND_BATCHES, UNTRAINED, Batch, Batches, Mixture, Piece, TokenizedSource
-from model.training.data.sources import CorpusError
 
 
 def tokenized(lengths: list[int], *, first: int = 0, repeats: float = 1.0, trained: bool = True) -> TokenizedSource:
@@ -76,7 +75,7 @@ def test_rounds_do_not_depend_on_who_asks_but_on_seed_and_phase() -> None:
 
 
 def test_no_text_is_refused() -> None:
-    with pytest.raises(CorpusError, match="no text to learn from"):
+    with pytest.raises(ValueError, match="no text to learn from"):
         mixture([tokenized([5], repeats=0.0)])
 
 

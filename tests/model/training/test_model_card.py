@@ -107,13 +107,12 @@ def test_what_was_measured_stands_in_tables(tmp_path: Path) -> None:
     assert "| aesop | 2 | 0.6492 | 1.1250 | 37.5% |" in text
     assert "| 0.5 | 1,234 | 0.100 | 0.250 | – | 0.062 |" in text
     assert "| 0.5 | 1,234 | 0.100 | 0.250 | – | – |" in text
-    assert "| aesop | public domain | Æsop \\| told by Jacobs |" in text
-    assert "### Stories\n\n> **The fox** ran.\n\n### Answers" in text
+    assert "| public domain | Æsop \\| told by Jacobs |" in text
+    assert "### Kind of prompt: story\n\n> **The fox** ran.\n\n### Kind of prompt: chat" in text
     assert "> **Who\n> are you?** A fox.\n" in text
     assert "every model card has these prompts" in text
     assert "every model card" not in card(tmp_path)
     assert "###" not in card(tmp_path)
-    assert "## Attribution" not in card(tmp_path)
 
 
 def test_what_a_run_has_not_is_not_spoken_of(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from model.training.config import SourceConfig, TrainConfig
 from model.training.corpus import read_corpus
 from model.training.data.batches import ROUND_BATCHES, TokenizedSource
-from model.training.data.sources import CorpusError, leave_out_held_out, read_source
+from model.training.sources import leave_out_held_out, read_source
 from model.training.state import read_log
 from model.training.train import _commit, train
 from tests.model.training.test_train import config, losses, saved_step, settings
@@ -109,7 +109,7 @@ def test_half_a_character_is_as_good_as_any(tmp_path: Path) -> None:
 def test_endless_brackets_are_no_document(tmp_path: Path) -> None:
     told = source(tmp_path / "deep.jsonl", ())
     told.path.write_text('{"text": ' + "[" * 100_000 + "\n")
-    with pytest.raises(CorpusError, match="line 1: expected a JSON object"):
+    with pytest.raises(ValueError, match="line 1: expected a JSON object"):
         read_source(told)
 
 
@@ -149,17 +149,17 @@ def test_more_tokens_than_two_bytes_can_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "named"),
+    "model",
     [
-        ({"position": "alibi"}, "position = 'alibi'"),
-        ({"position": "relative_bias", "num_relative_buckets": 8, "max_relative_distance": 16}, "'relative_bias'"),
-        ({"attention": "average", "position": "learned", "qk_norm": False}, "attention = 'average'"),
-        ({"sliding_window": 8}, "a sliding_window"),
+        {"position": "alibi"},
+        {"position": "relative_bias", "num_relative_buckets": 8, "max_relative_distance": 16},
+        {"attention": "average", "position": "learned", "qk_norm": False},
+        {"sliding_window": 8},
     ],
 )
-def test_documents_side_by_side_are_for_attention_by_queries_and_keys_alone(model: dict[str, Any], named: str) -> None:
+def test_documents_side_by_side_are_for_attention_by_queries_and_keys_alone(model: dict[str, Any]) -> None:
     recipe = config()
     shape = type(recipe.model).from_dict({**recipe.model.to_dict(), **model})
     changed = dataclasses.replace(recipe, model=shape, mask_documents=False)
-    with pytest.raises(ValueError, match=f"mask_documents does not support .*{named}: set mask_documents = false"):
+    with pytest.raises(ValueError, match="mask_documents does not support a sliding_window, attention = "):
         dataclasses.replace(changed, mask_documents=True)

@@ -22,9 +22,8 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.native import load_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config
-from model.training.data.sources import CorpusError
 from model.training.optimizer import rate_factor
-from model.training.state import StateError, locked, read_log
+from model.training.state import locked, read_log
 from model.training.train import RunSettings, train
 from tests.model.configs import ROTARY
 
@@ -177,9 +176,9 @@ def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) 
     train(config(steps=40), settings(tmp_path, "grown"), lambda text: None, complete=no_completions)
     assert train(config(steps=40), settings(tmp_path), lambda text: None, complete=no_completions)
     assert losses(tmp_path, "run") == losses(tmp_path, "grown")
-    with pytest.raises(StateError, match="already decays"):
+    with pytest.raises(ValueError, match="already decays"):
         train(config(steps=50), settings(tmp_path), lambda text: None)
-    with pytest.raises(StateError, match="began with different values of seed, matrix_lr"):
+    with pytest.raises(ValueError, match="began with different values of seed, matrix_lr"):
         train(config(seed=4, matrix_lr=1.0), settings(tmp_path), lambda text: None)
 
 
@@ -189,7 +188,7 @@ def test_what_is_talked_about_may_be_settled_until_the_rate_decays(tmp_path: Pat
     train(config(**marked, sources=(fables, talk)), settings(tmp_path, stop_after=20), lambda text: None)
     both = config(**marked, sources=(fables, talk, more))
     assert not train(both, settings(tmp_path, stop_after=21), lambda text: None)
-    with pytest.raises(StateError, match="began with different values of chat_sources"):
+    with pytest.raises(ValueError, match="began with different values of chat_sources"):
         train(config(**marked, sources=(fables, talk)), settings(tmp_path), lambda text: None)
 
 
@@ -210,7 +209,7 @@ def _interrupt() -> bool:
 def test_a_chat_source_without_an_answer_is_rejected_at_once(tmp_path: Path) -> None:
     source = dialogues(tmp_path)
     source.path.write_text(json.dumps({"turns": [["S", "Welcome."], ["U", "Hello?"]]}) + "\n")
-    with pytest.raises(CorpusError, match=r"dialogues\.jsonl: no conversation has an answer; set chat_repeats = 0"):
+    with pytest.raises(ValueError, match=r"dialogues\.jsonl: no conversation has an answer; set chat_repeats = 0"):
         train(config(sources=(*config().sources, source), chat_steps=3), settings(tmp_path), lambda said: None)
 
 
@@ -221,12 +220,12 @@ def test_another_corpus_of_the_same_name_is_another_run(tmp_path: Path) -> None:
 
     text = SAMPLE.read_text()
     train(config(sources=(source(text),)), settings(tmp_path, stop_after=2), lambda said: None)
-    with pytest.raises(StateError, match="began with different values of corpora"):
+    with pytest.raises(ValueError, match="began with different values of corpora"):
         train(config(sources=(source(text + " More."),)), settings(tmp_path), lambda said: None)
 
 
 def test_a_run_directory_holds_one_run_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path / "run"), pytest.raises(StateError, match="another run is using it"):
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match="another run is using it"):
         train(config(), settings(tmp_path), lambda text: None)
 
 
@@ -247,7 +246,7 @@ def test_a_damaged_save_says_so(tmp_path: Path) -> None:
     train(config(), settings(tmp_path, stop_after=2), lambda text: None)
     path = tmp_path / "run" / "state.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(StateError, match="damaged"):
+    with pytest.raises(ValueError, match="damaged"):
         train(config(), settings(tmp_path), lambda text: None)
 
 

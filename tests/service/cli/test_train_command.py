@@ -154,8 +154,8 @@ def test_a_missing_text_is_reported_before_a_directory_is_created(
     given = own_recipe.parent / ".." / "recipes" / "own.toml"
     assert run("--config", str(given), "--out", f"{tmp_path}/out", "--run-directory", f"{tmp_path}/run") == 1
     said = capsys.readouterr()
-    advice = "correct the path of source grimm, which starts at the directory of its recipe"
-    assert said.err == f"kvasir train: {tmp_path}/recipes/text.txt: no such file; {advice}\n"
+    advice = "correct the path of source grimm; docs/training.md lists the corpora of shipped recipes"
+    assert said.err == f"kvasir train: {tmp_path}/recipes/text.txt: No such file or directory; {advice}\n"
     assert said.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["recipes"]
 
@@ -205,14 +205,17 @@ ODD: dict[str, tuple[str, str]] = {
     "layers": ("[model]\nnum_layers = 10_000\nmlp_size = 1_000_000", r"parameters and .* need at least .* MiB, but"),
     "theta": (f"[model]\nrope_theta = {HUGE}", "rope_theta must be a positive number"),
     "batch": ("batch_size = 1_000_000_000", r"tokens a step need at least .* MiB"),
-    "batch beyond all bounds": (f"batch_size = {HUGE}", "batch_size must be at most 9,223,372,036,854,775,807"),
-    "rate": (f"matrix_lr = {HUGE}", "matrix_lr must be at most 1,000,000,000"),
-    "rate that float32 cannot hold": ("adam_lr = 1e300", "adam_lr must be at most 1,000,000,000"),
-    "clip": (f"grad_clip = {HUGE}", "grad_clip must be at most 1,000,000,000"),
-    "decay": (f"weight_decay = {HUGE}", "weight_decay must be at most 1,000,000,000"),
-    "minutes": (f"checkpoint_minutes = {HUGE}", "checkpoint_minutes must be at most 1,000,000,000"),
-    "seed": ("seed = 9223372036854775808", "seed must be at most 9,223,372,036,854,775,807"),
-    "name": (f'name = "{"n" * 201}"', "name must have at most 200 characters"),
+    "batch beyond all bounds": (
+        f"batch_size = {HUGE}",
+        "batch_size must be finite and at most 9,223,372,036,854,775,807",
+    ),
+    "rate": (f"matrix_lr = {HUGE}", "matrix_lr must be finite and at most 1,000,000,000"),
+    "rate that float32 cannot hold": ("adam_lr = 1e300", "adam_lr must be finite and at most 1,000,000,000"),
+    "clip": (f"grad_clip = {HUGE}", "grad_clip must be finite and at most 1,000,000,000"),
+    "decay": (f"weight_decay = {HUGE}", "weight_decay must be finite and at most 1,000,000,000"),
+    "minutes": (f"checkpoint_minutes = {HUGE}", "checkpoint_minutes must be finite and at most 1,000,000,000"),
+    "seed": ("seed = 9223372036854775808", "seed must be finite and at most 9,223,372,036,854,775,807"),
+    "name": (f'name = "{"n" * 201}"', "and have at most 200 characters"),
     "name of lines": ('name = "a\\nb"', "name must consist of letters, digits"),
 }
 

@@ -309,7 +309,7 @@ def test_contradicting_flags_are_rejected(
 def test_an_invalid_text_is_reported_before_anything_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "my.txt").write_bytes(b"\x89PNG")
     assert run() == 1
-    assert "my.txt: not UTF-8 text: byte 0 is invalid; give plain text" in capsys.readouterr().err
+    assert "my.txt: not UTF-8 text: 'utf-8' codec can't decode byte 0x89 in position 0" in capsys.readouterr().err
     assert [path.name for path in here.iterdir()] == ["my.txt"]
 
 
