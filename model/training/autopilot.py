@@ -244,7 +244,8 @@ def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[
     bytes_per_token = num_bytes(sample) / sum(len(tokenizer.encode(document)) + 1 for document in sample)
     num_tokens = int(num_bytes(train_texts) / bytes_per_token)
     report(
-        f"vocabulary: {tokenizer.vocab_size:,} tokens, by the size of the text; {bytes_per_token:.1f} bytes per token"
+        f"vocabulary: {tokenizer.vocab_size:,} tokens, chosen by the size of the text; "
+        f"{bytes_per_token:.1f} bytes per token on average"
     )
     names = [Path(path).name for path in text.digests]
     source = SourceConfig(
