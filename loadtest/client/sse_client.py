@@ -380,7 +380,11 @@ class AsyncClient:
         is_fresh = not self._idle
         connection = await self._open() if is_fresh else self._idle.pop()
         try:
-            now = await connection.send(payload, reader)
+            try:
+                now = await connection.send(payload, reader)
+            except ConnectionError:
+                if is_fresh or reader.status is not None:
+                    raise
             if reader.status is None and not is_fresh:
                 # The server closed an idle connection just as it was reused; nothing of the response had arrived.
                 connection = await self._open()

@@ -159,7 +159,7 @@ def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> li
         ValueError: `max_inputs` is not positive.
     """
     if max_inputs < 1:
-        raise ValueError(f"the window must have at least one token of context, not {max_inputs}")
+        raise ValueError(f"the window of context must have at least one token, not {max_inputs}")
     windows = []
     for start in range(0, len(token_ids), max_inputs):
         end = min(start + max_inputs, len(token_ids))

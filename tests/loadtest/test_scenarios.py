@@ -14,6 +14,7 @@ from loadtest.scenarios.instant_engine import InstantEngine
 from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, cpu_seconds, has_torch, kvasir_serve
 from service.ipc.messages import FinishReason
 from tests.service.sequences import make_submit
+from tests.tiny_model import save_tiny_checkpoint
 
 
 def run(program: Any, checkpoint: Path, out: Path, *arguments: str) -> dict[str, Any]:
@@ -64,11 +65,11 @@ def test_bench_service_measures_start_idle_processes_and_both_throughputs(checkp
 
 
 @pytest.mark.slow
-def test_bench_recovery_kills_the_worker_and_streams_continue(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_recovery_kills_the_worker_and_streams_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streams are long, so that they run when the worker is killed, on a slow machine too."""
+    checkpoint = save_tiny_checkpoint(tmp_path / "long", max_context_length=2048)
     monkeypatch.setattr(bench_recovery, "_SETTLE_SECONDS", 0.5)
-    arguments = ["--streams", "2", "--output-tokens", "60", "--repeats", "1", "--", "--threads", "1"]
+    arguments = ["--streams", "2", "--output-tokens", "1200", "--repeats", "1", "--", "--threads", "1"]
     result = run(bench_recovery, checkpoint, tmp_path / "recovery.json", *arguments)
     assert [setting["setting"] for setting in result["settings"]] == ["--standby", "--no-standby"]
     for setting in result["settings"]:

@@ -159,7 +159,7 @@ def test_the_change_by_quantization_is_reported(run: Run, texts: Path, tmp_path:
     [
         (("--samples", "0"), 2, "nothing to measure: give --config, --texts or --pairs"),
         (("--texts", "mine"), 2, "--texts: must be NAME=FILE, each with a different name"),
-        (("--texts", "mine=none.txt"), 1, "none.txt: no such file"),
+        (("--texts", "mine=none.txt"), 1, "none.txt: No such file or directory; correct the path"),
         (("--pairs", "none.jsonl"), 1, "none.jsonl: No such file or directory"),
         (("--config", "none.toml"), 1, "none.toml: No such file or directory"),
         (("--out", "/none/out.json"), 2, "--out: must be a file in an existing directory"),
