@@ -19,8 +19,7 @@ from service.engine.execution.grammar_masks import Grammars
 from service.engine.execution.model_inputs import InputBuilder, ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.engine.output_processor import SequenceOutput, create_delta
-from service.engine.scheduling.config import EngineConfig
-from service.engine.scheduling.scheduler import Scheduler, SequenceUpdate
+from service.engine.scheduling.scheduler import EngineConfig, Scheduler, SequenceUpdate
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta
@@ -141,7 +140,7 @@ class Engine:
     def _enqueue(self, submit: Submit) -> None:
         """Add a submission, whose grammar is compiled, to the waiting sequences."""
         self._num_submitted += 1
-        sequence = SequenceState.from_submit(
+        sequence = SequenceState(
             submit,
             arrival_number=self._num_submitted,
             max_context_length=self._max_context_length,

@@ -6,7 +6,7 @@ from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from service.engine.engine import Engine, create_submit
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 
 _MAX_NUM_RUNNING = 32
 _BLOCK_SIZE = 16

@@ -32,7 +32,7 @@ from service.engine.execution.gpu_setup import (
     choose_quantization,
     fuse_for_gpu,
 )
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.worker.memory_plan import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
 logger = logging.getLogger(__name__)

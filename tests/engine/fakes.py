@@ -9,7 +9,7 @@ from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.engine.testing import FakeRunner, next_token
 from service.ipc.messages import Submit
 

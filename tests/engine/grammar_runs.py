@@ -12,7 +12,7 @@ import torch
 from model.attention.backends import ATTENTION_BACKENDS
 from model.nn.transformer import Transformer
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Finish, FinishReason, StepStats, Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.tiny_model import tiny_config, tiny_tokenizer

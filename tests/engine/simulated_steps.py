@@ -4,8 +4,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from service.engine.scheduling.config import EngineConfig
-from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.scheduler import EngineConfig, Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import make_submit
 
@@ -75,7 +74,7 @@ class SimulatedSteps:
         self.num_arrived += 1
         num_tokens = 2 + int(self.draw.lognormvariate(math.log(MEAN_TOKENS * 0.83), 0.6))
         submit = make_submit(f"s{self.num_arrived}", [7] * 64, max_tokens=num_tokens, ignore_eos=True)
-        sequence = SequenceState.from_submit(submit, arrival_number=self.num_arrived, max_context_length=4000)
+        sequence = SequenceState(submit, arrival_number=self.num_arrived, max_context_length=4000)
         self.scheduler.add(sequence)
         answer = Answer(sequence, self.now if at_seconds is None else at_seconds)
         self.answers[sequence.uid] = answer

@@ -144,11 +144,6 @@ def test_integrity_check_finds_leaks_and_double_owners() -> None:
         pool.free([blocks[0], blocks[0]])
 
 
-def test_refuses_an_empty_pool() -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        BlockPool(0)
-
-
 def test_no_salt_collides_with_token_ids() -> None:
     """A salt equal to the bytes of another request's first block must not give access to its cached context."""
     first = block_hash(b"", [97, 98])

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.scheduling.config import EngineConfig
-from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.scheduler import EngineConfig, Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from service.ipc.messages import FinishReason
 from tests.engine.fakes import make_submit
@@ -26,7 +25,7 @@ def run(scheduler: Scheduler, sequence: SequenceState, drawn: list[int]) -> None
 
 def make(ends: tuple[int, ...], **params: Any) -> tuple[Scheduler, SequenceState]:
     submit = make_submit("a", [1, 2], **{"max_tokens": 6, **params})
-    sequence = SequenceState.from_submit(submit, arrival_number=1, max_context_length=24, eos_token_ids=ends)
+    sequence = SequenceState(submit, arrival_number=1, max_context_length=24, eos_token_ids=ends)
     return Scheduler(CONFIG, max_context_length=24), sequence
 
 

@@ -16,7 +16,7 @@ from tests.engine.fakes import make_engine, make_submit
 def make_sequence(number: int, tenant: str, *, priority: int = 0) -> SequenceState:
     submit = make_submit(str(number), [1], arrival=float(number), priority=priority)
     submit = msgspec.structs.replace(submit, tenant=tenant)
-    return SequenceState.from_submit(submit, arrival_number=number, max_context_length=16)
+    return SequenceState(submit, arrival_number=number, max_context_length=16)
 
 
 def take(queue: FairQueue, *, num_tokens: int = 10) -> str:

@@ -16,7 +16,7 @@ from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.engine.engine import Engine
 from service.engine.execution import grammar_masks
 from service.engine.execution.grammar_masks import Grammars
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import FinishReason, StepStats, TokenDelta
 from tests.engine.grammar_runs import TOKENIZER, ask, drive, make_engine, model
 

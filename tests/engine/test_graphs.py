@@ -17,7 +17,7 @@ from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import Bucket, DecodeGraphs, StaticInputs, buckets, call_again, smallest
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Submit
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER, submissions

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
-from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.scheduler import EngineConfig, Scheduler
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus
 from service.engine.scheduling.step_plan import Chunk, StepPlan
 from service.ipc.messages import FinishReason, Pooling, Submit, TokenDelta
@@ -220,7 +219,7 @@ def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_ste
     config = EngineConfig(block_size=2, num_blocks=num_blocks, max_num_running=2, max_batched_tokens=4)
     scheduler = Scheduler(config, max_context_length=CONTEXT)
     sequences = [
-        SequenceState.from_submit(
+        SequenceState(
             unending(uid, prompt, max_tokens=num_blocks * 2 - len(prompt)), arrival_number=1, max_context_length=CONTEXT
         )
         for uid, prompt in (("a", [1, 2]), ("b", [3]))

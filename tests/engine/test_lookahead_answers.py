@@ -14,7 +14,7 @@ from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER

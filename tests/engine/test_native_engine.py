@@ -17,7 +17,7 @@ from model.nn.linear import can_pack, replace_linears
 from model.nn.transformer import Block, Transformer
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.engine.scheduling.step_plan import MIN_ROWS
 from service.ipc.messages import StepStats, Submit, TokenDelta, TokenLogprob
 from tests.engine.fakes import make_submit

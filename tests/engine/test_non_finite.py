@@ -23,8 +23,7 @@ from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.scheduling.config import EngineConfig
-from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.scheduler import EngineConfig, Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
@@ -274,7 +273,7 @@ def test_a_draft_is_cut_before_its_first_non_finite_token(
     prompts = {"a": [1, 2, 3, 4, 5], "b": [9, 9, 9, 9, 9]}
     for number, (uid, prompt) in enumerate(prompts.items()):
         submit = make_submit(uid, prompt, max_tokens=20)
-        scheduler.add(SequenceState.from_submit(submit, arrival_number=number, max_context_length=64))
+        scheduler.add(SequenceState(submit, arrival_number=number, max_context_length=64))
     first, second = scheduler.schedule().chunks
     sequence = scheduler.get("a")
     assert sequence is not None

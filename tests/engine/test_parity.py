@@ -17,7 +17,7 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.stream import StreamDecoder
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import FinishReason, StepStats, Submit, TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.engine.scheduling.config import EngineConfig
-from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.scheduler import EngineConfig, Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import make_submit
 
@@ -34,7 +33,7 @@ class Machine:
     def arrive(self, uid: str, num_tokens: int) -> None:
         self.num_arrived += 1
         submit = make_submit(uid, [self.num_arrived, *range(num_tokens - 1)], max_tokens=500, ignore_eos=True)
-        self.scheduler.add(SequenceState.from_submit(submit, arrival_number=self.num_arrived, max_context_length=4000))
+        self.scheduler.add(SequenceState(submit, arrival_number=self.num_arrived, max_context_length=4000))
 
     def step(self) -> float:
         """Run a step; return its duration."""

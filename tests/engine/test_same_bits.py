@@ -15,7 +15,7 @@ from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Pooling, Submit
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build

@@ -3,8 +3,7 @@
 import pytest
 
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
-from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.scheduler import EngineConfig, Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from service.ipc.messages import FinishReason, Submit
 from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_submit
@@ -112,7 +111,7 @@ def test_deadlines_apply_to_the_wait_and_not_to_what_has_begun() -> None:
     config = EngineConfig(block_size=2, num_blocks=8, max_num_running=1, max_batched_tokens=8)
     scheduler = Scheduler(config, max_context_length=16, clock=lambda: now[0])
     begun, waiting = (
-        SequenceState.from_submit(make_submit(uid, [1, 2], deadline=5.0), arrival_number=number, max_context_length=16)
+        SequenceState(make_submit(uid, [1, 2], deadline=5.0), arrival_number=number, max_context_length=16)
         for number, uid in enumerate("ab")
     )
     scheduler.add(begun)

@@ -15,7 +15,7 @@ from model.nn.reference_generate import generate
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from tests.engine.fakes import make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.paging import PagedRun

@@ -18,7 +18,7 @@ from service.engine.execution.cuda_graphs import CudaCapture
 from service.engine.execution.gpu_memory import LargestStep, measure
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Submit
 from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit

@@ -1,11 +1,7 @@
-"""KV block allocator with reference counts and a prefix-cache index. Pure Python.
+"""KV-block allocator with reference counts and a prefix cache. The tensors are in `model.attention.kv_cache`.
 
-`model.attention.kv_cache` holds the tensors.
-
-A block with reference count 0 is free; otherwise the count is the number of sequences that use the block. The hash of
-all tokens up to the end of a full block finds the block. A free block stays findable until it is allocated again: that
-is the prefix cache. The free list, least recently freed first, is its eviction order. Two blocks with equal content
-are not merged, because block tables are append-only.
+A free block has reference count 0. The prefix cache finds a free block by its content until the block is allocated
+again, least recently freed first. Blocks with equal content are not merged, because block tables are append-only.
 """
 
 import hashlib
@@ -17,8 +13,8 @@ from collections.abc import Iterable, Sequence
 def root_hash(salt: str, namespace: str = "") -> bytes:
     """Return the parent hash of a sequence's first block: 16 bytes, or empty without a salt and a namespace.
 
-    BLAKE2b's personalization separates these hashes from `block_hash`: no salt can imitate the tokens of a prompt. A
-    NUL ends the namespace, which contains no NUL itself: no salt can imitate another namespace.
+    BLAKE2b's personalization separates this hash from `block_hash`, so no salt can imitate the tokens of a prompt. A
+    namespace contains no NUL, so no salt can imitate another namespace.
     """
     if not salt and not namespace:
         return b""
@@ -26,7 +22,7 @@ def root_hash(salt: str, namespace: str = "") -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the 16-byte BLAKE2b hash of a full block and its prefix: of the parent's hash and the block's token ids.
+    """Return the 16-byte hash of a full KV block, of its token ids and the hash of the block before (`parent`).
 
     The hash is cryptographic because a client that can make two prefixes collide could read another client's context.
     """
@@ -34,15 +30,9 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Pool of blocks with the ids 0 to num_blocks - 1.
-
-    Raises:
-        ValueError: `num_blocks` is not positive.
-    """
+    """Pool of the KV blocks 0 to num_blocks - 1, with the prefix cache."""
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be positive, not {num_blocks}")
         self.num_blocks = num_blocks
         self._reference_counts = [0] * num_blocks
         self._free = OrderedDict.fromkeys(range(num_blocks))  # the next block to allocate comes first
@@ -51,14 +41,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks with reference count 0, cached blocks included."""
+        """Number of blocks that no sequence uses, cached blocks included."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocate `count` blocks, least recently freed first; return None if too few are free.
-
-        Their reference counts become 1, and the prefix cache no longer finds their previous content.
-        """
+        """Allocate KV blocks and remove them from the prefix cache; return None if too few blocks are free."""
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -69,17 +56,17 @@ class BlockPool:
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of these chained hashes. Reference counts stay unchanged."""
+        """Return the blocks of the longest cached prefix, given the chained hashes of its blocks."""
         blocks = []
-        for wanted in hashes:
-            block = self._block_of_hash.get(wanted)
+        for content in hashes:
+            block = self._block_of_hash.get(content)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """Return the number of free blocks among these: acquiring them takes this many from the free list."""
+        """Return the number of the given blocks that no sequence uses."""
         return sum(self._reference_counts[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -92,8 +79,8 @@ class BlockPool:
     def free(self, blocks: Sequence[int]) -> None:
         """Decrement the reference counts of a sequence's blocks.
 
-        Later blocks are evicted before earlier ones, because a prefix is useless without its beginning. Blocks without
-        a hash are evicted before all cached blocks.
+        Later blocks are evicted before earlier blocks, because a prefix is useless without its beginning. Blocks that
+        the prefix cache does not know are evicted first of all.
         """
         for block in reversed(blocks):
             assert self._reference_counts[block] > 0, f"block {block} is freed twice"
@@ -116,27 +103,23 @@ class BlockPool:
         self._hash_of_block.clear()
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Remove these blocks from the prefix cache. Reference counts stay unchanged."""
+        """Remove these blocks from the prefix cache, without a change of their reference counts."""
         for block in blocks:
             known = self._hash_of_block.pop(block, None)
             if known is not None:
                 del self._block_of_hash[known]
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check reference counts against the block tables of all sequences, and the two hash maps against each other.
-
-        Raises:
-            AssertionError: a block leaked, occurs twice in one table, or is cached under a wrong hash.
-        """
-        tenants = Counter[int]()
+        """Assert that reference counts match the block tables of all sequences, and that the two hash maps agree."""
+        users = Counter[int]()
         for table in tables:
             assert len(set(table)) == len(table), f"a block occurs twice in the table {table}"
-            tenants.update(table)
+            users.update(table)
         for block, count in enumerate(self._reference_counts):
-            assert count == tenants[block], f"block {block}: reference count {count}, but in {tenants[block]} tables"
+            assert count == users[block], f"block {block}: reference count {count}, but in {users[block]} tables"
             assert (count == 0) == (block in self._free), (
                 f"block {block}: reference count {count} contradicts the free list"
             )
-        assert len(self._free) + len(tenants) == self.num_blocks
+        assert len(self._free) + len(users) == self.num_blocks
         mirrored = {content: block for block, content in self._hash_of_block.items()}
         assert mirrored == self._block_of_hash, "the hash maps differ"

@@ -1,12 +1,10 @@
-"""Fair waiting queue: the tenant with the fewest served tokens comes first, and its sequences are sorted by rank.
+"""Fair queue of waiting sequences: the tenant with the fewest served tokens comes first.
 
-Every token computed for a waiting tenant, of a prompt or a completion, is charged to the tenant. A tenant that joins
-the queue starts at no less than the lowest counter of the waiting tenants, so that idle time earns no credit. (Virtual
-token counters: Sheng et al. 2024, "Fairness in Serving Large Language Models", OSDI, arXiv 2401.00588.) The served
-tokens of two tenants that both keep waiting differ by at most the tokens of a batch, however many requests they send. A
-priority reorders the sequences of one tenant only.
-
-The counters are reset when the queue is empty, because there is no contention.
+Every token computed for a waiting tenant is charged to the tenant. A tenant that joins the queue starts at no less than
+the lowest counter of the waiting tenants, so that idle time earns no credit. (Virtual token counters: Sheng et al.
+2024, "Fairness in Serving Large Language Models", OSDI, arXiv 2401.00588.) The served tokens of two tenants that both
+keep waiting differ by at most the tokens of a batch, however many requests they send. The sequences of one tenant are
+sorted by rank.
 """
 
 from bisect import bisect_left, insort
@@ -69,11 +67,7 @@ class FairQueue:
             self._num_served[tenant] += num_tokens
 
     def check_integrity(self) -> None:
-        """Check that each sequence is in its tenant's queue, sorted by rank, and that no tenant's queue is empty.
-
-        Raises:
-            AssertionError: the queue's state is inconsistent.
-        """
+        """Assert that each waiting sequence is in its tenant's queue, sorted by rank; no queue may be empty."""
         assert self._length == sum(map(len, self._queues.values()))
         assert self._queues.keys() <= self._num_served.keys()
         for tenant, queue in self._queues.items():

@@ -1,4 +1,4 @@
-"""Latency limits of a step: prefill tokens of one prompt beside decodes, and the number of running sequences."""
+"""Latency limits of the scheduler: prefill tokens of one prompt beside decodes, and number of running sequences."""
 
 import math
 import sys
@@ -22,13 +22,10 @@ _HYSTERESIS = 0.5
 
 
 class PrefillBudget:
-    """Limit on the prefill tokens of one prompt in a step with decodes, to bound the slowdown of the decodes.
+    """Limit on the prefill tokens of one prompt in a step, to bound the slowdown of the step's decodes.
 
-    The limit applies to each prompt, not to the step. So a single prompt cannot delay the decodes much, but many
-    waiting prompts together still fill the step's token budget, which gives the highest throughput.
-
-    Args:
-        slowdown: maximum slowdown of a decode step by one prompt, as a factor; infinite: no limit.
+    The limit applies to each prompt. So one prompt cannot delay the decodes much, but many waiting prompts together
+    still fill the step's token budget, which gives the highest throughput.
     """
 
     def __init__(self, slowdown: float) -> None:
@@ -36,7 +33,7 @@ class PrefillBudget:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the estimates: warm-up steps and failed steps are not representative."""
+        """Reset the estimates of step durations: warm-up steps and failed steps are not representative."""
         self._row_seconds = 0.0  # per row of a decode step, fixed rows included; 0: unknown
         self._prompt_seconds = 0.0  # recent time of prefill tokens, beside decodes
         self._prompt_tokens = 0.0  # number of tokens computed in that time, with the same decay
@@ -51,7 +48,7 @@ class PrefillBudget:
 
     @property
     def _token_seconds(self) -> float:
-        """Estimated seconds per prefill token; until one is observed, the seconds of a decode row."""
+        """Estimated seconds per prefill token; until a prefill is observed, the seconds of a decode."""
         return self._prompt_seconds / self._prompt_tokens if self._prompt_tokens else self._row_seconds
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -75,15 +72,11 @@ class PrefillBudget:
 
 
 class RunningLimit:
-    """Limit on running sequences that keeps the mean inter-token latency (ITL) at a target.
+    """Limit on running sequences that keeps the mean inter-token latency at `target_seconds`.
 
     The model of a step's duration is linear: a fixed part, plus a part for each sequence. If the assumed fixed part is
-    wrong, steps at the limit miss the target, and the limit moves until they meet the target. Steps with prefills
+    wrong, steps at the limit miss the target, and the limit moves until the steps meet the target. Steps with prefills
     count too, because clients wait for these steps.
-
-    Args:
-        target_seconds: maximum mean time between two tokens of a response; infinite for no target.
-        max_num_running: upper bound of the limit, and its value until a step with decodes is observed.
     """
 
     def __init__(self, target_seconds: float, max_num_running: int) -> None:
@@ -92,19 +85,17 @@ class RunningLimit:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the estimate: warm-up steps and failed steps are not representative."""
+        """Reset the limit: warm-up steps and failed steps are not representative."""
         self.num_sequences = self._max_num_running
         self._seconds = 0.0  # durations of recent steps, each weighted by its number of decodes
         self._units = 0.0  # sequences and fixed part of the same steps, each weighted by its decoded tokens
 
     def observe(self, seconds: float, *, num_sequences: int, num_decodes: int, num_tokens: int) -> None:
-        """Record the `seconds` between the commits of a step and the previous step.
+        """Record the seconds between the commits of a step and the previous step.
 
-        Args:
-            seconds: the time between the commits.
-            num_sequences: number of sequences in the step.
-            num_decodes: number of sequences that have got a token before.
-            num_tokens: number of tokens that the step added to these sequences.
+        num_sequences: number of sequences in the step.
+        num_decodes: number of sequences that had a sampled token before the step.
+        num_tokens: number of tokens that the step sampled for these `num_decodes` sequences.
         """
         if math.isinf(self._aim_seconds) or not num_tokens:
             return

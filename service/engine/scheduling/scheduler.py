@@ -1,4 +1,4 @@
-"""Scheduler: chooses the sequences and tokens that the next step computes. Pure Python on integers.
+"""Scheduler of the engine: chooses the sequences and tokens that the next step computes. Pure Python on integers.
 
 There are no separate prefill and decode phases. Each sequence has `num_computed_tokens`, which must catch up with its
 number of tokens. A step has one budget of `max_batched_tokens`. Sequences that lack one token (decodes) are served
@@ -6,26 +6,65 @@ first. The rest of the budget goes to longer prefills in rank order, limited per
 covers continuous batching, chunked prefill, prefix-cache hits, and resumption after a preemption or a crash. (vLLM:
 Kwon et al. 2023, arXiv 2309.06180. Sarathi: Agrawal et al. 2023, arXiv 2308.16369.)
 
-Running sequences do not starve. The sequence of lowest rank (`service.engine.scheduling.sequence`) is served first and
-may preempt sequences of higher rank, and every admitted sequence fits the pool alone. So the first sequence always
-makes progress and ends, and newer arrivals rank later. A waiting sequence never preempts a running one.
-`service.engine.scheduling.fair_queue` chooses the next sequence to admit: fair among tenants, by rank within a tenant.
+Running sequences do not starve. The sequence of lowest rank is served first and may preempt sequences of higher rank,
+and every admitted sequence fits the pool alone. So the first sequence always makes progress and ends, and newer
+arrivals rank later. A waiting sequence never preempts a running sequence.
 """
 
+import math
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from service.engine.scheduling.block_pool import BlockPool
-from service.engine.scheduling.config import EngineConfig
 from service.engine.scheduling.fair_queue import FairQueue
 from service.engine.scheduling.latency_limits import PrefillBudget, RunningLimit
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus, by_rank
 from service.engine.scheduling.speculation import DraftPolicy
 from service.engine.scheduling.step_plan import Chunk, StepPlan
 from service.ipc.messages import FinishReason, Pooling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Sizes and budgets of an engine.
+
+    block_size: tokens per KV block.
+    num_blocks: KV blocks in the pool. All running sequences together hold at most num_blocks * block_size tokens.
+    max_batched_tokens: maximum number of tokens computed in one step.
+    enable_prefix_cache: share the KV blocks of equal prefixes.
+    kv_cache_dtype: dtype of keys and values in the pool; auto: the dtype of the model.
+    max_context_length: maximum length of a sequence, prompt included; None: the number of the model's positions.
+    max_draft_tokens: maximum draft tokens of a sequence in one step; 0: no speculative decoding.
+    prompt_slowdown: maximum slowdown of a decode step by one prompt, as a factor; infinite: no limit.
+    target_itl_seconds: target of the mean inter-token latency; infinite: no target.
+    """
+
+    block_size: int = 16
+    num_blocks: int
+    max_num_running: int = 64
+    max_batched_tokens: int = 512
+    enable_prefix_cache: bool = True
+    kv_cache_dtype: Literal["auto", "float16"] = "auto"
+    max_context_length: int | None = None
+    max_draft_tokens: int = 0
+    prompt_slowdown: float = math.inf
+    target_itl_seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_num_running", "max_batched_tokens", "max_context_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, not {value}")
+        if self.max_batched_tokens < self.max_num_running:
+            raise ValueError(
+                f"max_batched_tokens={self.max_batched_tokens} must be at least "
+                f"max_num_running={self.max_num_running}: a running sequence needs one token a step"
+            )
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, eq=False):
@@ -37,13 +76,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, eq=False):
 
 
 class Scheduler:
-    """Scheduler of all sequences, with the block pool.
-
-    Args:
-        config: sizes and budgets.
-        max_context_length: maximum number of tokens of a sequence, prompt included.
-        clock: time in seconds; tests replace `time.monotonic`.
-    """
+    """Scheduler of all sequences of an engine, with the block pool."""
 
     def __init__(
         self,
@@ -74,7 +107,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Number of running sequences, which own blocks."""
+        """Number of running sequences."""
         return len(self._running)
 
     @property
@@ -84,7 +117,7 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of free blocks, cached blocks included."""
+        """Number of free KV blocks, cached blocks included."""
         return self._pool.num_free
 
     @property
@@ -103,8 +136,8 @@ class Scheduler:
     def add(self, sequence: SequenceState) -> None:
         """Add a sequence to the waiting queue.
 
-        Raises:
-            ValueError: the prompt is empty, the sequence exceeds the context or the pool, or its uid is in use.
+        Raises ValueError if the sequence exceeds the context or the KV-cache, or if its prompt is empty or its uid in
+        use.
         """
         length, limit = len(sequence.token_ids), self._max_context_length
         if sequence.uid in self._sequences:
@@ -129,7 +162,7 @@ class Scheduler:
         return True
 
     def take_ended(self) -> list[SequenceState]:
-        """Remove and return the sequences that end without computation: a passed deadline, or nothing to compute."""
+        """Remove and return the sequences that end without computation, such as after a passed deadline."""
         if self._num_with_deadline:
             for sequence in self._waiting.expired(self._clock()):
                 self.finish_uncomputed(sequence, FinishReason.ABORT)
@@ -196,7 +229,7 @@ class Scheduler:
         )
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, which is still being computed. None unless it decodes the same sequences alone.
+        """Plan the step after `plan`, which is still being computed; None unless both steps decode the same sequences.
 
         A GPU idles while the host reads a step's tokens, commits and reports them, and plans the next step. A step of
         decodes needs only the sampled tokens of the previous step, which are already on the device. (Compare the
@@ -233,22 +266,20 @@ class Scheduler:
         return StepPlan(chunks=tuple(chunks), previous_rows=tuple([row for row, _, _ in following]))
 
     def has_running(self, plan: StepPlan) -> bool:
-        """Return True if some sequence of a plan is still running."""
+        """Return True if some sequence of a step plan is still running."""
         return any(self._running_sequence(chunk) is not None for chunk in plan.chunks)
 
     def commit(
         self, plan: StepPlan, token_ids: Sequence[int | None], non_finite: frozenset[int] = frozenset()
     ) -> list[SequenceUpdate]:
-        """Append the sampled tokens of a step to the sequences that are still running, and return these sequences.
+        """Append a step's sampled tokens to the sequences that are still running, and return these sequences.
 
-        The blocks of sequences that end are free. Their finish reason is set.
+        Sequences that end have a finish reason, and their blocks are free.
 
-        Args:
-            plan: the computed step.
-            token_ids: sampled tokens; None if no token may follow. Tokens sampled after known tokens come first, in the
-                order of the chunks. Tokens sampled after draft tokens follow.
-            non_finite: packed tokens with NaN or infinity. Drafts are cut before the first of these tokens. Sequences
-                with such known tokens must have ended, see `end_non_finite`.
+        token_ids: sampled tokens; None if no token may follow. Tokens sampled after known tokens come first, in the
+            order of the chunks. Tokens sampled after draft tokens follow.
+        non_finite: packed tokens with NaN or infinity. Drafts are cut before the first of these tokens. Sequences with
+            such known tokens must have ended, see `end_non_finite`.
         """
         now = self._clock()
         if self._config.max_draft_tokens and plan.chunks and all(chunk.is_decode for chunk in plan.chunks):
@@ -300,13 +331,11 @@ class Scheduler:
     def end_non_finite(self, plan: StepPlan, non_finite: frozenset[int]) -> list[SequenceState]:
         """End the running sequences with NaN or infinity in a computed step, and return them. A `commit` must follow.
 
-        The blocks that the step wrote for them leave the prefix cache. Another sequence that shares these blocks is
-        preempted, because attention may have spread NaN to all positions of the prompt.
+        The blocks that the step wrote for these sequences leave the prefix cache. Another sequence that shares the
+        blocks is preempted, because attention may have spread NaN to all positions of the prompt.
 
-        Args:
-            plan: the computed step.
-            non_finite: packed tokens with NaN or infinity. Non-finite draft tokens end no sequence: a draft token
-                joins the sequence only when it is sampled.
+        non_finite: packed tokens with NaN or infinity. Draft tokens among them end no sequence, because a draft token
+            joins a sequence only when it is sampled.
         """
         ended: list[SequenceState] = []
         row = 0
@@ -346,7 +375,7 @@ class Scheduler:
     ) -> None:
         """Let the next `take_ended` end a waiting sequence without computing it.
 
-        An earlier reason is kept, except that STOP replaces LENGTH.
+        An earlier finish reason is kept, except that STOP replaces LENGTH.
         """
         if sequence.finish_reason is None:
             self._ended.append(sequence)
@@ -355,20 +384,13 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def reset_prefix_cache(self) -> None:
-        """Clear the prefix cache and the estimates of step durations.
-
-        Must follow a step that failed between `schedule` and `commit`.
-        """
+        """Clear the prefix cache and the estimates of step durations. Required after a failed step."""
         self._pool.forget()
         self._prefill_budget.reset()
         self._limit.reset()
 
     def check_integrity(self) -> None:
-        """Check that each sequence is in exactly one queue, and that block tables match the reference counts.
-
-        Raises:
-            AssertionError: the scheduler's state is inconsistent.
-        """
+        """Assert that each sequence is in exactly one queue, and that reference counts match block tables."""
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
         assert len(self._running) <= self._config.max_num_running
@@ -387,9 +409,9 @@ class Scheduler:
         return sequence
 
     def _plan(self, sequence: SequenceState, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
-        """Plan the next `num_tokens` tokens of a sequence, then its draft.
+        """Plan the next `num_tokens` tokens of a sequence, then its draft tokens.
 
-        The blocks become findable at once, so a planned sequence must not be preempted later in the same step. A
+        The prefix cache finds the blocks at once, so a planned sequence must not be preempted later in the same step. A
         forward pass writes all keys before it reads any, so sequences admitted to the same step can share the blocks.
         """
         start, token_ids, params = sequence.num_computed_tokens, sequence.token_ids, sequence.params
@@ -426,7 +448,7 @@ class Scheduler:
         )
 
     def _draft(self, sequence: SequenceState, budget: int, min_probability: float) -> tuple[int, ...]:
-        """Return the draft of a sequence. At most one KV block is added, and only if the pool has blocks to spare."""
+        """Return draft tokens of a sequence. Allocate at most one KV block, and only if the pool has some to spare."""
         if sequence.lookup is None or sequence.num_completion_tokens < sequence.params.min_tokens:
             return ()
         length, size = len(sequence.token_ids), self._config.block_size
@@ -437,7 +459,7 @@ class Scheduler:
         return draft[: max(0, len(sequence.block_table) * size - length)]
 
     def _reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Allocate blocks for the first `num_tokens` tokens. Preempt sequences of higher rank if blocks are short.
+        """Allocate blocks for the first `num_tokens` tokens of a sequence; preempt sequences of higher rank if needed.
 
         Return False if blocks are still short. The sequence then keeps its blocks and skips this step.
         """
@@ -466,9 +488,9 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _admit(self) -> tuple[SequenceState, int] | None:
-        """Admit the first waiting sequence with blocks for all its tokens; None if blocks are short.
+        """Admit the first waiting sequence, sharing cached blocks; return None if blocks are short.
 
-        Cached blocks are shared. Return the sequence and the number of tokens looked up in the prefix cache.
+        The result is the sequence and the number of its tokens that were looked up in the prefix cache.
         """
         sequence = self._waiting.first()
         size = self._config.block_size

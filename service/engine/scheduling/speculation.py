@@ -1,12 +1,10 @@
-"""Speculative decoding with prompt-lookup drafts: the tokens after the previous occurrence of the last n-gram.
+"""Speculative decoding with prompt lookup: the draft is the text after an earlier occurrence of the last n-gram.
 
-Summaries, edits and lists repeat their prompts and themselves, and a draft costs one dictionary lookup (Saxena 2023,
-github.com/apoorvumang/prompt-lookup-decoding). The model computes all draft tokens in one forward pass. At each
-position it samples the token that it would sample without drafts, because sampling is a function of seed and position.
-Draft tokens equal to the sampled tokens are accepted and save forward passes. The token sampled instead of the first
-rejected draft token counts too. So drafts change the number of passes but not the output, even with random sampling:
-speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) with predetermined random numbers. As everywhere in the
-engine, float rounding may depend on the shape of a batch.
+A draft costs one dictionary lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), and pays for outputs
+that repeat the prompt or themselves. One forward pass computes all draft tokens. At each position the model samples
+the token that it would sample without a draft, because sampling is a function of seed and position. So draft tokens
+equal to the sampled tokens save forward passes, and the output never changes: speculative decoding (Leviathan et al.
+2023, arXiv 2211.17192) with predetermined random numbers.
 """
 
 from collections.abc import Sequence
@@ -32,13 +30,10 @@ _LEAST_COST, _MOST_COST = 0.05, 1.0
 
 
 class PromptLookup:
-    """Draft source of one sequence, with drafts as long as they are likely to pay.
+    """Prompt-lookup drafts of one sequence.
 
-    Each sampled token is compared with the lookup's prediction, even if nothing was drafted. This costs no model
-    computation and measures the accuracy without trial drafts.
-
-    Args:
-        max_tokens: maximum length of a draft.
+    Each sampled token is compared with the token that the lookup predicts, even without a draft. This measures the
+    lookup's accuracy without computing draft tokens.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -50,14 +45,10 @@ class PromptLookup:
         self._num_guesses = [1.0 for _ in _RUN_LENGTHS]
 
     def draft(self, token_ids: Sequence[int], limit: int, price: float = 0.0) -> tuple[int, ...]:
-        """Return a draft of at most `limit` tokens, often empty.
+        """Return at most `limit` draft tokens, often none.
 
-        A token is drafted if the probability that the whole draft up to this token is accepted exceeds `price`.
-
-        Args:
-            token_ids: all tokens of the sequence. Between calls, tokens may only be appended.
-            limit: maximum number of tokens.
-            price: minimum acceptance probability of a draft token.
+        A token is drafted if the probability that the whole draft up to this token is accepted exceeds `price`. Between
+        calls, tokens may only be appended to `token_ids`.
         """
         self._learn(token_ids)
         for kind, run_length in enumerate(_RUN_LENGTHS):
@@ -67,7 +58,7 @@ class PromptLookup:
         return ()
 
     def _worthwhile(self, kind: int, most: int, price: float) -> int:
-        """Return the number of tokens worth drafting after an n-gram of this kind."""
+        """Return the number of tokens worth drafting, by the accuracy of one n-gram length."""
         chance = self._num_right[kind] / self._num_guesses[kind]
         length, all_right = 0, chance
         while length < most and all_right > price:
@@ -75,7 +66,7 @@ class PromptLookup:
         return length
 
     def _learn(self, token_ids: Sequence[int]) -> None:
-        """Index new n-grams by the position after them, except the last n-gram, and update the statistics."""
+        """Index the new n-grams, except the last n-gram, and measure the accuracy of the lookup."""
         for place in range(max(self._num_known, len(token_ids) - _WINDOW, 1), len(token_ids)):
             is_guessed = not self._num_known  # the prompt is not model output: its repetitions predict little
             for kind, (run_length, after) in enumerate(zip(_RUN_LENGTHS, self._after, strict=True)):
@@ -93,15 +84,12 @@ class PromptLookup:
 
 
 class DraftPolicy:
-    """Limits drafts to tokens that raise throughput, by the measured cost of one more row in a step.
+    """Limits on the draft tokens of a step, by the measured cost of one more token: drafts must raise throughput.
 
-    Let n sequences sample one token each in t seconds, and let a draft token add b seconds and one token with
+    Let n sequences sample one token each in t seconds, and let a draft token add b seconds, and one token with
     probability p. Throughput rises if (n + p) / (t + b) > n / t, that is, if p > n * b / t. The estimate of b is the
-    slope of a line through the durations of recent steps over their rows, by least squares. If all recent steps have
-    the same number of rows, the slope of the prior dominates.
-
-    Args:
-        max_batched_tokens: maximum number of tokens of a step.
+    slope of a least-squares line through the durations of recent steps over their numbers of tokens. If all recent
+    steps have the same number of tokens, the slope of the prior dominates.
     """
 
     def __init__(self, max_batched_tokens: int) -> None:
@@ -110,11 +98,11 @@ class DraftPolicy:
         self._rows = self._seconds = self._rows_squared = self._rows_seconds = 0.0
 
     def limits(self, num_running: int) -> tuple[int, float]:
-        """Return the maximum number of draft tokens, and the minimum acceptance probability, for a step."""
+        """Return a step's maximum number of draft tokens, and the minimum acceptance probability of a draft token."""
         return (self._max_batched_tokens - num_running) // _SHARE, _MARGIN * self.cost_of_one_more(num_running)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Record the duration of a step of `num_rows` rows without prefills, which would distort the cost of a row."""
+        """Record the duration of a decode step of `num_rows` tokens. Prefills would distort the cost of a token."""
         if self._seconds:
             seconds = min(seconds, _OUTLIER * self._seconds / self._num_steps)
         self._num_steps = self._num_steps * _STEP_MEMORY + 1
@@ -124,7 +112,7 @@ class DraftPolicy:
         self._rows_seconds = self._rows_seconds * _STEP_MEMORY + num_rows * seconds
 
     def cost_of_one_more(self, num_rows: int) -> float:
-        """Return the marginal cost of a row in a step of `num_rows` rows, relative to the average cost of its rows."""
+        """Return the cost of one more token in a step, relative to the average cost of the step's tokens."""
         if not self._seconds:
             return num_rows / (num_rows + _USUAL_ROWS)
         mean_rows, mean_seconds = self._rows / self._num_steps, self._seconds / self._num_steps

@@ -1,4 +1,4 @@
-"""Plan of one step: the scheduler's output. It holds values only, so that execution needs no other engine state."""
+"""Plan of one engine step, made by the scheduler. A plan holds values, so that execution needs no sequences."""
 
 from collections.abc import Sequence
 
@@ -13,21 +13,19 @@ MIN_ROWS = 4
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Part of a step: compute `num_tokens` tokens of a sequence from position `start` on.
+    """Part of a step plan: compute `num_tokens` tokens of one sequence from position `start` on.
 
     A msgspec struct, because a step creates one per sequence, and a dataclass takes five times as long to create.
 
-    Attributes:
-        uid, attempt: identity of the sequence.
-        samples: sample the next token of the sequence.
-        token_ids: tokens to compute, without drafts. Empty in a step launched ahead: the previous step samples them.
-        block_table: KV blocks of the sequence. The scheduler may append blocks after this step has been planned.
-        draft: draft tokens, the last of the `num_tokens` tokens. A token is sampled after each draft token too.
-        forbidden: token ids that must not be sampled.
-        rules: penalties and biases of the request; None without rules.
-        scored_start: position of the first token whose successor needs a logprob, for `prompt_logprobs`.
-        scored_ids: prompt tokens after the scored positions, which need logprobs.
-        num_pooled: number of last tokens whose hidden states are summed for an embedding.
+    samples: sample the next token of the sequence.
+    token_ids: tokens to compute, without drafts. Empty in a step launched ahead: the previous step samples the tokens.
+    block_table: KV blocks of the sequence. The scheduler may append blocks after the plan is made.
+    draft: draft tokens, the last of the `num_tokens` tokens. A token is sampled after each draft token too.
+    forbidden: token ids that must not be sampled.
+    rules: penalties and biases of the request.
+    scored_start, scored_ids: for `prompt_logprobs`, the first position whose next token needs a logprob, and the tokens
+        that need logprobs.
+    num_pooled: number of last tokens whose hidden states are summed for an embedding.
     """
 
     uid: str
@@ -47,29 +45,24 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def num_known_tokens(self) -> int:
-        """Number of tokens of the sequence before this step's tokens are sampled, drafts excluded."""
+        """Number of tokens of the sequence before this step samples, draft tokens excluded."""
         return self.start + self.num_tokens - len(self.draft)
 
     @property
     def is_decode(self) -> bool:
-        """True if only one token, and its drafts, are computed, and a token is sampled."""
+        """True if one token and its draft tokens are computed, and a token is sampled."""
         return self.samples and self.num_tokens == 1 + len(self.draft)
 
 
 class StepPlan(msgspec.Struct, kw_only=True, eq=False):
     """Plan of one step, with statistics of the scheduling.
 
-    Attributes:
-        chunks: the computation of each sequence.
-        previous_rows: for each chunk of a step launched ahead (`Scheduler.schedule_ahead`), the index of its input
-            token among the tokens that the previous step samples. Empty in other steps.
-        admitted: uid and attempt of the sequences that are computed for the first time.
-        num_prompt_tokens: computed tokens of prompts.
-        num_cached_prompt_tokens: prompt tokens found in the prefix cache by sequences admitted for the first time.
-        num_prefix_queries: tokens looked up in the prefix cache, counted as in vLLM.
-        num_prefix_hits: tokens found in the prefix cache.
-        num_preemptions: sequences preempted while the step was planned.
-        is_decode: every chunk computes one token and samples the next token, without drafts. Derived from the chunks.
+    previous_rows: for each chunk of a step launched ahead (`Scheduler.schedule_ahead`), the index of its input token
+        among the tokens that the previous step samples. Empty in other steps.
+    admitted: uid and attempt of the sequences that are computed for the first time.
+    num_cached_prompt_tokens: prompt tokens of these sequences that the prefix cache holds.
+    num_prefix_queries, num_prefix_hits: tokens looked up and found in the prefix cache, counted as in vLLM.
+    is_decode: every chunk computes one token and samples the next token, without drafts. Derived from the chunks.
     """
 
     chunks: tuple[Chunk, ...]
@@ -87,10 +80,10 @@ class StepPlan(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def num_tokens(self) -> int:
-        """Number of computed tokens."""
+        """Number of tokens that the step computes, without padding."""
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the forward pass: tokens and padding."""
+        """Number of tokens that the step computes, with padding."""
         return max(MIN_ROWS, self.num_tokens)

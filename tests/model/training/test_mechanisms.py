@@ -17,7 +17,7 @@ from model.training.config import TrainConfig
 from model.training.state import read_log
 from model.training.train import RunSettings, train
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.training.test_train import config as fables

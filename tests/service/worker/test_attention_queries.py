@@ -16,7 +16,7 @@ from model.inspect.attention_weights import weights_of_layer
 from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
 from service.engine.engine import Engine
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, Submit, TokenDelta
 from tests.service.sequences import make_submit
 from tests.service.worker.test_worker import Bench

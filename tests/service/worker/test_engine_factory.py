@@ -15,7 +15,7 @@ from model.kernels.build import CACHE, BuildError
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from service.config.settings import ModelSettings, SettingsError
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.scheduling.config import EngineConfig
+from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Finish
 from service.worker import engine_factory, memory_plan
 from service.worker.engine_factory import EngineFacts, build_engine
