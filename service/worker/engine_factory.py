@@ -24,9 +24,10 @@ from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
 from service.config.settings import ModelSettings, SettingsError, context_length
 from service.engine.engine import Engine
-from service.engine.execution.gpu_memory import LargestStep, cache_bytes
 from service.engine.execution.gpu_setup import (
     Attending,
+    LargestStep,
+    cache_bytes,
     capture_for,
     choose_attention,
     choose_quantization,
@@ -152,7 +153,7 @@ def build_engine(
     matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
     fuse_for_gpu(loaded)
     model = to_native(loaded)
-    capture = capture_for(device) if settings.cuda_graphs and resolved.attending.recordable else None
+    capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
     largest = _largest_step(settings, resolved.max_context_length)
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
     num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0

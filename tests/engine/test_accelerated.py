@@ -18,8 +18,14 @@ from model.gpu.quantization import FORMATS, PLAIN, Quantization
 from service.config.settings import ModelSettings
 from service.engine.execution import gpu_setup
 from service.engine.execution.cuda_graphs import call_again
-from service.engine.execution.gpu_memory import DeviceMemory, LargestStep, cache_bytes
-from service.engine.execution.gpu_setup import capture_for, choose_attention, choose_quantization
+from service.engine.execution.gpu_setup import (
+    DeviceMemory,
+    LargestStep,
+    cache_bytes,
+    capture_for,
+    choose_attention,
+    choose_quantization,
+)
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.worker import engine_factory
@@ -68,12 +74,12 @@ def test_auto_attention_is_paged_on_a_gpu_that_supports_it(monkeypatch: pytest.M
 
     monkeypatch.setattr(gpu_setup, "choose", record)
     attending = choose_attention("auto", CUDA, None)
-    assert (attending.backend, attending.recordable, asked) == (chosen.backend, True, [CUDA])
+    assert (attending.backend, attending.can_capture, asked) == (chosen.backend, True, [CUDA])
     assert attending.name == "paged (decode: gathered, prompts: one by one)"
     for wanted, place in (("auto", replace(CUDA, config=VARIANTS["alibi"])), ("sdpa", CUDA)):
         attending = choose_attention(wanted, place, None)
         assert isinstance(attending.backend, SdpaAttention)
-        assert (attending.name, attending.recordable) == ("sdpa", False)
+        assert (attending.name, attending.can_capture) == ("sdpa", False)
     assert isinstance(choose_attention("eager", CUDA, None).backend, EagerAttention)
     for name in list(BUILDABLE)[:1]:
         assert isinstance(choose_attention("auto", CPU, library_of(name)).backend, NativeAttention)

@@ -11,9 +11,9 @@ from torch import Tensor
 from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.paged import PagedAttention
 from model.nn.transformer import Transformer
-from service.engine.execution import gpu_memory
+from service.engine.execution import gpu_setup
 from service.engine.execution.cuda_graphs import buckets, call_again
-from service.engine.execution.gpu_memory import DeviceMemory, LargestStep, cache_bytes, graph_bytes
+from service.engine.execution.gpu_setup import DeviceMemory, LargestStep, cache_bytes, graph_bytes
 from service.engine.execution.model_runner import ModelRunner
 from tests.model.configs import VARIANTS, attention_layers, build
 
@@ -57,6 +57,6 @@ def test_the_kv_cache_leaves_memory_for_cuda_graphs(monkeypatch: pytest.MonkeyPa
     """Uses a model that claims to be on a GPU."""
     tried: Any = SimpleNamespace(token_embedding=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
     memory = DeviceMemory(total=1000, free=900, reserved=100, peak=100)
-    monkeypatch.setattr(gpu_memory, "measure", lambda *given: memory)
-    monkeypatch.setattr(gpu_memory, "graph_bytes", lambda *given: 70)
+    monkeypatch.setattr(gpu_setup, "measure", lambda *given: memory)
+    monkeypatch.setattr(gpu_setup, "graph_bytes", lambda *given: 70)
     assert cache_bytes(tried, LARGEST, 0.9, call_again if captures else None) == (730 if captures else 800)

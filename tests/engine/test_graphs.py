@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from model.attention.kernel_selection import gathered, one_by_one
+from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention
 from model.nn.reference_generate import generate
 from service.engine.engine import Engine
-from service.engine.execution.cuda_graphs import Bucket, DecodeGraphs, StaticInputs, buckets, call_again, smallest
+from service.engine.execution.cuda_graphs import Bucket, DecodeGraphs, buckets, call_again, smallest
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.scheduler import EngineConfig
@@ -22,8 +23,6 @@ from service.ipc.messages import Submit
 from tests.engine.fakes import make_submit
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
 from tests.model.configs import VARIANTS, attention_layers, build
-
-CPU = torch.device("cpu")
 
 
 def test_buckets_are_powers_of_two_with_the_largest_first() -> None:
@@ -67,16 +66,32 @@ def step(ids: list[int], positions: list[int], slots: list[int], tables: list[li
     )
 
 
-def test_static_inputs_hold_the_step_and_padding_that_touches_the_scratch_block_alone() -> None:
-    static = StaticInputs(Bucket(4, 5), CPU)
-    for bucket in (Bucket(4, 5), Bucket(4, 3)):  # values left by a wider step must not affect a narrower step
-        static.fill(bucket, step([7, 8], [5, 2], [21, 33], [[2, 5], [8, 9]]), scratch_slot=40, scratch_block=10)
-        ids, positions, slots, tables = static.views(bucket)
-        assert ids.tolist() == [7, 8, 0, 0]
-        assert positions.tolist() == [5, 2, 0, 0]
-        assert slots.tolist() == [21, 33, 40, 40]
-        padding = [10] * (bucket.width - 2)
-        assert tables.tolist() == [[2, 5, *padding], [8, 9, *padding], [10] * bucket.width, [10] * bucket.width]
+def make_cache(num_blocks: int) -> KVCache:
+    config = VARIANTS["rotary-gqa"]
+    return KVCache(config, num_blocks=num_blocks, block_size=4, dtype=torch.float32, device="cpu")
+
+
+def test_a_replayed_step_is_padded_with_the_scratch_block() -> None:
+    seen: list[tuple[list[int], list[int], list[int], list[list[int]]]] = []
+
+    def hidden(ids_T: Tensor, metadata: AttentionMetadata, cache: KVCache) -> Tensor:
+        slots_T, tables_TN = metadata.slot_mapping_T, metadata.block_tables_BN
+        assert slots_T is not None
+        assert tables_TN is not None
+        seen.append((ids_T.tolist(), metadata.positions_T.tolist(), slots_T.tolist(), tables_TN.tolist()))
+        return ids_T[:, None].float()
+
+    for width in (5, 3):  # values left by the wider step must not affect the narrower step
+        shapes = (Bucket(4, 5), Bucket(4, 3))
+        graphs = DecodeGraphs(hidden, make_cache(11), capture=call_again, shapes=shapes)
+        graphs.hidden(step([9] * 4, [1] * 4, [1] * 4, [[1] * 5] * 4))
+        table = [2] * (width - 1)
+        assert graphs.hidden(step([7, 8], [5, 2], [21, 33], [[*table, 5], [*table, 9]])) is not None
+        padding = [10] * width
+        tables = [[*table, 5], [*table, 9], padding, padding]
+        assert seen[-1] == ([7, 8, 0, 0], [5, 2, 0, 0], [21, 33, 40, 40], tables)
+    assert graphs.hidden(step([7], [5], [21], [[2, 5]])) is not None
+    assert seen[-1][3] == [[2, 5, 10], *[[10] * 3] * 3]
 
 
 class Recorder:
@@ -103,14 +118,14 @@ class Recorder:
 def test_graphs_are_captured_once_and_replayed_for_fitting_steps() -> None:
     seen: list[tuple[int, ...]] = []
 
-    def hidden(ids_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def hidden(ids_T: Tensor, metadata: AttentionMetadata, cache: KVCache) -> Tensor:
         assert metadata.block_tables_BN is not None
         assert metadata.is_decode
         seen.append((ids_T.data_ptr(), metadata.block_tables_BN.data_ptr(), *metadata.block_tables_BN.shape))
         return torch.stack((ids_T, metadata.positions_T), dim=1).float()
 
     recorder = Recorder()
-    graphs = DecodeGraphs(hidden, capture=recorder, shapes=buckets(8, 128), scratch_block=9, block_size=4, device=CPU)
+    graphs = DecodeGraphs(hidden, make_cache(10), capture=recorder, shapes=buckets(8, 128))
     assert [shape[0] for shape in recorder.recorded] == [8, 8, 4, 4]
     assert graphs.shapes == (Bucket(8, 128), Bucket(8, 32), Bucket(4, 128), Bucket(4, 32))
     places = set(seen)

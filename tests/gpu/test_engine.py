@@ -15,7 +15,7 @@ from model.nn.transformer import Transformer
 from service.config.settings import ModelSettings
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import CudaCapture
-from service.engine.execution.gpu_memory import LargestStep, measure
+from service.engine.execution.gpu_setup import LargestStep, measure
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.engine.scheduling.scheduler import EngineConfig

@@ -1,22 +1,21 @@
-"""CUDA graphs of decode steps: captured once, replayed with one launch instead of hundreds.
+"""CUDA graphs of decode steps: captured once, then replayed with one launch instead of hundreds.
 
 A graph reads and writes tensors at fixed addresses, so one graph is captured for each of a few shapes (buckets). A step
-uses the smallest bucket that holds it: its inputs are copied to the static inputs, and unused rows are padding. The
-capture is injected. `CudaCapture` captures on a GPU. `call_again` calls the function at each replay, so that the same
-code runs and is tested on a CPU.
+uses the smallest bucket that holds the step. The step's inputs are copied to the static inputs, and unused rows are
+padding. Only the layers are captured, from token ids to hidden states.
 
-Only the layers are captured, from token ids to hidden states. Logits, masks and sampling run outside the graph.
-
-Legend: T rows, one token of a sequence each; N blocks of a table; E hidden size; P slots a block.
+Legend: T rows, one token of a sequence each; N blocks of a table; E hidden size.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.scheduling.step_plan import MIN_ROWS
@@ -32,19 +31,24 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True, order=True, slots=True)
 class Bucket:
-    """Shape of a captured step: number of rows, and blocks in each row's block table."""
+    """Shape of a captured decode step: number of rows, and KV blocks in each row's block table."""
 
     rows: int
     width: int
 
     @property
     def num_numbers(self) -> int:
-        """Number of input integers: ids, positions, slots and block tables."""
+        """Number of integers that a step of this shape reads: ids, positions, slots and block tables."""
         return self.rows * (3 + self.width)
+
+    def views(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return views of a step's integers: token ids T, positions T, slots T and block tables TN."""
+        ids_T, positions_T, slots_T = numbers[: 3 * self.rows].view(3, self.rows)
+        return ids_T, positions_T, slots_T, numbers[3 * self.rows : self.num_numbers].view(self.rows, self.width)
 
 
 def buckets(max_rows: int, max_width: int) -> tuple[Bucket, ...]:
-    """Return the shapes to capture: rows in powers of two from `MIN_ROWS`, table widths in steps of a factor of four.
+    """Return the shapes of decode steps to capture: rows in powers of two, tables in widths a factor of four apart.
 
     The largest comes first, because later captures reuse its memory.
     """
@@ -67,7 +71,7 @@ Capture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def call_again(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Replay by calling the function again: a `Capture` for any device. The result is copied to a fixed tensor."""
+    """Replay a computation by calling the function again, on any device: a stand-in for CUDA graphs in tests."""
     result = compute()
 
     def replay() -> Tensor:
@@ -87,7 +91,7 @@ class CudaCapture:
         self._pool: Any = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Capture a computation as a CUDA graph, see `Capture`."""
+        """Capture a computation as a CUDA graph, and return a function that replays the graph."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
@@ -106,110 +110,60 @@ class CudaCapture:
         return replay
 
 
-class StaticInputs:
-    """Static input tensor of all CUDA graphs: the integers of a step, filled by one copy to the device.
-
-    On a GPU the copy from pinned memory is asynchronous. `fill` waits only for the previous copy, not for kernels.
-    """
-
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._host = torch.zeros(bucket.num_numbers, dtype=torch.int64, pin_memory=on_gpu)
-        self._device = torch.zeros(bucket.num_numbers, dtype=torch.int64, device=device)
-        self._copied = torch.cuda.Event() if on_gpu else None
-
-    def views(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return device views of a bucket: ids T, positions T, slots T and block tables TN."""
-        return _views(self._device, bucket)
-
-    def fill(self, bucket: Bucket, inputs: ModelInputs, scratch_slot: int, scratch_block: int) -> None:
-        """Copy the inputs of a decode step to the device, padded to the bucket."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        metadata = inputs.metadata
-        assert metadata.slot_mapping_T is not None
-        assert metadata.block_tables_BN is not None
-        rows, width = metadata.block_tables_BN.shape
-        ids_T, positions_T, slots_T, tables_TN = _views(self._host, bucket)
-        for static_T, values_T, padding in (
-            (ids_T, inputs.token_ids_T, 0),
-            (positions_T, metadata.positions_T, 0),
-            (slots_T, metadata.slot_mapping_T, scratch_slot),
-        ):
-            static_T[:rows] = values_T
-            static_T[rows:] = padding
-        tables_TN[:rows, :width] = metadata.block_tables_BN
-        tables_TN[:rows, width:] = scratch_block
-        tables_TN[rows:] = scratch_block
-        count = bucket.num_numbers
-        self._device[:count].copy_(self._host[:count], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-
-def _views(numbers: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = bucket.rows
-    ids_T, positions_T, slots_T = numbers[: 3 * rows].view(3, rows)
-    return ids_T, positions_T, slots_T, numbers[3 * rows : bucket.num_numbers].view(rows, bucket.width)
-
-
 class DecodeGraphs:
-    """CUDA graphs of decode steps, one for each bucket.
+    """CUDA graphs of decode steps, one for each shape, which read one static tensor with the integers of a step.
 
-    Args:
-        hidden: computes the layers: token ids T and attention metadata to hidden states TE. Its attention backend must
-            read only positions, slots and block tables, such as `model.attention.paged.PagedAttention`.
-        capture: captures a computation.
-        shapes: shapes to capture, the largest first.
-        scratch_block: KV block that padding rows read and write.
-        block_size: tokens per KV block.
-        device: device of all tensors.
+    hidden: computes the layers: token ids T, attention metadata and KV-cache to hidden states TE. Its attention backend
+        must read only positions, slots and block tables, such as `model.attention.paged.PagedAttention`.
+    cache: KV-cache whose last block belongs to no sequence. Rows of padding read and write this block.
     """
 
     def __init__(
         self,
-        hidden: Callable[[Tensor, AttentionMetadata], Tensor],
+        hidden: Callable[[Tensor, AttentionMetadata, KVCache], Tensor],
+        cache: KVCache,
         *,
         capture: Capture,
         shapes: Sequence[Bucket],
-        scratch_block: int,
-        block_size: int,
-        device: torch.device,
     ) -> None:
-        self._scratch_block, self._block_size = scratch_block, block_size
-        self._inputs = StaticInputs(max(shapes, key=lambda bucket: bucket.num_numbers), device)
+        device = cache.keys_LNPKD.device
+        on_gpu = device.type == "cuda"
+        self._scratch_block = cache.num_blocks - 1
+        self._scratch_slot = self._scratch_block * cache.block_size
+        count = max(bucket.num_numbers for bucket in shapes)
+        # Copies from pinned memory are asynchronous.
+        self._host = torch.zeros(count, dtype=torch.int64, pin_memory=on_gpu)
+        self._device = torch.zeros(count, dtype=torch.int64, device=device)
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._replays: dict[Bucket, Callable[[], Tensor]] = {}
         for bucket in shapes:
-            self._replays[bucket] = self._captured(hidden, capture, bucket)
+            self._replays[bucket] = capture(partial(hidden, *self._padding(bucket), cache))
 
-    def _captured(
-        self, hidden: Callable[[Tensor, AttentionMetadata], Tensor], capture: Capture, bucket: Bucket
-    ) -> Callable[[], Tensor]:
-        """Capture a bucket. The captured rows write to the scratch block only."""
-        ids_T, positions_T, slots_T, tables_TN = self._inputs.views(bucket)
+    def _padding(self, bucket: Bucket) -> tuple[Tensor, AttentionMetadata]:
+        """Return the static inputs of a bucket, filled with padding: captured rows write to the scratch block only."""
+        ids_T, positions_T, slots_T, tables_TN = bucket.views(self._device)
         ids_T.zero_()
         positions_T.zero_()
-        slots_T.fill_(self._scratch_block * self._block_size)
+        slots_T.fill_(self._scratch_slot)
         tables_TN.fill_(self._scratch_block)
         # Context lengths are unknown at capture: the attention kernel derives them from the positions.
-        metadata = AttentionMetadata(
+        return ids_T, AttentionMetadata(
             query_lengths=(1,) * bucket.rows,
             context_lengths=(1,) * bucket.rows,
             positions_T=positions_T,
             slot_mapping_T=slots_T,
             block_tables_BN=tables_TN,
         )
-        return capture(lambda: hidden(ids_T, metadata))
 
     @property
     def shapes(self) -> tuple[Bucket, ...]:
-        """Captured shapes."""
+        """Shapes of the captured decode steps."""
         return tuple(self._replays)
 
     def hidden(self, inputs: ModelInputs, sampled_B: Tensor | None = None) -> Tensor | None:
         """Return the hidden states TE of a step by replay, valid until the next call; None if no captured shape fits.
 
-        sampled_B: the first token ids, on the device, if the host does not know them yet.
+        sampled_B: the first token ids, on the device, if the host does not know these ids yet.
         """
         metadata = inputs.metadata
         if not metadata.is_decode or metadata.block_tables_BN is None:
@@ -217,7 +171,31 @@ class DecodeGraphs:
         bucket = smallest(self.shapes, *metadata.block_tables_BN.shape)
         if bucket is None:
             return None
-        self._inputs.fill(bucket, inputs, self._scratch_block * self._block_size, self._scratch_block)
+        self._fill(bucket, inputs)
         if sampled_B is not None:
-            self._inputs.views(bucket)[0][: len(sampled_B)].copy_(sampled_B)
+            self._device[: len(sampled_B)].copy_(sampled_B)
         return self._replays[bucket]()[: len(inputs.token_ids_T)]
+
+    def _fill(self, bucket: Bucket, inputs: ModelInputs) -> None:
+        """Copy the inputs of a decode step to the device, padded to the bucket, once the previous copy is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        metadata = inputs.metadata
+        assert metadata.slot_mapping_T is not None
+        assert metadata.block_tables_BN is not None
+        rows, width = metadata.block_tables_BN.shape
+        ids_T, positions_T, slots_T, tables_TN = bucket.views(self._host)
+        for static_T, values_T, padding in (
+            (ids_T, inputs.token_ids_T, 0),
+            (positions_T, metadata.positions_T, 0),
+            (slots_T, metadata.slot_mapping_T, self._scratch_slot),
+        ):
+            static_T[:rows] = values_T
+            static_T[rows:] = padding
+        tables_TN[:rows, :width] = metadata.block_tables_BN
+        tables_TN[:rows, width:] = self._scratch_block
+        tables_TN[rows:] = self._scratch_block
+        count = bucket.num_numbers
+        self._device[:count].copy_(self._host[:count], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

@@ -1,71 +1,74 @@
-"""Choice of the attention backend, and of GPU features: CUDA graphs, fused kernels, int8 and fp8 quantization."""
+"""GPU features of an engine: attention backend, CUDA graphs, fused kernels, quantization, and memory for the KV-cache.
 
+Legend: T packed tokens, E hidden size.
+"""
+
+import gc
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
 from model.attention.kernel_selection import KernelContext, choose, fits
+from model.attention.kv_cache import KVCache
+from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
 from model.gpu.quantization import choose as select_quantization
 from model.kernels.kernel_library import KernelLibrary
 from model.nn.transformer import Transformer
-from service.engine.execution.cuda_graphs import Capture, CudaCapture
+from model.sampling.params import SamplingParams
+from model.sampling.sampler import sample, top_logprobs
+from service.engine.execution.cuda_graphs import Capture, CudaCapture, DecodeGraphs, buckets
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attending:
-    """Attention backend of a model, its name for logs, and `recordable`: CUDA graphs can capture its decode steps."""
+    """Attention backend of a model, with its name for logs. `can_capture`: CUDA graphs can capture the backend."""
 
     backend: AttentionBackend
     name: str
-    recordable: bool
+    can_capture: bool
 
 
-def choose_attention(wanted: str, place: KernelContext, library: KernelLibrary | None) -> Attending:
-    """Return the attention backend of an --attention setting.
+def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary | None) -> Attending:
+    """Return the attention backend for a value of --attention.
 
-    auto is native with a kernel library, else sdpa on a CPU. auto is paged on a GPU if the model's layers support paged
-    attention, else sdpa.
+    auto is native on a CPU. On a GPU auto is paged if the model's layers support paged attention, else sdpa. Without a
+    library of native kernels that compute the model, sdpa replaces native.
 
-    Args:
-        library: native kernels that compute this model; None: sdpa replaces native.
-
-    Raises:
-        ValueError: paged with a model that does not support it, or native on a device other than a CPU.
-        RuntimeError: no implementation of paged attention works on this device.
+    Raises ValueError if the model or device does not support the value, and RuntimeError if no paged kernel works here.
     """
-    fitting = fits(place.config)
+    on_cpu, is_paged_possible = context.device.type == "cpu", fits(context.config)
     if wanted == "auto":
-        on_gpu = "paged" if fitting else "sdpa"
-        wanted = "native" if place.device.type == "cpu" else on_gpu
-    if wanted == "native" and place.device.type != "cpu":
-        raise ValueError("--attention native works only on a CPU; omit it, or choose --device cpu")
-    if wanted == "native" and library is not None:
-        return Attending(backend=NativeAttention(library), name=wanted, recordable=False)
+        on_gpu = "paged" if is_paged_possible else "sdpa"
+        wanted = "native" if on_cpu else on_gpu
     if wanted == "native":
+        if not on_cpu:
+            raise ValueError("--attention native works only on a CPU; omit it, or choose --device cpu")
+        if library is not None:
+            return Attending(backend=NativeAttention(library), name=wanted, can_capture=False)
         wanted = "sdpa"
     if wanted != "paged":
-        return Attending(backend=ATTENTION_BACKENDS[wanted], name=wanted, recordable=False)
-    if not fitting:
+        return Attending(backend=ATTENTION_BACKENDS[wanted], name=wanted, can_capture=False)
+    if not is_paged_possible:
         raise ValueError("--attention paged does not support this model's attention layers; choose --attention sdpa")
-    chosen = choose(place)
+    chosen = choose(context)
     for reason in chosen.left_out:
-        level = logging.WARNING if place.device.type == "cuda" else logging.INFO
-        logger.log(level, "attention kernel disabled: %s", reason)
-    return Attending(backend=chosen.backend, name=str(chosen), recordable=True)
+        logger.log(logging.INFO if on_cpu else logging.WARNING, "attention kernel disabled: %s", reason)
+    return Attending(backend=chosen.backend, name=str(chosen), can_capture=True)
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
-    """Return the GPU quantization of a --quantize setting; None on a CPU, and for `none`.
+    """Return the GPU quantization for a value of --quantize; None on a CPU, and for `none`.
 
-    Raises:
-        ValueError: the device does not support such matrix products.
+    Raises ValueError if the device does not support such matrix products.
     """
     if quantize == "none":
         return None
@@ -79,11 +82,146 @@ def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype)
 
 
 def fuse_for_gpu(model: Transformer) -> None:
-    """Fuse the kernels between a model's matrix products on a GPU; do nothing on other devices."""
+    """Fuse the kernels between the matrix products of a model on a GPU; do nothing on other devices."""
     if model.token_embedding.weight.device.type == "cuda":
         fuse(model)
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """Return the capture of decode steps for this device; None for a device without CUDA graphs."""
+    """Return the capture of CUDA graphs on a GPU; None on a device without CUDA graphs."""
     return CudaCapture() if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Memory of a GPU after the largest step was run, in bytes.
+
+    free: memory that no process has allocated.
+    reserved: memory reserved by PyTorch's allocator.
+    peak: peak memory in use within `reserved` during the step, weights included, the trial's KV-cache excluded.
+    graphs: additional memory for CUDA graphs.
+    """
+
+    total: int
+    free: int
+    reserved: int
+    peak: int
+    graphs: int = 0
+
+    def for_cache(self, share: float) -> int:
+        """Return the bytes for the KV-cache if at most `share` of the device is used in all; 0 if nothing is left.
+
+        Memory reserved beyond `peak` is reusable. Memory of other processes and of the CUDA context counts as used.
+        """
+        others = self.total - self.free - self.reserved
+        return max(0, int(self.total * share) - others - self.peak - self.graphs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargestStep:
+    """Limits of one engine step, for memory profiling.
+
+    num_tokens: maximum number of tokens in the step.
+    num_sampled: maximum number of sampled tokens in the step.
+    max_context_length: maximum number of tokens of one sequence.
+    """
+
+    block_size: int
+    num_tokens: int
+    num_sampled: int
+    max_context_length: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of prompts that sum to `num_tokens`, each as long as possible."""
+        whole, rest = divmod(self.num_tokens, self.max_context_length)
+        return (self.max_context_length,) * whole + ((rest,) if rest else ())
+
+
+def free_device_bytes() -> int:
+    """Return the free bytes of the CUDA device, once pending work is done and unused memory is released."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def cache_bytes(model: Transformer, largest: LargestStep, share: float, capture: Capture | None) -> int | None:
+    """Return the bytes of GPU memory available to the KV-cache; None on a CPU, whose memory is not profiled here.
+
+    share: fraction of the GPU's memory that this process may use in all.
+    capture: captures decode steps; None if the engine uses no CUDA graphs.
+
+    Raises torch.OutOfMemoryError if the largest step does not fit, and RuntimeError if a decode step cannot be
+    captured.
+    """
+    if model.token_embedding.weight.device.type != "cuda":
+        return None
+    memory = measure(model, largest)
+    if capture is not None:
+        memory = replace(memory, graphs=graph_bytes(model, largest, capture, free_device_bytes))
+    logger.info("memory profile of the largest step: %s", memory)
+    return memory.for_cache(share)
+
+
+@torch.inference_mode()
+def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free_bytes: Callable[[], int]) -> int:
+    """Return the bytes that the CUDA graphs of all decode shapes will take, from a trial capture of two graphs.
+
+    The first and largest graph allocates the memory pool that all graphs share, and library workspaces. The second
+    graph takes only driver memory for its kernels, as every further graph does.
+    """
+    weight = model.token_embedding.weight
+    cache = KVCache(model.config, num_blocks=1, block_size=largest.block_size, dtype=weight.dtype, device=weight.device)
+    shapes = buckets(largest.num_sampled, -(-largest.max_context_length // largest.block_size))
+    free = [free_bytes()]
+
+    def measured(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        replay = capture(compute)
+        free.append(free_bytes())
+        return replay
+
+    graphs = DecodeGraphs(model.hidden, cache, capture=measured, shapes=shapes[:2])
+    taken = free[0] - free_bytes()
+    del graphs
+    return max(0, taken) + max(0, free[-2] - free[-1]) * max(0, len(shapes) - 2)
+
+
+@torch.inference_mode()
+def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
+    """Measure the memory of the largest step on a CUDA device: full prompts, prompt logprobs and top-p sampling.
+
+    The KV-cache of the trial is not counted.
+    """
+    device = model.token_embedding.weight.device
+    torch.cuda.synchronize()
+    lengths = largest.lengths
+    blocks_each = -(-max(lengths) // largest.block_size)
+    cache = KVCache(
+        model.config,
+        num_blocks=blocks_each,
+        block_size=largest.block_size,
+        dtype=model.token_embedding.weight.dtype,
+        device=device,
+    )
+    torch.cuda.reset_peak_memory_stats()
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    # All sequences share the same blocks, because the content of the cache does not matter.
+    metadata = AttentionMetadata(
+        query_lengths=lengths,
+        context_lengths=lengths,
+        positions_T=positions_T,
+        slot_mapping_T=positions_T,
+        block_tables_BN=torch.arange(blocks_each).repeat(len(lengths), 1),
+    ).to(device)
+    x_TE = model.hidden(torch.zeros(len(positions_T), dtype=torch.int64, device=device), metadata, cache)
+    top_logprobs(model.logits(x_TE), [0] * len(x_TE), num_top=1)
+    rows = x_TE[:1].expand(largest.num_sampled, -1)
+    params = [SamplingParams(max_tokens=1, top_p=0.9)] * largest.num_sampled
+    sample(model.logits(rows), params, range(largest.num_sampled))
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - cache.num_bytes
+    del cache, x_TE, rows
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(total=total, free=free, reserved=torch.cuda.memory_reserved(), peak=peak)

@@ -47,16 +47,9 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class ModelRunner:
     """Runs a transformer over a paged KV-cache of `num_blocks` blocks, plus one scratch block for padding.
 
-    With native attention and loaded native kernels, these kernels compute the whole model, see
-    `model.native.native_transformer`.
-
-    Args:
-        model: the model.
-        num_blocks: number of KV blocks for sequences.
-        block_size: tokens per KV block.
-        vocab_size: only token ids below it are sampled. Embeddings are often padded beyond the tokenizer's vocabulary,
-            and the ids of the padding have no text.
-        cache_dtype: dtype of the KV-cache; None for the dtype of the model.
+    vocab_size: only token ids below it are sampled. Embeddings are often padded beyond the tokenizer's vocabulary, and
+        the ids of the padding have no text.
+    cache_dtype: dtype of the KV-cache; None for the dtype of the model.
     """
 
     def __init__(
@@ -88,18 +81,10 @@ class ModelRunner:
     def capture_decodes(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
         """Capture decode steps of up to `max_rows` rows as CUDA graphs and return the captured shapes.
 
-        Must be called before the first step. The attention backend must read only positions, slots and block tables,
-        see `DecodeGraphs`.
+        Must be called before the first step. `DecodeGraphs` has the conditions for the attention backend.
         """
-        self._graphs = DecodeGraphs(
-            lambda token_ids_T, metadata: self._model.hidden(token_ids_T, metadata, self._cache),
-            capture=capture,
-            shapes=buckets(max_rows, -(-max_context_length // self._cache.block_size)),
-            scratch_block=self._cache.num_blocks - 1,
-            block_size=self._cache.block_size,
-            device=self._device,
-        )
-        shapes = self._graphs.shapes
+        shapes = buckets(max_rows, -(-max_context_length // self._cache.block_size))
+        self._graphs = DecodeGraphs(self._model.hidden, self._cache, capture=capture, shapes=shapes)
         logger.info(
             "CUDA graphs captured for decode steps of up to %d sequences (%d shapes)", shapes[0].rows, len(shapes)
         )
@@ -150,7 +135,7 @@ class ModelRunner:
         return x_TE, logits_RV
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute a step. All sampled ids are copied to the host at once."""
+        """Compute a step and return its outputs. All sampled ids are copied to the host at once."""
         model = self._model
         decoded: Decoded | None = None
         if isinstance(model, NativeTransformer):  # no gradients, and entering inference_mode costs as much as sampling
@@ -199,7 +184,7 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float64]]:
-        """Return the sums of hidden states after the final norm, by uid. They are copied to the host at once."""
+        """Return the sums of hidden states after the final norm, by uid."""
         chunks = (x_TE[rows.first_row : rows.first_row + rows.num_rows] for rows in pooled_rows)
         sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
         return dict(zip((rows.uid for rows in pooled_rows), sums_BE.cpu().numpy(), strict=True))
@@ -207,8 +192,7 @@ class ModelRunner:
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
         """Return the attention weights of a text: the lower triangle of each head, float32. The KV-cache is not used.
 
-        Raises:
-            ValueError: the layer or the token ids are invalid, see `weights_of_layer`.
+        Raises ValueError if the layer or the token ids are invalid.
         """
         cache_dtype = self._cache.cache_dtype
         weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, cache_dtype=cache_dtype)[list(heads)]
@@ -234,7 +218,7 @@ def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
 
 
 def _non_finite(sums_T: Tensor) -> set[int]:
-    """Return the packed tokens (their indices) whose sum of hidden states and logits is NaN or infinite."""
+    """Return the indices of the packed tokens whose sum of hidden states and logits is NaN or infinite."""
     return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
 
 
