@@ -1,14 +1,14 @@
 """Grammar-constrained decoding: grammars are compiled, and token masks computed, in background threads.
 
-A submission is held until its grammar is compiled, without delaying other submissions. The allowed tokens depend only
-on the sequence's own tokens, so batching, chunking, preemption and replay do not change the output. A matcher consumes
-the prior tokens of its sequence, then each sampled token.
+The allowed tokens depend only on the sequence's own tokens, so batching, chunking, preemption and replay do not change
+the output.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -28,13 +28,13 @@ _PATIENCE_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Token masks of the grammar-constrained rows of a step, still being computed. A row may allow no token."""
+    """Token masks of a step's grammar-constrained rows, still being computed. A row may allow no token."""
 
     rows: tuple[int, ...]
     _computing: Future[NDArray[np.bool_]]
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Wait for the masks and return them: bool RV, one row for each entry of `rows`."""
+        """Wait for the token masks and return them: bool RV, one row for each entry of `rows`."""
         return self._computing.result()
 
 
@@ -45,7 +45,6 @@ class Grammars:
         self._tokenizer = tokenizer
         self._eos_token_ids = list(tokenizer.eos_token_ids)
         self._special_ids = sorted({*tokenizer.special_tokens.values()}.difference(tokenizer.eos_token_ids))
-        self._vocabulary: LLTokenizer | None = None  # used by the compiling thread alone, made at first use
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._held: dict[str, Submit] = {}
         self._futures: dict[str, Future[LLMatcher]] = {}  # uid to its grammar, until `begin`
@@ -55,20 +54,20 @@ class Grammars:
 
     @property
     def num_held(self) -> int:
-        """Number of submissions that wait for their grammar."""
+        """Number of submissions that wait for their grammar to be compiled."""
         return len(self._held)
 
     @property
     def uids(self) -> list[str]:
-        """Uids of the sequences with a matcher."""
+        """Uids of the sequences with a grammar matcher."""
         return list(self._matchers)
 
     def warm_up(self) -> None:
-        """Prepare the vocabulary once. For a large vocabulary this holds the GIL for about a second."""
-        self._compiling_thread.submit(self._make_vocabulary).result()
+        """Prepare the tokenizer's vocabulary for grammars. A large vocabulary holds the GIL for about a second."""
+        self._compiling_thread.submit(getattr, self, "_vocabulary").result()
 
     def hold(self, submit: Submit) -> bool:
-        """Hold a submission and return True if its grammar is not compiled. `take_compiled` returns it later."""
+        """Hold a submission for `take_compiled` and return True, unless its grammar is compiled."""
         assert submit.grammar is not None
         held = self._held.get(submit.uid)
         if held is not None and submit.attempt <= held.attempt:
@@ -97,10 +96,9 @@ class Grammars:
         return [self._held.pop(uid) for uid in list(self._held) if self._futures[uid] in compiled]
 
     def begin(self, uid: str, prior_token_ids: Sequence[int]) -> bool:
-        """Create the matcher of a sequence with a grammar. Return True if its prior tokens complete the grammar.
+        """Create the grammar matcher of a sequence. Return True if the sequence's prior tokens complete the grammar.
 
-        Raises:
-            GrammarError: the grammar cannot be compiled, or the prior tokens violate it.
+        Raises GrammarError if the grammar cannot be compiled, or the prior tokens violate it.
         """
         matcher = self._futures.pop(uid).result().deep_copy()
         if not matcher.consume_tokens(list(prior_token_ids)):
@@ -109,17 +107,17 @@ class Grammars:
         return bool(prior_token_ids) and matcher.is_stopped()
 
     def forget(self, uid: str) -> None:
-        """Drop all state of an ended or cancelled sequence. Unknown uids are ignored."""
+        """Drop all grammar state of an ended or cancelled sequence. Unknown uids are ignored."""
         for known in (self._held, self._futures, self._matchers):
             known.pop(uid, None)
 
     def error(self, uid: str) -> str | None:
-        """Return the error of a sequence's matcher, such as an exceeded limit; None without an error."""
+        """Return the error of a sequence's grammar matcher, such as an exceeded limit; None without an error."""
         matcher = self._matchers.get(uid)
         return str(GrammarError(matcher.get_error())) if matcher is not None and matcher.is_error() else None
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Start computing the masks of a step in a background thread; None if no row needs a mask."""
+        """Start computing the token masks of a step in a background thread; None if no row needs a mask."""
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         rows = [row for row, chunk in enumerate(sampling) if chunk.uid in self._matchers]
         if not rows:
@@ -128,7 +126,7 @@ class Grammars:
         return Masks(tuple(rows), self._masks_thread.submit(self._allowed, work))
 
     def advance(self, sequence: SequenceState, token_id: int) -> bool:
-        """Feed a sampled token to the matcher of its sequence, if any. Return True if the grammar is now complete."""
+        """Feed a sampled token to the sequence's grammar matcher. Return True if the grammar is now complete."""
         matcher = self._matchers.get(sequence.uid)
         # If this token exceeds a matcher limit, the next mask is empty, and the sequence ends with the error.
         if matcher is None or not matcher.consume_token(token_id):
@@ -144,10 +142,7 @@ class Grammars:
         return not self._allowed([(matcher, True)]).any()
 
     def _allowed(self, work: Sequence[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
-        """Return the mask of each matcher: bool RV.
-
-        work: matchers, each with True if end-of-sequence tokens must be excluded.
-        """
+        """Return the token mask of each matcher, bool RV. A matcher with True excludes end-of-sequence tokens."""
         allowed_RV = np.zeros((len(work), self._tokenizer.vocab_size), dtype=np.bool_)
         for row, (matcher, excludes_eos) in enumerate(work):
             packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -160,9 +155,9 @@ class Grammars:
         return allowed_RV
 
     def _compile(self, grammar: str) -> LLMatcher:
-        return compile_grammar(self._make_vocabulary(), grammar)
+        return compile_grammar(self._vocabulary, grammar)
 
-    def _make_vocabulary(self) -> LLTokenizer:
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary.of(self._tokenizer).for_masks()
-        return self._vocabulary
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        """The tokenizer's vocabulary for llguidance, used by the compiling thread alone."""
+        return Vocabulary.of(self._tokenizer).for_masks()

@@ -2,8 +2,8 @@
 
 While the same sequences decode from step to step, only token ids, positions and a few new blocks change. `InputBuilder`
 then updates the tensors of the previous step in place: building tensors anew takes several times as long. A forward
-pass evicts everything else from the CPU's caches, so a PyTorch operation after it takes ten times as long as in a
-tight loop.
+pass evicts everything else from the CPU's caches, so a PyTorch operation after it takes ten times as long as in a tight
+loop.
 
 Legend: T packed tokens, B sequences, N blocks of the longest table, R rows whose logits are wanted.
 """
@@ -47,16 +47,13 @@ class PooledRows:
 class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Inputs of one forward pass. A token is sampled from each of the first `len(params)` logit rows.
 
-    Attributes:
-        token_ids_T: packed token ids; 0 for the tokens of `previous_rows`.
-        params: sampling parameters of the sampled rows, in the order of `StepPlan.sampled_rows`.
-        all_greedy: all `params` are greedy.
-        wants_logprobs: some of `params` request logprobs.
-        forbidden: forbidden token ids of each sampled row; empty if no row has any.
-        rules: token rules of each sampled row, which the commit of the step will change; empty if no row has any.
-        masks: grammar masks, possibly still being computed.
-        previous_rows: rows of the previous step whose sampled tokens are the first token ids. The device knows these
-            tokens before the host. Empty if the host knows all token ids.
+    token_ids_T: packed token ids; 0 for the tokens of `previous_rows`.
+    all_greedy, wants_logprobs: all `params` are greedy; some request logprobs.
+    forbidden: forbidden token ids of each sampled row; empty if no row has any.
+    rules: token rules of each sampled row, which the commit of the step will change; empty if no row has any.
+    masks: grammar masks, possibly still being computed.
+    previous_rows: rows of the previous step whose sampled tokens are the first token ids. The device knows these tokens
+        before the host. Empty if the host knows all token ids.
     """
 
     token_ids_T: Tensor
@@ -149,7 +146,7 @@ def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], l
 def _block_tables(
     chunks: tuple[Chunk, ...], contexts: list[int], *, block_size: int, scratch_block: int
 ) -> NDArray[np.int64]:
-    """Return the block table of each row, as wide as the longest context needs. Padding is `scratch_block`."""
+    """Return the block table of each row, as wide as the longest context needs, padded with `scratch_block`."""
     width = -(-max(contexts) // block_size)
     padding = [scratch_block] * width
     tables: list[int] = []
@@ -188,35 +185,31 @@ def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows,
     return rows, tuple(prompt_rows), tuple(pooled)
 
 
-@dataclass(slots=True)
 class _Previous:
-    """Inputs of the previous decode step, updated in place.
+    """Inputs of the previous decode step, updated in place. Each array is a view of a tensor, without padding rows.
 
-    Attributes:
-        inputs: inputs of the previous step. The arrays below are views of its tensors, without the rows of padding.
-        tables: block table of each sequence. A table belongs to one sequence until the sequence is preempted or ends.
-        contexts: number of tokens of each sequence once the previous step is computed.
+    A block table belongs to one sequence until the sequence is preempted or ends.
     """
 
-    inputs: ModelInputs
-    tables: list[list[int]]
-    contexts: list[int]
-    min_rows: int
-    ids_T: NDArray[np.int64]
-    positions_T: NDArray[np.int64]
-    slots_T: NDArray[np.int64]
-    tables_TN: NDArray[np.int64]
-    contexts_B: NDArray[np.int64]
+    def __init__(self, inputs: ModelInputs, chunks: tuple[Chunk, ...], min_rows: int) -> None:
+        metadata, count = inputs.metadata, len(chunks)
+        assert metadata.slot_mapping_T is not None
+        assert metadata.block_tables_BN is not None
+        assert metadata.contexts_B is not None
+        self.inputs, self.min_rows = inputs, min_rows
+        self.tables = [chunk.block_table for chunk in chunks]
+        self.contexts = list(inputs.positions)  # number of tokens of each sequence once the previous step is computed
+        self.ids_T: NDArray[np.int64] = inputs.token_ids_T.numpy()[:count]
+        self.positions_T: NDArray[np.int64] = metadata.positions_T.numpy()[:count]
+        self.slots_T: NDArray[np.int64] = metadata.slot_mapping_T.numpy()[:count]
+        self.tables_TN: NDArray[np.int64] = metadata.block_tables_BN.numpy()[:count]
+        self.contexts_B: NDArray[np.int64] = metadata.contexts_B.numpy()[:count]
 
 
 class InputBuilder:
     """Builds the inputs of each step, by an update of the previous step's inputs if possible.
 
     The returned inputs are valid until the next call of `build`, which may overwrite their tensors.
-
-    Args:
-        block_size: tokens per KV block.
-        scratch_block: KV block of padding, see `build_inputs`.
     """
 
     def __init__(self, *, block_size: int, scratch_block: int) -> None:
@@ -231,11 +224,11 @@ class InputBuilder:
         inputs = build_inputs(
             plan, block_size=self._block_size, scratch_block=self._scratch_block, min_rows=min_rows, masks=masks
         )
-        self._previous = _keep(inputs, plan.chunks, min_rows) if plan.is_decode else None
+        self._previous = _Previous(inputs, plan.chunks, min_rows) if plan.is_decode else None
         return inputs
 
     def _continues(self, previous: _Previous, chunks: tuple[Chunk, ...], min_rows: int) -> bool:
-        """Return True if these are the same sequences, one token later, whose block tables need no more columns."""
+        """Return True if a step decodes the previous step's sequences again, with block tables that still fit."""
         return (
             previous.min_rows == min_rows
             and [chunk.start for chunk in chunks] == previous.contexts
@@ -257,8 +250,8 @@ class InputBuilder:
         before, positions = previous.inputs, tuple(previous.contexts)
         num_rows = len(before.metadata.query_lengths)
         forbidden = tuple([chunk.forbidden for chunk in chunks])
-        previous.inputs = ModelInputs(
-            token_ids_T=before.token_ids_T,
+        previous.inputs = msgspec.structs.replace(
+            before,
             metadata=AttentionMetadata(
                 query_lengths=before.metadata.query_lengths,
                 context_lengths=positions + (1,) * (num_rows - len(positions)),
@@ -267,32 +260,9 @@ class InputBuilder:
                 block_tables_BN=before.metadata.block_tables_BN,
                 contexts_B=before.metadata.contexts_B,
             ),
-            params=before.params,
-            all_greedy=before.all_greedy,
-            wants_logprobs=before.wants_logprobs,
             positions=positions,
             forbidden=forbidden if any(forbidden) else (),
-            rules=before.rules,
-            prompt_rows=(),
             masks=masks,
             previous_rows=plan.previous_rows,
         )
         return previous.inputs
-
-
-def _keep(inputs: ModelInputs, chunks: tuple[Chunk, ...], min_rows: int) -> _Previous:
-    metadata, count = inputs.metadata, len(chunks)
-    assert metadata.slot_mapping_T is not None
-    assert metadata.block_tables_BN is not None
-    assert metadata.contexts_B is not None
-    return _Previous(
-        inputs=inputs,
-        tables=[chunk.block_table for chunk in chunks],
-        contexts=list(inputs.positions),
-        min_rows=min_rows,
-        ids_T=inputs.token_ids_T.numpy()[:count],
-        positions_T=metadata.positions_T.numpy()[:count],
-        slots_T=metadata.slot_mapping_T.numpy()[:count],
-        tables_TN=metadata.block_tables_BN.numpy()[:count],
-        contexts_B=metadata.contexts_B.numpy()[:count],
-    )
