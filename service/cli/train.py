@@ -24,7 +24,7 @@ from model.training.train import RunSettings, can_compile, default_precision, tr
 from service.cli.interrupts import EXIT_CODE
 from service.cli.main import program
 from service.config.settings import SettingsError, TrainSettings
-from service.engine.offline import complete_batch
+from service.engine.engine import complete_batch
 from service.worker.engine_factory import find_device, free_bytes, keep_freed_memory
 
 _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts

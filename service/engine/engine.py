@@ -1,7 +1,4 @@
-"""Composition root of the engine: schedule, execute, commit, detokenize.
-
-Single-threaded: the thread that calls `step` must make all other calls too.
-"""
+"""Engine: schedule a step, compute it, commit the sampled tokens and turn them into text, all in one thread."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +21,9 @@ from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta
 
-_NO_OUTPUTS = StepOutputs(token_ids=[], logprobs=[], prompt_logprobs={})
+# Running sequences and tokens per KV block of `complete_batch`.
+_MAX_NUM_RUNNING, _BLOCK_SIZE = 32, 16
+_NO_OUTPUTS = StepOutputs(token_ids=[])
 # Error message of a request whose rules forbid every next token.
 _NO_TOKEN = (
     "no token may follow the {} tokens of this completion: allowed_token_ids, bad_words, min_tokens and the grammar "
@@ -33,7 +32,7 @@ _NO_TOKEN = (
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """Result of one step: events for the clients, and statistics for the metrics."""
+    """Result of one engine step: events for the clients, and statistics for the metrics."""
 
     events: list[TokenDelta]
     stats: StepStats
@@ -42,15 +41,9 @@ class StepResult(msgspec.Struct, frozen=True):
 class Engine:
     """Inference engine of one model: takes submissions and produces text step by step.
 
-    Args:
-        model: the served model.
-        tokenizer: the model's tokenizer.
-        config: sizes and budgets.
-        runner: computes the steps; None for a `ModelRunner` of the model.
-        capture: captures the decode steps of a new `ModelRunner` as CUDA graphs; None for no graphs.
-        looks_ahead: launch a step before the previous step's tokens are read, see `Scheduler.schedule_ahead`;
-            None: if the runner is asynchronous. Without effect if the engine drafts tokens.
-        clock: time in seconds for sequences and steps; tests replace `time.monotonic`.
+    runner: computes the steps; None for a `ModelRunner` of the model.
+    capture: captures the decode steps of a new `ModelRunner` as CUDA graphs; None for no graphs.
+    looks_ahead: launch a step before the previous step's tokens are read; None: if the runner is asynchronous.
     """
 
     def __init__(
@@ -84,8 +77,7 @@ class Engine:
         self._runner = runner
         if looks_ahead is None:
             looks_ahead = runner.is_asynchronous
-        looks_ahead = looks_ahead and not config.max_draft_tokens  # the host must verify drafts
-        self._looks_ahead = looks_ahead
+        self._looks_ahead = looks_ahead and not config.max_draft_tokens  # the host must verify drafts
         self._inputs = InputBuilder(block_size=config.block_size, scratch_block=config.num_blocks)
         self._plan: StepPlan | None = None  # of the step that is launched ahead
         self._launched: Callable[[], StepOutputs] | None = None  # waits for the outputs of the step of `_plan`
@@ -105,14 +97,7 @@ class Engine:
         return self._scheduler.max_num_running
 
     def warm_up(self, max_tokens: int | None = None) -> None:
-        """Compute a dummy prompt of the maximum step size and sample two tokens from it.
-
-        This creates everything that is created at first use: CUDA context, kernels, memory pools, packed matrices. The
-        first request does not wait for it, and a device that runs out of memory fails before it serves.
-
-        Args:
-            max_tokens: maximum length of the dummy prompt; None for no other limit than the step size.
-        """
+        """Compute a dummy prompt of the largest step, so that kernels and memory pools exist before any request."""
         assert not self.has_work, "warm-up needs an idle engine"
         self._grammars.warm_up()
         capacity = self._config.num_blocks * self._config.block_size
@@ -125,20 +110,17 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def submit(self, submit: Submit) -> None:
-        """Accept a submission. If it cannot be computed, the next step ends it with an error.
-
-        A newer attempt of the same uid replaces an older one. An attempt that is not newer is ignored.
-        """
-        known = self._scheduler.get(submit.uid)
+        """Accept a submission. A newer attempt of the same uid replaces an older attempt."""
+        known = self._outputs.get(submit.uid)
         if known is not None:
-            if submit.attempt <= known.attempt:
+            if submit.attempt <= known.sequence.attempt:
                 return
             self.cancel(submit.uid)
         if submit.grammar is None or not self._grammars.hold(submit):
             self._enqueue(submit)
 
     def _enqueue(self, submit: Submit) -> None:
-        """Add a submission, whose grammar is compiled, to the waiting sequences."""
+        """Add a submission to the waiting sequences. The next step reports an error if the submission is invalid."""
         self._num_submitted += 1
         sequence = SequenceState(
             submit,
@@ -173,17 +155,12 @@ class Engine:
     def cancel(self, uid: str) -> None:
         """Cancel a sequence: its blocks are freed, and no further events follow. Unknown uids are ignored."""
         self._grammars.forget(uid)
-        if self._scheduler.cancel(uid):
-            del self._outputs[uid]
+        output = self._outputs.pop(uid, None)
+        if output is not None:
+            self._scheduler.finish(output.sequence, FinishReason.ABORT)
 
     def step(self, *, before: Callable[[list[tuple[str, int]]], None] | None = None) -> StepResult:
-        """Compute one step and return its events.
-
-        If a step has been launched ahead, this call finishes that step.
-
-        Args:
-            before: called before a step that begins to compute sequences, with the uid and attempt of these sequences.
-        """
+        """Compute one step, or finish the step launched ahead. `before` gets uid and attempt of new sequences."""
         began = time.perf_counter()
         for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._rejections)):
             self._enqueue(submit)
@@ -230,20 +207,11 @@ class Engine:
         return StepResult(events, self._stats(plan, len(updates), num_tokens, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """Return the attention weights of a text, as in `service.ipc.messages.AttentionResult`.
-
-        The computation does not touch sequences or the KV-cache.
-
-        Raises:
-            ValueError: the layer does not exist, or the token ids are empty, too long or outside the vocabulary.
-        """
+        """Return the attention weights of a text, see `ModelRunner.attention_weights`."""
         return self._runner.attention_weights(token_ids, layer=layer, heads=heads)
 
     def abort_all(self, error: str) -> list[TokenDelta]:
-        """End all sequences with an error and free their blocks, after a step has failed.
-
-        This includes sequences that ended in the failed step, because their endings have not been reported.
-        """
+        """End all sequences with an error after a failed step, also if they ended in this step; return their events."""
         events = list(self._rejections)
         for output in self._outputs.values():
             self._scheduler.finish(output.sequence, FinishReason.ERROR)
@@ -256,11 +224,7 @@ class Engine:
         return events
 
     def check_integrity(self) -> None:
-        """Check that no block leaked and that all tables of sequences agree.
-
-        Raises:
-            AssertionError: the engine's state is inconsistent.
-        """
+        """Assert that no KV block leaked and that all tables of sequences agree."""
         self._scheduler.check_integrity()
         assert self._outputs.keys() == {sequence.uid for sequence in self._scheduler.sequences()}
         assert set(self._grammars.uids) <= self._outputs.keys()
@@ -276,10 +240,7 @@ class Engine:
                 self._scheduler.finish(sequence, FinishReason.STOP)
 
     def _event(self, update: SequenceUpdate, outputs: StepOutputs) -> TokenDelta | None:
-        """Return the event of a committed sequence; None if a part of its prompt was computed.
-
-        A stop string ends the sequence, and the tokens after the stop string are removed.
-        """
+        """Return the event of a committed sequence; None if only a part of its prompt was computed."""
         sequence, chunk = update.sequence, update.chunk
         output = self._outputs[sequence.uid]
         if (prompt_logprobs := outputs.prompt_logprobs.get(sequence.uid)) is not None:
@@ -344,11 +305,30 @@ def create_submit(uid: str, prompt_token_ids: Sequence[int], params: SamplingPar
     )
 
 
-def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
-    """Return True if all sequences sample a token, and the device can sample this and later tokens without the host.
+def complete_batch(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[list[int]]:
+    """Return the token ids of each prompt's completion. Raise ValueError if a prompt cannot be completed."""
+    longest = max((len(ids) + wanted.max_tokens for ids, wanted in zip(prompts, params, strict=True)), default=1)
+    config = EngineConfig(
+        block_size=_BLOCK_SIZE,
+        num_blocks=max(1, min(_MAX_NUM_RUNNING, len(prompts))) * -(-longest // _BLOCK_SIZE),
+        max_num_running=_MAX_NUM_RUNNING,
+    )
+    engine = Engine(model, tokenizer, config)
+    for number, (ids, wanted) in enumerate(zip(prompts, params, strict=True)):
+        engine.submit(create_submit(str(number), ids, wanted))
+    completions: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for event in engine.step().events:
+            completions[int(event.uid)] += event.token_ids
+            if event.finish is not None and event.finish.error is not None:
+                raise ValueError(event.finish.error)
+    return completions
 
-    Grammar masks, token rules, logprobs and drafts need the host, and so does top-p sampling without a small top-k.
-    """
+
+def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
+    """Return True if the device can sample the tokens of this step and of later steps without the host."""
     return (
         all(chunk.samples for chunk in plan.chunks)
         and not (inputs.rules or inputs.forbidden or inputs.prompt_rows or inputs.wants_logprobs)

@@ -1,26 +1,94 @@
-"""Output of sequences: text, logprobs, embeddings and endings, as the `TokenDelta` events of committed steps."""
+"""Output of sequences, as `TokenDelta` events: text up to the stop string, logprobs, embeddings and endings."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
-from service.engine.detokenizer import Detokenizer
+from model.tokenizer.stream import StreamDecoder
 from service.engine.scheduling.sequence import SequenceState
 from service.ipc.messages import Finish, TokenDelta, TokenLogprob
 
 
-class SequenceOutput:
-    """Output state of one unfinished sequence: detokenizer, prompt logprobs, and sum of hidden states.
+class Detokenizer:
+    """Incremental detokenizer of one sequence: push each sampled token, then flush once.
 
-    The sum is in float64, in which sums of float32 numbers within a factor of 2^19 of each other are exact. So the
-    embedding is bitwise identical however the prompt is divided into chunks.
+    Text that may be the beginning of a stop string is held back. The first stop string to be complete ends the text; of
+    stop strings that end at the same character, the longest wins. The text of a stop token or a stop string is returned
+    only with `include_stop_str_in_output`.
     """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._decoder = StreamDecoder(tokenizer)
+        self._stops = params.stop
+        self._include_stop = params.include_stop_str_in_output
+        self._hidden_ids = frozenset(() if params.include_stop_str_in_output else params.stop_token_ids)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int], *, is_last: bool = False) -> tuple[int, str, str | None]:
+        """Decode new tokens up to the first stop string; with `is_last`, return held text too.
+
+        Return the number of tokens up to the stop string, the text that is safe to stream, and the stop string or None.
+        """
+        streamed = ""
+        for number, token_id in enumerate(token_ids, 1):
+            self._num_tokens += 1
+            text = "" if token_id in self._hidden_ids else self._decoder.push_one(token_id)
+            if not self._stops or self._num_tokens < self._min_tokens:
+                streamed += text
+                continue
+            self._held += text
+            shown, stop = self._cut()
+            if stop is not None:
+                return number, streamed + shown, stop
+            end = len(self._held) - _num_that_may_begin(self._held, self._stops)
+            streamed += self._held[:end]
+            self._held = self._held[end:]
+        if not is_last:
+            return len(token_ids), streamed, None
+        text, stop = self.flush()
+        return len(token_ids), streamed + text, stop
+
+    def flush(self) -> tuple[str, str | None]:
+        """Return the held text at the end of the sequence, and the stop string that its last characters complete."""
+        self._held += self._decoder.flush()
+        shown, stop = self._cut()
+        if stop is None:
+            shown, self._held = self._held, ""
+        return shown, stop
+
+    def _cut(self) -> tuple[str, str | None]:
+        """Remove the held text if it has a stop string. Return the shown part, and the stop string that ends first."""
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if not found:
+            return "", None
+        end, start, stop = min(found)
+        shown = self._held[: end if self._include_stop else start]
+        self._held = ""
+        return shown, stop
+
+
+def _num_that_may_begin(text: str, stops: tuple[str, ...]) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
+    longest = min(len(text), max(map(len, stops)) - 1)
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(stop.startswith(end) for stop in stops):
+            return length
+    return 0
+
+
+class SequenceOutput:
+    """Output state of one unfinished sequence: detokenizer, prompt logprobs, and sum of hidden states."""
 
     def __init__(self, sequence: SequenceState, tokenizer: Tokenizer) -> None:
         self.sequence = sequence
         self.detokenizer = Detokenizer(tokenizer, sequence.params)
+        # Exact for float32 numbers within a factor of 2^19 of each other: chunks of the prompt do not change the bits.
         self._sum_E: NDArray[np.float64] = np.zeros(0)
         self._prompt_logprobs: list[TokenLogprob] | None = None
         if sequence.params.prompt_logprobs is not None:
@@ -33,20 +101,18 @@ class SequenceOutput:
         self._prompt_logprobs += logprobs
 
     def add_hidden_states(self, sum_E: NDArray[np.float64], *, start: int) -> None:
-        """Add the sum of a chunk that begins at token `start`. The first chunk of a text resets the sum."""
+        """Add the sum of the hidden states of a chunk that begins at token `start`."""
+        # The first chunk of a text resets the sum, as after a preemption.
         self._sum_E = self._sum_E + sum_E if start and len(self._sum_E) else sum_E
 
     def prompt_logprobs_before(self, num_new_tokens: int) -> list[TokenLogprob] | None:
-        """Return the prompt's logprobs if the last `num_new_tokens` tokens are the first that this attempt sampled."""
+        """Return the prompt's logprobs if the last tokens are the first tokens that this attempt sampled."""
         sequence = self.sequence
         is_first = sequence.num_completion_tokens == sequence.num_prior_tokens + num_new_tokens
         return self._prompt_logprobs if is_first else None
 
     def ending(self, *, is_computed: bool) -> TokenDelta:
-        """Return the final event of a sequence that ends without a new token.
-
-        is_computed: the prompt has been computed, so its logprobs and its embedding are reported.
-        """
+        """Return the final event of a sequence without a new token. `is_computed`: the whole prompt was computed."""
         sequence = self.sequence
         embedding: bytes | None = None
         if is_computed and sequence.pooling is not None:  # sum and mean have the same direction
@@ -67,7 +133,7 @@ def create_delta(
     embedding: bytes | None = None,
     error: str | None = None,
 ) -> TokenDelta:
-    """Return an event of a sequence, whose last tokens are `token_ids`. Report the ending of a finished sequence."""
+    """Return an event of a sequence with its last tokens, and with the ending if the sequence is finished."""
     finish = None
     if sequence.finish_reason is not None:
         arrival, scheduled = sequence.arrival_seconds, sequence.first_scheduled_seconds

@@ -1,18 +1,9 @@
-"""Fakes for tests of the engine: a runner without a model, and a simulated clock.
+"""Fake model runner with a simulated clock, for tests of the engine."""
 
-`FakeRunner` stores token ids in place of keys and values, and reads them through block tables. A wrong slot, a wrong
-table or a stale block changes the history that the runner reads, and so the token that it samples.
-
-    runner = FakeRunner(num_blocks=14, block_size=2, vocab_size=257)
-    engine = Engine(model, tokenizer, config, runner=runner, clock=runner.clock)
-"""
-
-import dataclasses
+import copy
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-
-import msgspec
 
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import StepOutputs
@@ -21,10 +12,7 @@ from service.ipc.messages import TokenLogprob
 
 
 def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int], vocab_size: int) -> int:
-    """Return a token that depends on all earlier tokens, the seed and the forbidden tokens.
-
-    With seed 3 the token is 0 or 1, if allowed.
-    """
+    """Return a token that depends on all earlier tokens, the seed and the forbidden tokens. Seed 3 prefers 0 and 1."""
     number = zlib.crc32(repr((list(history), seed)).encode())
     if seed == 3:
         number %= 2
@@ -34,43 +22,32 @@ def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int], voca
 
 
 class FakeRunner:
-    """Runner without a model, see the module docstring. A launched step is computed as late as possible.
+    """Runner without a model, which stores token ids in place of keys and values and reads them through block tables.
 
-    Args:
-        num_blocks: number of KV blocks, without the scratch block.
-        block_size: tokens per KV block.
-        vocab_size: number of token ids.
-        fail_at: number of the step that raises; None for no failure.
-
-    Attributes:
-        step_seconds, row_seconds: simulated time of a step, and of each of its rows.
-        slots: position and token id stored in each slot.
-        batches: query lengths of each computed step.
-        order: step numbers: positive for a launch, negative for a read, 0 for a step that ran at once.
+    A wrong slot, a wrong table or a stale block changes the history that the runner reads, and so the token that the
+    runner samples. A launched step is computed as late as possible.
     """
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, fail_at: int | None = None) -> None:
         self.min_rows = MIN_ROWS
         self.is_asynchronous = False
         self.step_seconds, self.row_seconds, self._seconds = 1.0, 0.0, 0.0
-        self.slots: dict[int, tuple[int, int]] = {}
+        self.slots: dict[int, tuple[int, int]] = {}  # position and token id stored in each slot
         self.block_size = block_size
         self.num_slots = (num_blocks + 1) * block_size
-        self.batches: list[tuple[int, ...]] = []
-        self.fail_at = fail_at
-        self.order: list[int] = []
+        self.batches: list[tuple[int, ...]] = []  # query lengths of each computed step
+        self.fail_at = fail_at  # number of the step that raises RuntimeError
+        self.order: list[int] = []  # step numbers: positive for a launch, negative for a read, 0 for a run at once
         self._vocab_size = vocab_size
         self._queue: deque[tuple[int, ModelInputs]] = deque()
         self._outputs: dict[int, StepOutputs] = {}  # of launched steps that are computed and not read
         self._sampled: list[int] = []  # by the previous step
 
     def clock(self) -> float:
-        """Return the simulated time in seconds."""
         return self._seconds
 
     @property
     def num_launched(self) -> int:
-        """Number of launched steps."""
         return sum(number > 0 for number in self.order)
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
@@ -81,12 +58,12 @@ class FakeRunner:
         return self._compute(inputs)
 
     def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
-        """Queue a step, and return a function that computes all steps up to it."""
+        """Queue a step, and return a function that computes all queued steps up to this step."""
         asked = (inputs.rules, inputs.forbidden, inputs.prompt_rows, inputs.wants_logprobs, inputs.masks)
         assert not any(asked), "a launched step must need nothing of the host"
         number = self.num_launched + 1
         self.order.append(number)
-        self._queue.append((number, _copy(inputs)))
+        self._queue.append((number, copy.deepcopy(inputs)))
 
         def read() -> StepOutputs:
             self.order.append(-number)
@@ -96,11 +73,9 @@ class FakeRunner:
         return read
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
-        """Raise ValueError: a runner without a model has no attention."""
         raise ValueError("a fake runner has no attention weights; use a ModelRunner")
 
     def _compute_queue(self, up_to: int | None = None) -> None:
-        """Compute the launched steps in launch order."""
         while self._queue and (up_to is None or self._queue[0][0] <= up_to):
             number, inputs = self._queue.popleft()
             try:
@@ -150,11 +125,3 @@ class FakeRunner:
             assert stored_position == position
             history.append(token_id)
         return history
-
-
-def _copy(inputs: ModelInputs) -> ModelInputs:
-    metadata = inputs.metadata
-    names = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
-    tensors = {name: tensor.clone() for name in names if (tensor := getattr(metadata, name)) is not None}
-    metadata = dataclasses.replace(metadata, **tensors)
-    return msgspec.structs.replace(inputs, token_ids_T=inputs.token_ids_T.clone(), metadata=metadata)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
-from service.engine.detokenizer import Detokenizer
+from service.engine.output_processor import Detokenizer
 
 TOKENIZER = train_bpe(["abab abc cab bca aabbcc ä€😀"] * 4, 290)
 ALPHABET = "abc ä€😀"

@@ -275,8 +275,7 @@ def test_a_draft_is_cut_before_its_first_non_finite_token(
         submit = make_submit(uid, prompt, max_tokens=20)
         scheduler.add(SequenceState(submit, arrival_number=number, max_context_length=64))
     first, second = scheduler.schedule().chunks
-    sequence = scheduler.get("a")
-    assert sequence is not None
+    sequence, _ = scheduler.sequences()
     sequence.num_computed_tokens = 4
     drafted = msgspec.structs.replace(first, start=4, num_tokens=4, token_ids=[5], draft=(7, 8, 9))
     plan = StepPlan(chunks=(drafted, msgspec.structs.replace(second, samples=False)))

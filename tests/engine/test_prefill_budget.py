@@ -8,6 +8,7 @@ import pytest
 
 from service.engine.scheduling.scheduler import EngineConfig, Scheduler
 from service.engine.scheduling.sequence import SequenceState
+from service.ipc.messages import FinishReason
 from tests.engine.fakes import make_submit
 
 # Step times of this machine, in seconds.
@@ -75,7 +76,8 @@ def test_without_a_bound_a_prefill_takes_the_whole_budget() -> None:
 def test_prefills_without_decodes_have_no_bound() -> None:
     machine = Machine(2.0)
     machine.decode(1)
-    machine.scheduler.cancel("d0")
+    (sequence,) = machine.scheduler.sequences()
+    machine.scheduler.finish(sequence, FinishReason.ABORT)
     machine.arrive("long", 2000)
     machine.step()
     assert machine.steps[-1] == {"long": 512}

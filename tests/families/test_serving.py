@@ -15,7 +15,7 @@ from torch import Tensor
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
 from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
-from service.engine.offline import complete_batch
+from service.engine.engine import complete_batch
 from service.protocol.logprobs import format_token_name
 from tests.e2e.process import serving
 from tests.families.models import WINDOW, Case, load, read_by_library

@@ -1,8 +1,7 @@
 """CUDA graphs of decode steps: captured once, then replayed with one launch instead of hundreds.
 
 A graph reads and writes tensors at fixed addresses, so one graph is captured for each of a few shapes (buckets). A step
-uses the smallest bucket that holds the step. The step's inputs are copied to the static inputs, and unused rows are
-padding. Only the layers are captured, from token ids to hidden states.
+is copied to the smallest bucket that holds the step. Only the layers are captured, from token ids to hidden states.
 
 Legend: T rows, one token of a sequence each; N blocks of a table; E hidden size.
 """
@@ -48,10 +47,7 @@ class Bucket:
 
 
 def buckets(max_rows: int, max_width: int) -> tuple[Bucket, ...]:
-    """Return the shapes of decode steps to capture: rows in powers of two, tables in widths a factor of four apart.
-
-    The largest comes first, because later captures reuse its memory.
-    """
+    """Return the shapes of decode steps to capture, the largest first: later captures reuse its memory."""
     rows = [MIN_ROWS]
     while rows[-1] < min(max_rows, MAX_ROWS):
         rows.append(2 * rows[-1])
@@ -81,13 +77,10 @@ def call_again(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class CudaCapture:
-    """CUDA graph capture. All graphs share one memory pool, because only one graph runs at a time.
-
-    Captures and the runs before them use one separate stream, because cuBLAS keeps a workspace for each stream.
-    """
+    """CUDA graph capture. All graphs share one memory pool, because only one graph runs at a time."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # for all captures: cuBLAS keeps a workspace for each stream
         self._pool: Any = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -157,14 +150,10 @@ class DecodeGraphs:
 
     @property
     def shapes(self) -> tuple[Bucket, ...]:
-        """Shapes of the captured decode steps."""
         return tuple(self._replays)
 
     def hidden(self, inputs: ModelInputs, sampled_B: Tensor | None = None) -> Tensor | None:
-        """Return the hidden states TE of a step by replay, valid until the next call; None if no captured shape fits.
-
-        sampled_B: the first token ids, on the device, if the host does not know these ids yet.
-        """
+        """Return the hidden states TE of a step by replay, valid until the next call; None if no shape fits."""
         metadata = inputs.metadata
         if not metadata.is_decode or metadata.block_tables_BN is None:
             return None
@@ -172,7 +161,7 @@ class DecodeGraphs:
         if bucket is None:
             return None
         self._fill(bucket, inputs)
-        if sampled_B is not None:
+        if sampled_B is not None:  # the host does not know the first token ids yet
             self._device[: len(sampled_B)].copy_(sampled_B)
         return self._replays[bucket]()[: len(inputs.token_ids_T)]
 

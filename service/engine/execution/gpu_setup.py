@@ -1,7 +1,4 @@
-"""GPU features of an engine: attention backend, CUDA graphs, fused kernels, quantization, and memory for the KV-cache.
-
-Legend: T packed tokens, E hidden size.
-"""
+"""GPU features of an engine: attention, CUDA graphs, fused kernels, quantization, and memory for the KV-cache."""
 
 import gc
 import logging
@@ -40,10 +37,8 @@ class Attending:
 def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary | None) -> Attending:
     """Return the attention backend for a value of --attention.
 
-    auto is native on a CPU. On a GPU auto is paged if the model's layers support paged attention, else sdpa. Without a
+    auto is native on a CPU. On a GPU, auto is paged if the model's layers support paged attention, else sdpa. Without a
     library of native kernels that compute the model, sdpa replaces native.
-
-    Raises ValueError if the model or device does not support the value, and RuntimeError if no paged kernel works here.
     """
     on_cpu, is_paged_possible = context.device.type == "cpu", fits(context.config)
     if wanted == "auto":
@@ -66,10 +61,7 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
-    """Return the GPU quantization for a value of --quantize; None on a CPU, and for `none`.
-
-    Raises ValueError if the device does not support such matrix products.
-    """
+    """Return the GPU quantization for a value of --quantize; None on a CPU, and for `none`."""
     if quantize == "none":
         return None
     if device.type == "cpu":
@@ -94,42 +86,28 @@ def capture_for(device: torch.device) -> Capture | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Memory of a GPU after the largest step was run, in bytes.
-
-    free: memory that no process has allocated.
-    reserved: memory reserved by PyTorch's allocator.
-    peak: peak memory in use within `reserved` during the step, weights included, the trial's KV-cache excluded.
-    graphs: additional memory for CUDA graphs.
-    """
+    """Memory of a GPU after the largest step was run, in bytes."""
 
     total: int
-    free: int
-    reserved: int
-    peak: int
-    graphs: int = 0
+    free: int  # allocated by no process
+    reserved: int  # by PyTorch's allocator
+    peak: int  # in use within `reserved` during the step, weights included
+    graphs: int = 0  # additional memory for CUDA graphs
 
     def for_cache(self, share: float) -> int:
-        """Return the bytes for the KV-cache if at most `share` of the device is used in all; 0 if nothing is left.
-
-        Memory reserved beyond `peak` is reusable. Memory of other processes and of the CUDA context counts as used.
-        """
-        others = self.total - self.free - self.reserved
+        """Return the bytes for the KV-cache if the service uses at most `share` of the device; 0 if nothing is left."""
+        others = self.total - self.free - self.reserved  # other processes and the CUDA context
         return max(0, int(self.total * share) - others - self.peak - self.graphs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestStep:
-    """Limits of one engine step, for memory profiling.
-
-    num_tokens: maximum number of tokens in the step.
-    num_sampled: maximum number of sampled tokens in the step.
-    max_context_length: maximum number of tokens of one sequence.
-    """
+    """Limits of one engine step, in tokens, for memory profiling."""
 
     block_size: int
     num_tokens: int
     num_sampled: int
-    max_context_length: int
+    max_context_length: int  # of one sequence
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -147,14 +125,7 @@ def free_device_bytes() -> int:
 
 
 def cache_bytes(model: Transformer, largest: LargestStep, share: float, capture: Capture | None) -> int | None:
-    """Return the bytes of GPU memory available to the KV-cache; None on a CPU, whose memory is not profiled here.
-
-    share: fraction of the GPU's memory that this process may use in all.
-    capture: captures decode steps; None if the engine uses no CUDA graphs.
-
-    Raises torch.OutOfMemoryError if the largest step does not fit, and RuntimeError if a decode step cannot be
-    captured.
-    """
+    """Return the bytes of GPU memory for the KV-cache, at most `share` being used in all; None on a CPU."""
     if model.token_embedding.weight.device.type != "cuda":
         return None
     memory = measure(model, largest)
@@ -189,10 +160,7 @@ def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free
 
 @torch.inference_mode()
 def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
-    """Measure the memory of the largest step on a CUDA device: full prompts, prompt logprobs and top-p sampling.
-
-    The KV-cache of the trial is not counted.
-    """
+    """Measure the GPU memory of the largest step, KV-cache excluded: full prompts, prompt logprobs, top-p sampling."""
     device = model.token_embedding.weight.device
     torch.cuda.synchronize()
     lengths = largest.lengths

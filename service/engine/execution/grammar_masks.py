@@ -1,8 +1,4 @@
-"""Grammar-constrained decoding: grammars are compiled, and token masks computed, in background threads.
-
-The allowed tokens depend only on the sequence's own tokens, so batching, chunking, preemption and replay do not change
-the output.
-"""
+"""Grammar-constrained decoding: grammars are compiled, and token masks computed, in background threads."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -54,12 +50,11 @@ class Grammars:
 
     @property
     def num_held(self) -> int:
-        """Number of submissions that wait for their grammar to be compiled."""
         return len(self._held)
 
     @property
     def uids(self) -> list[str]:
-        """Uids of the sequences with a grammar matcher."""
+        """Uids of the sequences that have a grammar matcher."""
         return list(self._matchers)
 
     def warm_up(self) -> None:
@@ -96,10 +91,7 @@ class Grammars:
         return [self._held.pop(uid) for uid in list(self._held) if self._futures[uid] in compiled]
 
     def begin(self, uid: str, prior_token_ids: Sequence[int]) -> bool:
-        """Create the grammar matcher of a sequence. Return True if the sequence's prior tokens complete the grammar.
-
-        Raises GrammarError if the grammar cannot be compiled, or the prior tokens violate it.
-        """
+        """Create the grammar matcher of a sequence. Return True if the prior tokens complete the grammar."""
         matcher = self._futures.pop(uid).result().deep_copy()
         if not matcher.consume_tokens(list(prior_token_ids)):
             raise GrammarError(matcher.get_error())

@@ -1,9 +1,8 @@
 """Inputs of one forward pass: the tensors of a `StepPlan`.
 
 While the same sequences decode from step to step, only token ids, positions and a few new blocks change. `InputBuilder`
-then updates the tensors of the previous step in place: building tensors anew takes several times as long. A forward
-pass evicts everything else from the CPU's caches, so a PyTorch operation after it takes ten times as long as in a tight
-loop.
+then updates the tensors of the previous step in place. Building tensors anew takes several times as long, because a
+forward pass evicts everything else from the CPU's caches.
 
 Legend: T packed tokens, B sequences, N blocks of the longest table, R rows whose logits are wanted.
 """
@@ -45,28 +44,20 @@ class PooledRows:
 
 
 class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Inputs of one forward pass. A token is sampled from each of the first `len(params)` logit rows.
+    """Inputs of one forward pass. A token is sampled from each of the first `len(params)` logit rows."""
 
-    token_ids_T: packed token ids; 0 for the tokens of `previous_rows`.
-    all_greedy, wants_logprobs: all `params` are greedy; some request logprobs.
-    forbidden: forbidden token ids of each sampled row; empty if no row has any.
-    rules: token rules of each sampled row, which the commit of the step will change; empty if no row has any.
-    masks: grammar masks, possibly still being computed.
-    previous_rows: rows of the previous step whose sampled tokens are the first token ids. The device knows these tokens
-        before the host. Empty if the host knows all token ids.
-    """
-
-    token_ids_T: Tensor
+    token_ids_T: Tensor  # packed token ids; 0 for the tokens of `previous_rows`
     metadata: AttentionMetadata
     params: tuple[SamplingParams, ...]
     all_greedy: bool
-    wants_logprobs: bool
+    wants_logprobs: bool  # some of `params` request logprobs
     positions: tuple[int, ...]
-    forbidden: tuple[tuple[int, ...], ...]
-    rules: tuple[TokenRules | None, ...]
+    forbidden: tuple[tuple[int, ...], ...]  # forbidden token ids of each sampled row; empty if no row has any
+    rules: tuple[TokenRules | None, ...]  # of each sampled row, changed by the step's commit; empty if no row has any
     prompt_rows: tuple[PromptRows, ...]
     masks: Masks | None = None
     pooled_rows: tuple[PooledRows, ...] = ()
+    # Rows of the previous step whose sampled tokens are the first token ids: only the device knows these tokens yet.
     previous_rows: tuple[int, ...] = ()
 
 
@@ -129,7 +120,7 @@ def build_inputs(
 
 
 def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], list[int]]:
-    """Return the query length and the context length of each row, and the packed token ids, with rows of padding."""
+    """Return each row's query length and context length, and the packed token ids, with rows of padding."""
     lengths: list[int] = []
     contexts: list[int] = []
     token_ids = [0] * len(plan.previous_rows)
@@ -159,10 +150,7 @@ def _block_tables(
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...], tuple[PooledRows, ...]]:
-    """Return the packed tokens that need logits, the rows of each scored prompt, and the tokens to pool.
-
-    The packed tokens that need logits are last tokens, then draft tokens, then tokens of scored prompts.
-    """
+    """Return the tokens that need logits (last tokens, draft tokens, scored tokens), and those to score and to pool."""
     last_rows: list[int] = []
     draft_rows: list[int] = []
     scored: list[tuple[Chunk, int]] = []
@@ -186,10 +174,7 @@ def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows,
 
 
 class _Previous:
-    """Inputs of the previous decode step, updated in place. Each array is a view of a tensor, without padding rows.
-
-    A block table belongs to one sequence until the sequence is preempted or ends.
-    """
+    """Inputs of the previous decode step, updated in place. Each array is a view of a tensor, without padding rows."""
 
     def __init__(self, inputs: ModelInputs, chunks: tuple[Chunk, ...], min_rows: int) -> None:
         metadata, count = inputs.metadata, len(chunks)
@@ -197,6 +182,7 @@ class _Previous:
         assert metadata.block_tables_BN is not None
         assert metadata.contexts_B is not None
         self.inputs, self.min_rows = inputs, min_rows
+        # A block table belongs to one sequence until the sequence is preempted or ends.
         self.tables = [chunk.block_table for chunk in chunks]
         self.contexts = list(inputs.positions)  # number of tokens of each sequence once the previous step is computed
         self.ids_T: NDArray[np.int64] = inputs.token_ids_T.numpy()[:count]
@@ -207,10 +193,7 @@ class _Previous:
 
 
 class InputBuilder:
-    """Builds the inputs of each step, by an update of the previous step's inputs if possible.
-
-    The returned inputs are valid until the next call of `build`, which may overwrite their tensors.
-    """
+    """Builder of each step's inputs, which are valid until the next call: decode steps update tensors in place."""
 
     def __init__(self, *, block_size: int, scratch_block: int) -> None:
         self._block_size, self._scratch_block = block_size, scratch_block

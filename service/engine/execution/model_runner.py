@@ -26,21 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Outputs of one step: a sampled token for each row of `ModelInputs.params`, and the requested logprobs.
+    """Outputs of one step: a sampled token for each row of `ModelInputs.params`, and the requested logprobs."""
 
-    token_ids: sampled tokens; None for a row whose request allows no next token.
-    logprobs: one entry per row; None for a row without requested logprobs or without a token. Empty if no row of the
-        step requests logprobs.
-    prompt_logprobs: uid to the logprobs of the prompt tokens scored in this step.
-    pooled: uid to the sum of the hidden states selected by `ModelInputs.pooled_rows`, E float64.
-    non_finite: indices of packed tokens whose hidden state, logits or pooled sum are NaN or infinite. Tokens and
-        logprobs of these rows are invalid.
-    """
-
-    token_ids: Sequence[int | None]
-    logprobs: list[TokenLogprob | None]
-    prompt_logprobs: dict[str, list[TokenLogprob]]
-    pooled: dict[str, NDArray[np.float64]] = {}
+    token_ids: Sequence[int | None]  # None for a row whose request allows no next token
+    logprobs: list[TokenLogprob | None] = []  # of each row; empty if no row of the step requests logprobs
+    prompt_logprobs: dict[str, list[TokenLogprob]] = {}  # uid to the prompt tokens scored in this step
+    pooled: dict[str, NDArray[np.float64]] = {}  # uid to the sum of hidden states, E, of `ModelInputs.pooled_rows`
+    # Indices of packed tokens with NaN or infinity, whose sampled tokens and logprobs are invalid.
     non_finite: frozenset[int] = frozenset()
 
 
@@ -49,7 +41,6 @@ class ModelRunner:
 
     vocab_size: only token ids below it are sampled. Embeddings are often padded beyond the tokenizer's vocabulary, and
         the ids of the padding have no text.
-    cache_dtype: dtype of the KV-cache; None for the dtype of the model.
     """
 
     def __init__(
@@ -79,10 +70,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_decodes(self, capture: Capture, *, max_rows: int, max_context_length: int) -> tuple[Bucket, ...]:
-        """Capture decode steps of up to `max_rows` rows as CUDA graphs and return the captured shapes.
-
-        Must be called before the first step. `DecodeGraphs` has the conditions for the attention backend.
-        """
+        """Capture decode steps as CUDA graphs before the first step, and return the captured shapes."""
         shapes = buckets(max_rows, -(-max_context_length // self._cache.block_size))
         self._graphs = DecodeGraphs(self._model.hidden, self._cache, capture=capture, shapes=shapes)
         logger.info(
@@ -94,8 +82,7 @@ class ModelRunner:
     def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
         """Launch a step after all steps launched before. Return a function that waits for the step's outputs.
 
-        The step must not need rules, masks or logprobs. The caller may overwrite the inputs once this returns.
-        `previous_rows` refers to the step launched last.
+        The step must not need rules, masks or logprobs. The caller may overwrite the inputs once `launch` returns.
         """
         x_TE, logits_RV = self._compute(inputs)
         self._sampled_B = sample(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
@@ -110,7 +97,7 @@ class ModelRunner:
             if copied is not None:
                 copied.synchronize()
             non_finite = frozenset(_non_finite(sums_T))
-            return StepOutputs(token_ids=ids_B.tolist(), logprobs=[], prompt_logprobs={}, non_finite=non_finite)
+            return StepOutputs(token_ids=ids_B.tolist(), non_finite=non_finite)
 
         return read
 
@@ -135,7 +122,7 @@ class ModelRunner:
         return x_TE, logits_RV
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute a step and return its outputs. All sampled ids are copied to the host at once."""
+        """Compute a step and return its outputs."""
         model = self._model
         decoded: Decoded | None = None
         if isinstance(model, NativeTransformer):  # no gradients, and entering inference_mode costs as much as sampling
@@ -190,10 +177,7 @@ class ModelRunner:
         return dict(zip((rows.uid for rows in pooled_rows), sums_BE.cpu().numpy(), strict=True))
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
-        """Return the attention weights of a text: the lower triangle of each head, float32. The KV-cache is not used.
-
-        Raises ValueError if the layer or the token ids are invalid.
-        """
+        """Return the attention weights of a text: the lower triangle of each head, float32, without the KV-cache."""
         cache_dtype = self._cache.cache_dtype
         weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, cache_dtype=cache_dtype)[list(heads)]
         rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
@@ -207,11 +191,8 @@ def _pinned(x: Tensor) -> Tensor:
 
 
 def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
-    """Return the sum of the hidden state and logits of each packed token, T, to detect NaN and infinity.
-
-    A sum is one pass on the device, and the host does not wait for it. Finite hidden states whose sum overflows (over
-    1e34 each) would overflow a norm too.
-    """
+    """Return the sum of the hidden state and logits of each packed token, T, to detect NaN and infinity."""
+    # One pass on the device, without the host. Finite numbers whose sum overflows would overflow a norm too.
     sums_T = x_TE.sum(dim=1, dtype=torch.float32)
     of_logits_R = logits_RV.sum(dim=1, dtype=torch.float32)
     return sums_T + of_logits_R if rows_R is None else sums_T.index_add_(0, rows_R.to(sums_T.device), of_logits_R)
@@ -222,15 +203,12 @@ def _non_finite(sums_T: Tensor) -> set[int]:
     return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
 
 
-def _sample(logits_RV: Tensor, inputs: ModelInputs, likely: list[int] | None) -> Sequence[int | None]:
-    """Sample a token for each row of `inputs.params`; None for a row without an allowed token.
-
-    likely: the most likely token of each row, or None if unknown.
-    """
+def _sample(logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None) -> Sequence[int | None]:
+    """Sample a token for each row of `inputs.params`; None for a row without an allowed token."""
     count = len(inputs.params)
     logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
     if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:
-        greedy: list[int] = most_likely(logits_BV).tolist() if likely is None else likely
+        greedy: list[int] = most_likely(logits_BV).tolist() if likely_ids is None else likely_ids
         return greedy
     without_token: list[int] = []
     if inputs.masks is not None:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 def root_hash(salt: str, namespace: str = "") -> bytes:
     """Return the parent hash of a sequence's first block: 16 bytes, or empty without a salt and a namespace.
 
-    BLAKE2b's personalization separates this hash from `block_hash`, so no salt can imitate the tokens of a prompt. A
-    namespace contains no NUL, so no salt can imitate another namespace.
+    BLAKE2b's personalization and the NUL, which no namespace contains, keep a salt from imitating other prompts or
+    names.
     """
     if not salt and not namespace:
         return b""
@@ -22,10 +22,8 @@ def root_hash(salt: str, namespace: str = "") -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the 16-byte hash of a full KV block, of its token ids and the hash of the block before (`parent`).
-
-    The hash is cryptographic because a client that can make two prefixes collide could read another client's context.
-    """
+    """Return the 16-byte hash of a full KV block, of its token ids and the hash of the block before (`parent`)."""
+    # Cryptographic: a client that can make two prefixes collide could read another client's context.
     return hashlib.blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
 
 
@@ -70,19 +68,14 @@ class BlockPool:
         return sum(self._reference_counts[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Increment the reference counts of these blocks."""
         for block in blocks:
             if self._reference_counts[block] == 0:
                 del self._free[block]
             self._reference_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Decrement the reference counts of a sequence's blocks.
-
-        Later blocks are evicted before earlier blocks, because a prefix is useless without its beginning. Blocks that
-        the prefix cache does not know are evicted first of all.
-        """
-        for block in reversed(blocks):
+        """Decrement the reference counts of a sequence's blocks. The prefix cache then evicts later blocks first."""
+        for block in reversed(blocks):  # a prefix is useless without its beginning
             assert self._reference_counts[block] > 0, f"block {block} is freed twice"
             self._reference_counts[block] -= 1
             if self._reference_counts[block] == 0:

@@ -28,12 +28,10 @@ class FairQueue:
         return self._length
 
     def __iter__(self) -> Iterator[SequenceState]:
-        """Iterate over the waiting sequences, tenant by tenant."""
         for queue in self._queues.values():
             yield from queue
 
     def add(self, sequence: SequenceState) -> None:
-        """Add a waiting sequence."""
         tenant = sequence.tenant
         if tenant not in self._queues:
             self._join(tenant)
@@ -41,7 +39,6 @@ class FairQueue:
         self._length += 1
 
     def remove(self, tenant: str, rank: tuple[float, int]) -> None:
-        """Remove the waiting sequence of this tenant and rank."""
         queue = self._queues[tenant]
         index = bisect_left(queue, rank, key=by_rank)
         assert queue[index].rank == rank
@@ -51,7 +48,7 @@ class FairQueue:
             del self._queues[tenant]
 
     def first(self) -> SequenceState:
-        """Return the sequence to admit next. The queue must not be empty."""
+        """Return the waiting sequence to admit next. The queue must not be empty."""
         served, queues = self._num_served, self._queues
         tenant = min(queues, key=lambda name: (served[name], queues[name][0].rank))
         return queues[tenant][0]
@@ -76,7 +73,6 @@ class FairQueue:
             assert queue == sorted(queue, key=by_rank), "waiting sequences are not sorted by rank"
 
     def _join(self, tenant: str) -> None:
-        """Add a tenant that had no waiting sequence."""
         if not self._queues:
             self._num_served.clear()
         elif len(self._num_served) >= _MAX_TENANTS:

@@ -52,7 +52,7 @@ class PrefillBudget:
         return self._prompt_seconds / self._prompt_tokens if self._prompt_tokens else self._row_seconds
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of a step."""
+        """Record the duration of a step, to estimate the cost of decodes and of prefill tokens."""
         if not plan.chunks or math.isinf(self._slowdown):
             return
         if plan.is_decode:
@@ -91,12 +91,7 @@ class RunningLimit:
         self._units = 0.0  # sequences and fixed part of the same steps, each weighted by its decoded tokens
 
     def observe(self, seconds: float, *, num_sequences: int, num_decodes: int, num_tokens: int) -> None:
-        """Record the seconds between the commits of a step and the previous step.
-
-        num_sequences: number of sequences in the step.
-        num_decodes: number of sequences that had a sampled token before the step.
-        num_tokens: number of tokens that the step sampled for these `num_decodes` sequences.
-        """
+        """Record the seconds between two commits, and the step's sequences, decodes and sampled tokens of decodes."""
         if math.isinf(self._aim_seconds) or not num_tokens:
             return
         units = num_sequences + _FIXED_ROWS

@@ -1,10 +1,10 @@
 """Scheduler of the engine: chooses the sequences and tokens that the next step computes. Pure Python on integers.
 
 There are no separate prefill and decode phases. Each sequence has `num_computed_tokens`, which must catch up with its
-number of tokens. A step has one budget of `max_batched_tokens`. Sequences that lack one token (decodes) are served
-first. The rest of the budget goes to longer prefills in rank order, limited per sequence by `PrefillBudget`. This rule
-covers continuous batching, chunked prefill, prefix-cache hits, and resumption after a preemption or a crash. (vLLM:
-Kwon et al. 2023, arXiv 2309.06180. Sarathi: Agrawal et al. 2023, arXiv 2308.16369.)
+number of tokens. Sequences that lack one token (decodes) are served first. The rest of the step's `max_batched_tokens`
+goes to longer prefills in rank order, limited per sequence by `PrefillBudget`. This rule covers continuous batching,
+chunked prefill, prefix-cache hits, and resumption after a preemption or a crash. (vLLM: Kwon et al. 2023, arXiv
+2309.06180. Sarathi: Agrawal et al. 2023, arXiv 2308.16369.)
 
 Running sequences do not starve. The sequence of lowest rank is served first and may preempt sequences of higher rank,
 and every admitted sequence fits the pool alone. So the first sequence always makes progress and ends, and newer
@@ -31,29 +31,18 @@ from service.ipc.messages import FinishReason, Pooling
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Sizes and budgets of an engine.
+    """Sizes and budgets of an engine."""
 
-    block_size: tokens per KV block.
-    num_blocks: KV blocks in the pool. All running sequences together hold at most num_blocks * block_size tokens.
-    max_batched_tokens: maximum number of tokens computed in one step.
-    enable_prefix_cache: share the KV blocks of equal prefixes.
-    kv_cache_dtype: dtype of keys and values in the pool; auto: the dtype of the model.
-    max_context_length: maximum length of a sequence, prompt included; None: the number of the model's positions.
-    max_draft_tokens: maximum draft tokens of a sequence in one step; 0: no speculative decoding.
-    prompt_slowdown: maximum slowdown of a decode step by one prompt, as a factor; infinite: no limit.
-    target_itl_seconds: target of the mean inter-token latency; infinite: no target.
-    """
-
-    block_size: int = 16
-    num_blocks: int
+    block_size: int = 16  # tokens per KV block
+    num_blocks: int  # KV blocks of all running sequences together
     max_num_running: int = 64
-    max_batched_tokens: int = 512
-    enable_prefix_cache: bool = True
-    kv_cache_dtype: Literal["auto", "float16"] = "auto"
-    max_context_length: int | None = None
-    max_draft_tokens: int = 0
-    prompt_slowdown: float = math.inf
-    target_itl_seconds: float = math.inf
+    max_batched_tokens: int = 512  # tokens computed in one step
+    enable_prefix_cache: bool = True  # share the KV blocks of equal prefixes
+    kv_cache_dtype: Literal["auto", "float16"] = "auto"  # auto: the dtype of the model
+    max_context_length: int | None = None  # tokens of a sequence, prompt included; None: the model's maximum
+    max_draft_tokens: int = 0  # of a sequence in one step; 0: no speculative decoding
+    prompt_slowdown: float = math.inf  # maximum slowdown of a decode step by one prompt, as a factor
+    target_itl_seconds: float = math.inf  # target of the mean inter-token latency
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_num_running", "max_batched_tokens", "max_context_length"):
@@ -102,22 +91,18 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting sequences: not yet admitted, or preempted."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Number of running sequences."""
         return len(self._running)
 
     @property
     def max_num_running(self) -> int:
-        """Limit on running sequences, see `RunningLimit`."""
         return self._limit.num_sequences
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of free KV blocks, cached blocks included."""
         return self._pool.num_free
 
     @property
@@ -126,19 +111,10 @@ class Scheduler:
         return bool(self._waiting or self._running or self._ended)
 
     def sequences(self) -> list[SequenceState]:
-        """Return all unfinished sequences."""
         return list(self._sequences.values())
 
-    def get(self, uid: str) -> SequenceState | None:
-        """Return the unfinished sequence of a uid, or None."""
-        return self._sequences.get(uid)
-
     def add(self, sequence: SequenceState) -> None:
-        """Add a sequence to the waiting queue.
-
-        Raises ValueError if the sequence exceeds the context or the KV-cache, or if its prompt is empty or its uid in
-        use.
-        """
+        """Add a sequence to the waiting queue. Raise ValueError if the context or the KV-cache is too small."""
         length, limit = len(sequence.token_ids), self._max_context_length
         if sequence.uid in self._sequences:
             raise ValueError(f"the uid {sequence.uid} is in use by another sequence")
@@ -152,14 +128,6 @@ class Scheduler:
         self._num_with_deadline += sequence.deadline_seconds is not None
         if sequence.num_prior_tokens and sequence.check_end():
             self._ended.append(sequence)  # the previous attempt had sampled all tokens, and only its ending was lost
-
-    def cancel(self, uid: str) -> bool:
-        """Remove a sequence and free its blocks. Return False if the uid is unknown."""
-        sequence = self._sequences.get(uid)
-        if sequence is None:
-            return False
-        self.finish(sequence, FinishReason.ABORT)
-        return True
 
     def take_ended(self) -> list[SequenceState]:
         """Remove and return the sequences that end without computation, such as after a passed deadline."""
@@ -238,8 +206,6 @@ class Scheduler:
         The tokens may turn out to end a sequence. Its row in the step launched ahead is then wasted, and `commit`
         ignores it. The row writes to a block after all positions that the prefix cache knows. The next owner of the
         block overwrites it in a later step, and a device computes steps in order.
-
-        Every chunk of `plan` must sample a token and have no draft. A `commit` of both steps must follow.
         """
         running = [self._running_sequence(chunk) for chunk in plan.chunks]
         if len(running) - running.count(None) < len(self._running):
@@ -273,8 +239,6 @@ class Scheduler:
         self, plan: StepPlan, token_ids: Sequence[int | None], non_finite: frozenset[int] = frozenset()
     ) -> list[SequenceUpdate]:
         """Append a step's sampled tokens to the sequences that are still running, and return these sequences.
-
-        Sequences that end have a finish reason, and their blocks are free.
 
         token_ids: sampled tokens; None if no token may follow. Tokens sampled after known tokens come first, in the
             order of the chunks. Tokens sampled after draft tokens follow.
@@ -333,9 +297,6 @@ class Scheduler:
 
         The blocks that the step wrote for these sequences leave the prefix cache. Another sequence that shares the
         blocks is preempted, because attention may have spread NaN to all positions of the prompt.
-
-        non_finite: packed tokens with NaN or infinity. Draft tokens among them end no sequence, because a draft token
-            joins a sequence only when it is sampled.
         """
         ended: list[SequenceState] = []
         row = 0
@@ -355,12 +316,9 @@ class Scheduler:
         return ended
 
     def finish(self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence for a reason outside its token ids: a stop string, a failure or a cancellation.
-
-        The reason replaces a reason that `commit` has set, because a stop string ends before the last token.
-        """
-        sequence.finish_reason = reason
-        sequence.stop_reason = stop_reason
+        """End a sequence for a reason outside its token ids: a stop string, a failure or a cancellation."""
+        # Replaces a reason that `commit` has set: a stop string ends before the last token.
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.status is not SequenceStatus.FINISHED:
             self._retire(sequence.uid)
             self._ended = [ended for ended in self._ended if ended is not sequence]
@@ -373,10 +331,7 @@ class Scheduler:
     def finish_uncomputed(
         self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None = None
     ) -> None:
-        """Let the next `take_ended` end a waiting sequence without computing it.
-
-        An earlier finish reason is kept, except that STOP replaces LENGTH.
-        """
+        """Let the next `take_ended` end a waiting sequence. STOP replaces LENGTH; other finish reasons are kept."""
         if sequence.finish_reason is None:
             self._ended.append(sequence)
         elif sequence.finish_reason is not FinishReason.LENGTH or reason is not FinishReason.STOP:
@@ -459,10 +414,7 @@ class Scheduler:
         return draft[: max(0, len(sequence.block_table) * size - length)]
 
     def _reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Allocate blocks for the first `num_tokens` tokens of a sequence; preempt sequences of higher rank if needed.
-
-        Return False if blocks are still short. The sequence then keeps its blocks and skips this step.
-        """
+        """Allocate blocks for a sequence's first tokens, by preemption if needed. Return False if blocks are short."""
         missing = -(-num_tokens // self._config.block_size) - len(sequence.block_table)
         if missing <= 0:
             return True
@@ -488,10 +440,7 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _admit(self) -> tuple[SequenceState, int] | None:
-        """Admit the first waiting sequence, sharing cached blocks; return None if blocks are short.
-
-        The result is the sequence and the number of its tokens that were looked up in the prefix cache.
-        """
+        """Admit the first waiting sequence and return it, with its prefix-cache queries; None if blocks are short."""
         sequence = self._waiting.first()
         size = self._config.block_size
         known: list[int] = []

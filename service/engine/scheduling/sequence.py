@@ -26,13 +26,7 @@ class SequenceStatus(Enum):
 
 
 class SequenceState:
-    """State of one sequence. Its first `num_computed_tokens` tokens have keys and values in the KV-cache.
-
-    A sequence with token rules or a grammar gets no drafts, because its allowed tokens depend on the tokens before.
-
-    arrival_number: order of submission, which makes ranks unique.
-    max_draft_tokens: maximum length of a draft; 0 for no speculative decoding.
-    """
+    """State of one sequence. Its first `num_computed_tokens` tokens have keys and values in the KV-cache."""
 
     def __init__(
         self,
@@ -50,7 +44,9 @@ class SequenceState:
         self.num_prompt_tokens, self.num_prior_tokens = len(prompt_ids), len(prior_ids)
         self.max_length = min(len(prompt_ids) + params.max_tokens, max_context_length)  # ends the sequence
         self.eos_token_ids = () if params.ignore_eos else eos_token_ids
+        # Lowest rank is served first and preempted last. Arrival numbers make ranks unique.
         self.rank = (submit.arrival_seconds + submit.priority * AGEING_SECONDS, arrival_number)
+        # No drafts with rules or a grammar: allowed tokens depend on the tokens before.
         self.rules = TokenRules(params, prompt_ids, prior_ids) if params.has_token_rules else None
         has_drafts = max_draft_tokens and self.rules is None and submit.grammar is None and submit.pooling is None
         self.lookup = PromptLookup(max_draft_tokens) if has_drafts else None
@@ -76,7 +72,6 @@ class SequenceState:
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
     def full_block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
@@ -96,10 +91,7 @@ class SequenceState:
         return (*self.params.stop_token_ids, *self.eos_token_ids, *words)
 
     def append(self, token_id: int | None, now: float) -> bool:
-        """Append a sampled token. Return True, with the finish reason set, if the sequence ends.
-
-        A token of None ends the sequence because its request forbids every token.
-        """
+        """Append a sampled token, or None if no token is allowed. Return True, with the reason set, at an end."""
         if token_id is None:
             self.finish_reason = FinishReason.REFUSED
             return True
@@ -114,8 +106,7 @@ class SequenceState:
     def append_drafted(self, token_ids: Sequence[int | None], draft: Sequence[int], now: float) -> bool:
         """Append the tokens sampled after draft tokens, up to the first wrong draft token. Return True at an end.
 
-        The keys and values of right draft tokens count as computed. The first of `token_ids` follows the known tokens
-        and has been appended.
+        The first of `token_ids` follows the known tokens and has been appended. Right draft tokens count as computed.
         """
         for guessed, previous, following in zip(draft, token_ids, token_ids[1:], strict=False):
             if guessed != previous:

@@ -45,16 +45,17 @@ class PromptLookup:
         self._num_guesses = [1.0 for _ in _RUN_LENGTHS]
 
     def draft(self, token_ids: Sequence[int], limit: int, price: float = 0.0) -> tuple[int, ...]:
-        """Return at most `limit` draft tokens, often none.
+        """Return at most `limit` draft tokens, often none. Between calls, tokens may only be appended to `token_ids`.
 
-        A token is drafted if the probability that the whole draft up to this token is accepted exceeds `price`. Between
-        calls, tokens may only be appended to `token_ids`.
+        A token is drafted if the probability that the whole draft up to this token is accepted exceeds `price`.
         """
         self._learn(token_ids)
         for kind, run_length in enumerate(_RUN_LENGTHS):
             place = self._after[kind].get(tuple(token_ids[-run_length:]))
             if place is not None:
-                return _continued(token_ids, place, self._worthwhile(kind, min(limit, self._max_tokens), price))
+                length = self._worthwhile(kind, min(limit, self._max_tokens), price)
+                period = len(token_ids) - place  # a repetition that reaches the end of the tokens continues
+                return tuple(token_ids[place + offset % period] for offset in range(length))
         return ()
 
     def _worthwhile(self, kind: int, most: int, price: float) -> int:
@@ -121,9 +122,3 @@ class DraftPolicy:
         slope = (self._rows_seconds - self._rows * mean_seconds + _DOUBT * usual) / (spread + _DOUBT)
         whole = mean_seconds + slope * (num_rows - mean_rows)
         return min(_MOST_COST, max(_LEAST_COST, slope * num_rows / whole)) if whole > 0 else _MOST_COST
-
-
-def _continued(token_ids: Sequence[int], place: int, length: int) -> tuple[int, ...]:
-    """Return `length` tokens from `place` on. A repetition that reaches the end of the tokens continues."""
-    period = len(token_ids) - place
-    return tuple(token_ids[place + offset % period] for offset in range(length))

@@ -12,36 +12,24 @@ from model.sampling.token_constraints import TokenRules
 MIN_ROWS = 4
 
 
+# A msgspec struct: a step creates a chunk per sequence, and creating a dataclass takes five times as long.
 class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Part of a step plan: compute `num_tokens` tokens of one sequence from position `start` on.
-
-    A msgspec struct, because a step creates one per sequence, and a dataclass takes five times as long to create.
-
-    samples: sample the next token of the sequence.
-    token_ids: tokens to compute, without drafts. Empty in a step launched ahead: the previous step samples the tokens.
-    block_table: KV blocks of the sequence. The scheduler may append blocks after the plan is made.
-    draft: draft tokens, the last of the `num_tokens` tokens. A token is sampled after each draft token too.
-    forbidden: token ids that must not be sampled.
-    rules: penalties and biases of the request.
-    scored_start, scored_ids: for `prompt_logprobs`, the first position whose next token needs a logprob, and the tokens
-        that need logprobs.
-    num_pooled: number of last tokens whose hidden states are summed for an embedding.
-    """
+    """Part of a step plan: compute `num_tokens` tokens of one sequence from position `start` on."""
 
     uid: str
     attempt: int
     start: int
     num_tokens: int
-    samples: bool
-    token_ids: Sequence[int]
-    block_table: list[int]
+    samples: bool  # the next token of the sequence
+    token_ids: Sequence[int]  # without drafts; empty in a step launched ahead, for which the previous step samples
+    block_table: list[int]  # the scheduler may append blocks after the plan is made
     params: SamplingParams
-    draft: tuple[int, ...] = ()
-    forbidden: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()  # the last of the `num_tokens` tokens; a token is sampled after each draft token too
+    forbidden: tuple[int, ...] = ()  # token ids that must not be sampled
     rules: TokenRules | None = None
-    scored_start: int = 0
-    scored_ids: Sequence[int] = ()
-    num_pooled: int = 0
+    scored_start: int = 0  # position of the first token whose next token needs a logprob, for `prompt_logprobs`
+    scored_ids: Sequence[int] = ()  # prompt tokens that need logprobs
+    num_pooled: int = 0  # last tokens whose hidden states are summed for an embedding
 
     @property
     def num_known_tokens(self) -> int:
@@ -55,32 +43,24 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class StepPlan(msgspec.Struct, kw_only=True, eq=False):
-    """Plan of one step, with statistics of the scheduling.
-
-    previous_rows: for each chunk of a step launched ahead (`Scheduler.schedule_ahead`), the index of its input token
-        among the tokens that the previous step samples. Empty in other steps.
-    admitted: uid and attempt of the sequences that are computed for the first time.
-    num_cached_prompt_tokens: prompt tokens of these sequences that the prefix cache holds.
-    num_prefix_queries, num_prefix_hits: tokens looked up and found in the prefix cache, counted as in vLLM.
-    is_decode: every chunk computes one token and samples the next token, without drafts. Derived from the chunks.
-    """
+    """Plan of one step: the computation of each sequence, with statistics of the scheduling."""
 
     chunks: tuple[Chunk, ...]
+    # For each chunk of a step launched ahead: the index of its input token among the tokens of the previous step.
     previous_rows: tuple[int, ...] = ()
-    admitted: list[tuple[str, int]] = []
+    admitted: list[tuple[str, int]] = []  # uid and attempt of the sequences that are computed for the first time
     num_prompt_tokens: int = 0
-    num_cached_prompt_tokens: int = 0
-    num_prefix_queries: int = 0
+    num_cached_prompt_tokens: int = 0  # of the admitted sequences
+    num_prefix_queries: int = 0  # tokens looked up in the prefix cache, counted as in vLLM
     num_prefix_hits: int = 0
     num_preemptions: int = 0
-    is_decode: bool = False
+    is_decode: bool = False  # every chunk computes one token and samples the next token, without drafts
 
     def __post_init__(self) -> None:
         self.is_decode = all(chunk.num_tokens == 1 and chunk.samples for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the step computes, without padding."""
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property

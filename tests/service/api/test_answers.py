@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from service.admission.controller import Admission
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
 from service.api.streaming import CompletionBody, CompletionStream, Delivery
-from service.engine.detokenizer import Detokenizer
+from service.engine.output_processor import Detokenizer
 from service.ipc.messages import Command, FinishReason, Submit, TokenDelta, TokenLogprob
 from service.requests.engine_client import EngineClient
 from service.requests.inflight import Choice

@@ -13,7 +13,7 @@ from model.training.config import TrainConfig
 from model.training.train import RunSettings
 from service.cli import train as command
 from service.cli.main import main
-from service.engine.offline import complete_batch
+from service.engine.engine import complete_batch
 
 RECIPE = Path(__file__).parents[3] / "model" / "training" / "configs" / "attention" / "alibi.toml"
 

@@ -8,7 +8,7 @@ from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.evaluation.samples import complete_one_by_one
 from model.sampling.params import SamplingParams
-from service.engine.offline import complete_batch
+from service.engine.engine import complete_batch
 
 
 def test_many_at_once_are_those_one_by_one(tiny_checkpoint: str) -> None:
