@@ -51,7 +51,7 @@ class FakeRunner:
         return sum(number > 0 for number in self.order)
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute all launched steps, then this step."""
+        """Compute the launched steps, then the given step, without a model."""
         assert not inputs.previous_rows
         self.order.append(0)
         self._compute_queue()
@@ -112,8 +112,8 @@ class FakeRunner:
             token_ids.append(next_token(history, param.seed, forbidden, self._vocab_size))
         self._sampled = token_ids
         scores = {
-            rows.uid: [TokenLogprob(token_id=target, logprob=0.0, rank=1, top=()) for target in rows.targets]
-            for rows in inputs.prompt_rows
+            chunk.uid: [TokenLogprob(token_id=target, logprob=0.0, rank=1, top=()) for target in chunk.scored_ids]
+            for chunk, _ in inputs.prompt_rows
         }
         return StepOutputs(token_ids=token_ids, logprobs=[None] * len(token_ids), prompt_logprobs=scores)
 

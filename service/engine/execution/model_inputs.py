@@ -7,8 +7,6 @@ forward pass evicts everything else from the CPU's caches.
 Legend: T packed tokens, B sequences, N blocks of the longest table, R rows whose logits are wanted.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import is_
 
 import msgspec
@@ -24,25 +22,6 @@ from service.engine.execution.grammar_masks import Masks
 from service.engine.scheduling.step_plan import MIN_ROWS, Chunk, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Logit rows for the prompt logprobs of a chunk, from `first_row` on, with one target token for each row."""
-
-    uid: str
-    first_row: int
-    targets: Sequence[int]
-    num_top: int
-
-
-@dataclass(frozen=True, slots=True)
-class PooledRows:
-    """Packed tokens of a step whose hidden states, after the final norm, are summed for an embedding."""
-
-    uid: str
-    first_row: int
-    num_rows: int
-
-
 class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Inputs of one forward pass. A token is sampled from each of the first `len(params)` logit rows."""
 
@@ -54,9 +33,9 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     positions: tuple[int, ...]
     forbidden: tuple[tuple[int, ...], ...]  # forbidden token ids of each sampled row; empty if no row has any
     rules: tuple[TokenRules | None, ...]  # of each sampled row, changed by the step's commit; empty if no row has any
-    prompt_rows: tuple[PromptRows, ...]
+    prompt_rows: tuple[tuple[Chunk, int], ...]  # chunks whose prompt is scored, each with its first logit row
     masks: Masks | None = None
-    pooled_rows: tuple[PooledRows, ...] = ()
+    pooled_rows: tuple[tuple[Chunk, int], ...] = ()  # chunks to pool, each with its first packed token to pool
     # Rows of the previous step whose sampled tokens are the first token ids: only the device knows these tokens yet.
     previous_rows: tuple[int, ...] = ()
 
@@ -93,7 +72,7 @@ def build_inputs(
     params = tuple([chunk.params for chunk in sampling])
     forbidden = tuple([chunk.forbidden for chunk in sampling])
     rules = tuple([chunk.rules for chunk in sampling])
-    logit_rows, prompt_rows, pooled_rows = ([], (), ()) if plan.is_decode else _logit_rows(chunks)
+    logit_rows, prompt_rows, pooled_rows = ([], [], []) if plan.is_decode else _logit_rows(chunks)
     logit_rows += [0] * max(0, min_rows - len(logit_rows))
     return ModelInputs(
         token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
@@ -112,15 +91,15 @@ def build_inputs(
         positions=tuple(positions),
         forbidden=forbidden if any(forbidden) else (),
         rules=rules if any(rule is not None for rule in rules) else (),
-        prompt_rows=prompt_rows,
+        prompt_rows=tuple(prompt_rows),
         masks=masks,
-        pooled_rows=pooled_rows,
+        pooled_rows=tuple(pooled_rows),
         previous_rows=plan.previous_rows,
     )
 
 
 def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], list[int]]:
-    """Return each row's query length and context length, and the packed token ids, with rows of padding."""
+    """Return query length and context length of each row of a forward pass, and the packed ids, with padding."""
     lengths: list[int] = []
     contexts: list[int] = []
     token_ids = [0] * len(plan.previous_rows)
@@ -137,7 +116,7 @@ def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], l
 def _block_tables(
     chunks: tuple[Chunk, ...], contexts: list[int], *, block_size: int, scratch_block: int
 ) -> NDArray[np.int64]:
-    """Return the block table of each row, as wide as the longest context needs, padded with `scratch_block`."""
+    """Return the block table of each row of a forward pass, as wide as needed, padded with `scratch_block`."""
     width = -(-max(contexts) // block_size)
     padding = [scratch_block] * width
     tables: list[int] = []
@@ -149,12 +128,12 @@ def _block_tables(
     return np.array(tables, dtype=np.int64).reshape(-1, width)
 
 
-def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows, ...], tuple[PooledRows, ...]]:
-    """Return the tokens that need logits (last tokens, draft tokens, scored tokens), and those to score and to pool."""
+def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[tuple[Chunk, int]], list[tuple[Chunk, int]]]:
+    """Return the packed tokens that need logits, and the `prompt_rows` and `pooled_rows` of a step."""
     last_rows: list[int] = []
     draft_rows: list[int] = []
     scored: list[tuple[Chunk, int]] = []
-    pooled: list[PooledRows] = []
+    pooled_rows: list[tuple[Chunk, int]] = []
     end_row = 0
     for chunk in chunks:
         start_row, end_row = end_row, end_row + chunk.num_tokens
@@ -164,13 +143,13 @@ def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], tuple[PromptRows,
         if chunk.scored_ids:
             scored.append((chunk, start_row + chunk.scored_start - chunk.start))
         if chunk.num_pooled:
-            pooled.append(PooledRows(chunk.uid, end_row - chunk.num_pooled, chunk.num_pooled))
+            pooled_rows.append((chunk, end_row - chunk.num_pooled))
     rows = last_rows + draft_rows
-    prompt_rows: list[PromptRows] = []
+    prompt_rows: list[tuple[Chunk, int]] = []
     for chunk, first_row in scored:
-        prompt_rows.append(PromptRows(chunk.uid, len(rows), chunk.scored_ids, chunk.params.prompt_logprobs or 0))
+        prompt_rows.append((chunk, len(rows)))
         rows += range(first_row, first_row + len(chunk.scored_ids))
-    return rows, tuple(prompt_rows), tuple(pooled)
+    return rows, prompt_rows, pooled_rows
 
 
 class _Previous:
@@ -200,7 +179,7 @@ class InputBuilder:
         self._previous: _Previous | None = None
 
     def build(self, plan: StepPlan, *, min_rows: int, masks: Masks | None = None) -> ModelInputs:
-        """Return the same inputs as `build_inputs`."""
+        """Return the inputs of a step, equal to the inputs that `build_inputs` returns."""
         previous = self._previous
         if previous is not None and plan.is_decode and self._continues(previous, plan.chunks, min_rows):
             return self._update(previous, plan, masks)

@@ -18,8 +18,8 @@ from model.sampling.logits_processors import mask_logits
 from model.sampling.params import SamplingParams
 from model.sampling.sampler import NO_TOKEN, most_likely, sample, top_logprobs
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
-from service.engine.execution.model_inputs import ModelInputs, PooledRows
-from service.engine.scheduling.step_plan import MIN_ROWS
+from service.engine.execution.model_inputs import ModelInputs
+from service.engine.scheduling.step_plan import MIN_ROWS, Chunk
 from service.ipc.messages import TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -144,17 +144,17 @@ class ModelRunner:
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
         token_ids = _sample(logits_RV, inputs, likely) if inputs.params else []
         pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
-        for rows in inputs.pooled_rows:
-            if not np.isfinite(pooled[rows.uid]).all():
-                non_finite.add(rows.first_row)
+        for chunk, row in inputs.pooled_rows:
+            if not np.isfinite(pooled[chunk.uid]).all():
+                non_finite.add(row)
         return StepOutputs(
             token_ids=token_ids,
             logprobs=_sampled_logprobs(logits_RV, token_ids, inputs.params) if inputs.wants_logprobs else [],
             prompt_logprobs={
-                rows.uid: _token_logprobs(
-                    logits_RV[rows.first_row : rows.first_row + len(rows.targets)], rows.targets, rows.num_top
+                chunk.uid: _token_logprobs(
+                    logits_RV[row : row + len(chunk.scored_ids)], chunk.scored_ids, chunk.params.prompt_logprobs or 0
                 )
-                for rows in inputs.prompt_rows
+                for chunk, row in inputs.prompt_rows
             },
             pooled=pooled,
             non_finite=frozenset(non_finite),
@@ -170,11 +170,11 @@ class ModelRunner:
         """True on a GPU: the host is free while a launched step is computed."""
         return self._device.type == "cuda"
 
-    def _pool(self, x_TE: Tensor, pooled_rows: Sequence[PooledRows]) -> dict[str, NDArray[np.float64]]:
+    def _pool(self, x_TE: Tensor, pooled_rows: Sequence[tuple[Chunk, int]]) -> dict[str, NDArray[np.float64]]:
         """Return the sums of hidden states after the final norm, by uid."""
-        chunks = (x_TE[rows.first_row : rows.first_row + rows.num_rows] for rows in pooled_rows)
+        chunks = (x_TE[row : row + chunk.num_pooled] for chunk, row in pooled_rows)
         sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
-        return dict(zip((rows.uid for rows in pooled_rows), sums_BE.cpu().numpy(), strict=True))
+        return dict(zip((chunk.uid for chunk, _ in pooled_rows), sums_BE.cpu().numpy(), strict=True))
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
         """Return the attention weights of a text: the lower triangle of each head, float32, without the KV-cache."""

@@ -17,7 +17,7 @@ _MAX_TENANTS = 4096
 
 
 class FairQueue:
-    """Waiting sequences. The order is a deterministic function of the calls of `add`, `remove` and `charge`."""
+    """Queue of waiting sequences, in an order that only the calls of `add`, `remove` and `charge` determine."""
 
     def __init__(self) -> None:
         self._queues: dict[str, list[SequenceState]] = {}  # by tenant, each sorted by rank

@@ -85,13 +85,13 @@ class RunningLimit:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the limit: warm-up steps and failed steps are not representative."""
+        """Reset the limit on running sequences: warm-up steps and failed steps are not representative."""
         self.num_sequences = self._max_num_running
         self._seconds = 0.0  # durations of recent steps, each weighted by its number of decodes
         self._units = 0.0  # sequences and fixed part of the same steps, each weighted by its decoded tokens
 
     def observe(self, seconds: float, *, num_sequences: int, num_decodes: int, num_tokens: int) -> None:
-        """Record the seconds between two commits, and the step's sequences, decodes and sampled tokens of decodes."""
+        """Record a step: seconds since the last commit, sequences, decodes, and tokens that the decodes sampled."""
         if math.isinf(self._aim_seconds) or not num_tokens:
             return
         units = num_sequences + _FIXED_ROWS

@@ -116,8 +116,7 @@ class Scheduler:
     def add(self, sequence: SequenceState) -> None:
         """Add a sequence to the waiting queue. Raise ValueError if the context or the KV-cache is too small."""
         length, limit = len(sequence.token_ids), self._max_context_length
-        if sequence.uid in self._sequences:
-            raise ValueError(f"the uid {sequence.uid} is in use by another sequence")
+        assert sequence.uid not in self._sequences
         if not 1 <= sequence.num_prompt_tokens <= limit or length > limit:
             raise ValueError(f"the prompt has {length} tokens; the context holds 1 to {limit}")
         capacity = self._config.num_blocks * self._config.block_size

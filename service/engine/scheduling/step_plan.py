@@ -38,7 +38,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def is_decode(self) -> bool:
-        """True if one token and its draft tokens are computed, and a token is sampled."""
+        """True if the step computes one token of the sequence, and its draft tokens, and samples the next token."""
         return self.samples and self.num_tokens == 1 + len(self.draft)
 
 
