@@ -1,1 +1,1 @@
-"""Tests of `service.engine`: state machines, naive text processing, and parity with `generate`."""
+"""Tests of the engine: state machines, parity with the reference implementation, and batch invariance."""

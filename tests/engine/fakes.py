@@ -1,4 +1,4 @@
-"""Small engines over a `FakeRunner`, their submissions, and the tokens that they must return."""
+"""Small engines over a `FakeRunner`, submissions to them, and the tokens that the engines must return."""
 
 import time
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ def expected_tokens(submit: Submit, max_context_length: int) -> list[int]:
     """Return the tokens of a sequence that is computed alone."""
     params, history = submit.params, list(submit.prompt_token_ids)
     ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, EOS}
-    drawn: list[int] = []
-    while len(drawn) < params.max_tokens and len(history) < max_context_length:
-        forbidden = sorted(ends) if len(drawn) < params.min_tokens else []
-        begun = [(tuple(drawn[len(drawn) - len(word) + 1 :]), word) for word in params.bad_word_ids]
+    sampled: list[int] = []
+    while len(sampled) < params.max_tokens and len(history) < max_context_length:
+        forbidden = sorted(ends) if len(sampled) < params.min_tokens else []
+        begun = [(tuple(sampled[len(sampled) - len(word) + 1 :]), word) for word in params.bad_word_ids]
         forbidden += [word[-1] for before, word in begun if before == word[:-1]]
-        drawn.append(next_token(history, params.seed, forbidden, VOCAB_SIZE))
-        history.append(drawn[-1])
-        if drawn[-1] in ends:
+        sampled.append(next_token(history, params.seed, forbidden, VOCAB_SIZE))
+        history.append(sampled[-1])
+        if sampled[-1] in ends:
             break
-    return drawn
+    return sampled
 
 
 def make_submit(

@@ -32,7 +32,7 @@ def model() -> Transformer:
 
 @dataclass
 class Outcome:
-    """One completion."""
+    """Completion of one grammar-constrained submission."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ def make_engine(**config: Any) -> Engine:
 
 
 def drive(engine: Engine, submits: Iterable[Submit], stats: list[StepStats] | None = None) -> dict[str, Outcome]:
-    """Submit everything, and step until no work is left."""
+    """Submit all submissions to an engine, and step until no work is left."""
     outcomes: dict[str, Outcome] = {}
     for submit in submits:
         outcomes[submit.uid] = Outcome()
@@ -77,7 +77,7 @@ def drive(engine: Engine, submits: Iterable[Submit], stats: list[StepStats] | No
 
 
 def schemas(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return random schemas with all kinds of parts.
+    """Return random JSON Schemas with all kinds of parts.
 
     Their documents are bounded, since a model of random weights would never end a number.
     """

@@ -13,7 +13,7 @@ MEAN_TOKENS = 60
 
 @dataclass(eq=False)
 class Answer:
-    """A sequence, and the times of its tokens."""
+    """Sequence with the times of its tokens."""
 
     sequence: SequenceState
     arrival_seconds: float
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """A step: the sequences that got a token, and those that got their first or last token."""
+    """Simulated step: the sequences that got a token, the first token or the last token."""
 
     seconds: float
     served: list[Answer]
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass
 class SimulatedSteps:
-    """A scheduler, its step times, and its sequences.
+    """Scheduler on a simulated machine, with its step times and its sequences.
 
     noise: standard deviation of the logarithm of a step's time.
     """
@@ -99,7 +99,7 @@ class SimulatedSteps:
         return Step(seconds, served, began, over)
 
     def run_full(self, num_steps: int) -> float:
-        """Run steps while eight more sequences always wait. Returns tokens per second, and fills `ended`."""
+        """Run steps while eight more sequences always wait. Return tokens per second, and fill `ended`."""
         began, num_tokens, self.ended = self.now, 0, []
         for _ in range(num_steps):
             while self.scheduler.num_waiting < 8:

@@ -39,7 +39,7 @@ CPU = KernelContext(config=VARIANTS["rotary-gqa"], device=torch.device("cpu"), d
 CUDA = replace(CPU, device=torch.device("cuda"))
 
 
-def test_the_cache_takes_what_the_largest_step_and_others_leave_of_the_share() -> None:
+def test_the_kv_cache_gets_the_gpu_memory_that_the_largest_step_leaves() -> None:
     memory = DeviceMemory(total=100 * GIB, free=60 * GIB, reserved=30 * GIB, peak=25 * GIB)
     # 10 GiB belong to other processes. The allocator's memory beyond its peak can be used again.
     assert memory.for_cache(0.9) == 55 * GIB
@@ -51,7 +51,7 @@ def test_the_cache_takes_what_the_largest_step_and_others_leave_of_the_share() -
     assert replace(memory, graphs=2 * GIB).for_cache(0.9) == 53 * GIB
 
 
-def test_the_largest_step_is_prompts_as_long_as_they_may_be() -> None:
+def test_the_largest_step_has_prompts_of_maximum_length() -> None:
     step = LargestStep(block_size=16, num_tokens=512, num_sampled=64, max_context_length=2048)
     assert step.lengths == (512,)
     assert replace(step, max_context_length=200).lengths == (200, 200, 112)
@@ -91,7 +91,7 @@ def test_auto_attention_is_paged_on_a_gpu_that_supports_it(monkeypatch: pytest.M
         choose_attention("paged", replace(CPU, config=VARIANTS["alibi"]), None)
 
 
-def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_disabled_attention_kernels_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
     assert isinstance(choose_attention("paged", CPU, None).backend, PagedAttention)
     assert "attention kernel disabled: varlen: needs a CUDA device" in caplog.text
@@ -112,10 +112,10 @@ def test_quantization_for_a_gpu_is_chosen_only_on_a_gpu(
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_cuda_graphs_follow_the_setting(
+def test_cuda_graphs_are_captured_only_if_the_setting_is_on(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: bool
 ) -> None:
-    """Uses a CPU stand-in for CUDA graphs; the engine then gives the same completions."""
+    """With a CPU stand-in for CUDA graphs, the engine gives the same completions."""
     caplog.set_level(logging.INFO, "service.engine.execution.model_runner")
     monkeypatch.setattr(engine_factory, "capture_for", lambda device: call_again)
     answers = []
@@ -140,8 +140,10 @@ def test_cuda_graphs_follow_the_setting(
 
 
 @pytest.mark.parametrize("lookahead", [True, False])
-def test_lookahead_follows_the_device(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool) -> None:
-    """A CPU stands for a device that computes asynchronously."""
+def test_steps_are_launched_ahead_only_on_an_asynchronous_device(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool
+) -> None:
+    """In this test a CPU stands for a device that computes asynchronously."""
     launched: list[tuple[int, ...]] = []
     launch = ModelRunner.launch
 
@@ -166,7 +168,7 @@ def test_on_a_cpu_nothing_is_launched_ahead() -> None:
     assert not runner.is_asynchronous
 
 
-def test_a_gpus_share_bounds_the_cache(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_memory_share_limits_the_kv_cache(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest step is already counted, so no half is kept free. 256 bytes per token, contexts of 256."""
     shares: list[float] = []
 

@@ -11,7 +11,7 @@ NUM_BLOCKS = 7
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Block tables are created and freed, and share blocks by content."""
+    """State machine of block tables, which are created and freed, and share blocks by content."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_no_salt_collides_with_token_ids() -> None:
 
 
 def test_salts_do_not_reach_into_another_namespace() -> None:
-    """A client chooses its salt, including another key's name or text that would be joined to it."""
+    """A client can choose any salt, even the name of another API key's namespace."""
     pairs = [
         ("", ""),
         ("", "bob"),

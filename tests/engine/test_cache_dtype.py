@@ -1,4 +1,4 @@
-"""Completions with a float16 cache of a float32 model: batch-invariant, and close to those with a float32 cache."""
+"""Completions of a float32 model with a float16 KV-cache are batch-invariant and close to a float32 KV-cache."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ HALF, CROWDED_HALF = (dataclasses.replace(config, kv_cache_dtype="float16") for 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
 def test_a_completion_is_batch_invariant(level: str, variant: str, kind: str) -> None:
-    """Covers chunks, prefix-cache hits, preemption, and speculative tokens."""
+    """Cover chunks, prefix-cache hits, preemption, and draft tokens."""
     submits = submissions(12)
     guessing = dataclasses.replace(CROWDED_HALF, max_draft_tokens=3)
     model = native_model(variant, native(level), kind=kind)
@@ -26,25 +26,25 @@ def test_a_completion_is_batch_invariant(level: str, variant: str, kind: str) ->
         assert sum(getattr(step, name) for step in stats) > 0
     alone = Engine(native_model(variant, native(level), kind=kind), TOKENIZER, HALF)
     for submit in submits:
-        told, _ = drive(alone, [submit])
-        assert answer(told[submit.uid]) == answer(crowd[submit.uid])
+        reported, _ = drive(alone, [submit])
+        assert answer(reported[submit.uid]) == answer(crowd[submit.uid])
 
 
 @pytest.mark.parametrize("variant", ["rotary-gqa", "average", "relative-bias-window", "disentangled"])
 def test_pytorch_attention_serves_with_a_float16_cache(variant: str) -> None:
-    """Logprobs differ from those with a float32 cache, but only by rounding."""
+    """Logprobs with a float16 and a float32 KV-cache differ only by rounding."""
     submits = submissions(6)
     crowd, _ = drive(Engine(build(VARIANTS[variant]), TOKENIZER, CROWDED_HALF), submits)
     firsts = {}
     for config in (HALF, CONFIG):
         engine = Engine(build(VARIANTS[variant]), TOKENIZER, config)
         for submit in submits:
-            told, _ = drive(engine, [submit])
-            logprob = answer(told[submit.uid])[1][0].logprob
+            reported, _ = drive(engine, [submit])
+            logprob = answer(reported[submit.uid])[1][0].logprob
             assert logprob is not None
             firsts[submit.uid, config.kv_cache_dtype] = logprob
             if config is HALF:
-                assert answer(told[submit.uid])[0] == answer(crowd[submit.uid])[0]
+                assert answer(reported[submit.uid])[0] == answer(crowd[submit.uid])[0]
     differences = [abs(firsts[s.uid, "float16"] - firsts[s.uid, "auto"]) for s in submits]
     assert 0 < max(differences) < 5e-3
 

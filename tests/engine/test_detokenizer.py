@@ -12,7 +12,7 @@ ALPHABET = "abc ä€😀"
 
 
 def stream(ids: list[int], params: SamplingParams) -> tuple[str, str | None, int]:
-    """Return the shown text, the stop string, and the number of tokens read."""
+    """Detokenize tokens and return the shown text, the stop string, and the number of tokens read."""
     detokenizer = Detokenizer(TOKENIZER, params)
     shown = ""
     for number, token_id in enumerate(ids, start=1):
@@ -27,7 +27,7 @@ def stream(ids: list[int], params: SamplingParams) -> tuple[str, str | None, int
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Read character by character until a stop string ends; return the longest stop string that ends there."""
+    """Cut a text at its first complete stop string, character by character: the longest string if several end."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -42,7 +42,9 @@ stop_lists = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=4, uni
 
 @settings(max_examples=400, deadline=None)
 @given(texts, stop_lists, st.booleans(), st.booleans())
-def test_equals_cutting_the_whole_text(text: str, stops: list[str], include: bool, bytewise: bool) -> None:
+def test_streamed_text_equals_the_whole_text_cut_at_the_stop_string(
+    text: str, stops: list[str], include: bool, bytewise: bool
+) -> None:
     ids = list(text.encode()) if bytewise else TOKENIZER.encode(text)
     params = SamplingParams(max_tokens=100, stop=tuple(stops), include_stop_str_in_output=include)
     shown, stop, _ = stream(ids, params)
@@ -51,8 +53,8 @@ def test_equals_cutting_the_whole_text(text: str, stops: list[str], include: boo
 
 @settings(max_examples=200, deadline=None)
 @given(texts, stop_lists)
-def test_shown_text_is_final_at_every_step(text: str, stops: list[str]) -> None:
-    """Shown text is always a prefix of the final text."""
+def test_streamed_text_is_never_taken_back(text: str, stops: list[str]) -> None:
+    """Streamed text is always a prefix of the final text."""
     final, _ = naive(text, stops, include=False)
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=100, stop=tuple(stops)))
     shown = ""
@@ -78,7 +80,7 @@ def test_stop_strings_before_min_tokens_are_text(text: str, stops: list[str], mi
         assert shown == head + naive(TOKENIZER.decode(rest), stops, include=False)[0]
 
 
-def test_a_stop_token_is_shown_only_with_the_stop() -> None:
+def test_a_stop_token_is_shown_only_with_include_stop_str_in_output() -> None:
     ids = list(b"ab")
     for include, text in ((False, "a"), (True, "ab")):
         params = SamplingParams(max_tokens=9, stop_token_ids=(98,), include_stop_str_in_output=include)

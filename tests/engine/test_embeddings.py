@@ -1,4 +1,4 @@
-"""Embeddings equal those of one uncached pass: batched, in chunks, preempted, and with prefix-cache hits."""
+"""Embeddings equal those of one uncached forward pass: batched, in chunks, preempted, and with prefix hits."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def asked(uid: str, token_ids: Sequence[int], pooling: Pooling) -> Submit:
 
 @torch.inference_mode()
 def computed(model: Transformer, token_ids: Sequence[int], pooling: Pooling) -> NDArray[np.float32]:
-    """Reference implementation: one uncached pass."""
+    """Return the embedding by the reference implementation: one uncached forward pass."""
     hidden_TE = model.hidden(torch.tensor(token_ids), AttentionMetadata.uncached((len(token_ids),)), None)
     normed_TE = model.final_norm(hidden_TE)
     pooled_E = normed_TE.mean(0) if pooling is Pooling.MEAN else normed_TE[-1]
@@ -36,8 +36,8 @@ def computed(model: Transformer, token_ids: Sequence[int], pooling: Pooling) -> 
     return vector
 
 
-def told(run: Run, uid: str) -> NDArray[np.float32]:
-    """Return the only event of a text: its end, with its vector."""
+def reported(run: Run, uid: str) -> NDArray[np.float32]:
+    """Return the embedding in the only event of a text."""
     (delta,) = run.deltas[uid]
     assert (delta.token_ids, delta.text, delta.logprobs) == ((), "", None)
     assert delta.finish is not None
@@ -50,14 +50,14 @@ def told(run: Run, uid: str) -> NDArray[np.float32]:
 
 def check(run: Run, wanted: dict[str, list[int]], pooling: Pooling) -> None:
     for uid, token_ids in wanted.items():
-        vector = told(run, uid)
+        vector = reported(run, uid)
         assert float(np.linalg.norm(vector)) == pytest.approx(1, abs=1e-6)
         np.testing.assert_allclose(vector, computed(run.model, token_ids, pooling), atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_in_chunks_beside_completions(name: str, pooling: Pooling) -> None:
+def test_embeddings_computed_in_chunks_beside_completions(name: str, pooling: Pooling) -> None:
     wanted = {f"text-{number}": ids for number, ids in enumerate(texts(6, seed=1))}
     completions = submissions(6, seed=2, max_prompt=20)
     mixed = [asked(uid, ids, pooling) for uid, ids in wanted.items()] + completions
@@ -72,7 +72,7 @@ def test_in_chunks_beside_completions(name: str, pooling: Pooling) -> None:
 
 
 @pytest.mark.parametrize("pooling", Pooling)
-def test_preempted_between_chunks(pooling: Pooling) -> None:
+def test_embeddings_preempted_between_chunks(pooling: Pooling) -> None:
     token_ids = list(range(30))
     crowd = [make_submit(str(i), [i + 1] * 3, max_tokens=24, ignore_eos=True, seed=i) for i in range(2)]
     run = Run("gpt2", num_blocks=14, max_batched_tokens=4, max_num_running=4)
@@ -83,7 +83,7 @@ def test_preempted_between_chunks(pooling: Pooling) -> None:
     assert finish.num_preemptions > 0
 
 
-def test_the_mean_wants_every_token_and_the_last_one_shares_prefixes() -> None:
+def test_mean_pooling_computes_every_token_and_last_pooling_shares_prefixes() -> None:
     token_ids = list(range(40))
     for pooling, shared in ((Pooling.MEAN, 0), (Pooling.LAST, 36)):
         run = Run("rotary-gqa")
@@ -98,30 +98,30 @@ def test_the_mean_wants_every_token_and_the_last_one_shares_prefixes() -> None:
 
 
 @pytest.mark.parametrize("pooling", Pooling)
-def test_output_is_batch_invariant(pooling: Pooling) -> None:
+def test_embeddings_are_batch_invariant(pooling: Pooling) -> None:
     wanted = {str(number): ids for number, ids in enumerate(texts(12, seed=4))}
     crowd = Run("rotary-gqa")
     crowd.drive([asked(uid, ids, pooling) for uid, ids in wanted.items()])
     for uid, token_ids in wanted.items():
         alone = Run("rotary-gqa")
         alone.drive([asked(uid, token_ids, pooling)])
-        np.testing.assert_allclose(told(alone, uid), told(crowd, uid), atol=1e-5)
+        np.testing.assert_allclose(reported(alone, uid), reported(crowd, uid), atol=1e-5)
 
 
-def test_the_poolings_differ() -> None:
+def test_mean_and_last_pooling_give_different_embeddings() -> None:
     (ids,) = texts(1, seed=5)
     model = Run("gpt2").model
     apart = computed(model, ids, Pooling.MEAN) - computed(model, ids, Pooling.LAST)
     assert float(np.abs(apart).max()) > 0.01
 
 
-def test_a_failed_step_leaves_nothing_of_a_sum_behind() -> None:
-    """A retry after an abort, with the same name, starts from an empty sum."""
+def test_a_failed_step_resets_the_sum_of_hidden_states() -> None:
+    """A retry with the same uid after a failed step starts from an empty sum."""
     run = Run("gpt2", max_batched_tokens=16)
     token_ids = list(range(40))
     run.engine.submit(asked("text", token_ids, Pooling.MEAN))
     run.engine.step()
-    (ended,) = run.engine.abort_all("told to")
+    (ended,) = run.engine.abort_all("aborted")
     assert ended.embedding is None
     run.drive([msgspec.structs.replace(asked("text", token_ids, Pooling.MEAN), attempt=1)])
     check(run, {"text": token_ids}, Pooling.MEAN)

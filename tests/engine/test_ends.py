@@ -1,4 +1,4 @@
-"""Checkpoints may have several end-of-text tokens, or none."""
+"""Endings of sequences by end-of-text tokens, of which a checkpoint may have several or none."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ ENDS = (7, 9)
 CONFIG = EngineConfig(block_size=2, num_blocks=16, max_num_running=2, max_batched_tokens=16)
 
 
-def run(scheduler: Scheduler, sequence: SequenceState, drawn: list[int]) -> None:
-    """Commit the tokens one by one; the last token ends the sequence."""
+def run(scheduler: Scheduler, sequence: SequenceState, sampled: list[int]) -> None:
+    """Commit the sampled tokens of a sequence one by one. The last token ends the sequence."""
     scheduler.add(sequence)
-    for index, token_id in enumerate(drawn):
+    for index, token_id in enumerate(sampled):
         (update,) = scheduler.commit(scheduler.schedule(), [token_id])
         assert update.sequence is sequence
-        assert (sequence.finish_reason is not None) == (index == len(drawn) - 1)
+        assert (sequence.finish_reason is not None) == (index == len(sampled) - 1)
     scheduler.check_integrity()
 
 
@@ -43,7 +43,7 @@ def test_all_end_tokens_are_forbidden_before_min_tokens() -> None:
     assert sequence.forbidden_token_ids == (5,)
 
 
-def test_none_ends_a_text_that_ignores_them_or_where_there_are_none() -> None:
+def test_no_end_token_ends_a_sequence_with_ignore_eos() -> None:
     for scheduler, sequence in (make(ENDS, ignore_eos=True), make(())):
         run(scheduler, sequence, [7, 9, 7, 9, 7, 9])
         assert sequence.finish_reason is FinishReason.LENGTH

@@ -1,4 +1,4 @@
-"""Tenants are served in turn by the service they received, independent of the number of their requests."""
+"""Fair queue: tenants are served by the tokens they received, independent of the number of their requests."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def make_sequence(number: int, tenant: str, *, priority: int = 0) -> SequenceSta
 
 
 def take(queue: FairQueue, *, num_tokens: int = 10) -> str:
-    """Take and serve the next sequence."""
+    """Remove the next sequence from the fair queue, and charge its tokens to its tenant."""
     sequence = queue.first()
     queue.remove(sequence.tenant, sequence.rank)
     queue.charge(sequence.tenant, num_tokens)
@@ -118,7 +118,7 @@ def owned(submit: Submit, tenant: str) -> Submit:
 
 
 def run(engine: Engine) -> list[str]:
-    """Step to the end. Returns the names in the order in which they ended."""
+    """Step until no work is left. Return the uids in the order in which the sequences ended."""
     ended = []
     while engine.has_work:
         ended += [event.uid for event in engine.step().events if event.finish is not None]

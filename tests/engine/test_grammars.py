@@ -55,7 +55,7 @@ def test_masks_leave_unconstrained_sequences_unchanged() -> None:
         assert together[submit.uid].token_ids == alone[submit.uid].token_ids
 
 
-def test_preemption_changes_nothing() -> None:
+def test_preemption_does_not_change_a_grammar_constrained_completion() -> None:
     submits = [ask(f"s{i}", JSON, seed=i, max_tokens=150) for i in range(12)]
     stats: list[StepStats] = []
     tight = drive(make_engine(num_blocks=20, block_size=8, max_num_running=12, max_batched_tokens=32), submits, stats)
@@ -67,7 +67,7 @@ def test_preemption_changes_nothing() -> None:
 
 @pytest.mark.parametrize("grammar", [JSON, CHOICE, SUMS])
 def test_replay_after_any_token_gives_the_same_document(grammar: str) -> None:
-    """After a worker crash, another worker resumes from any prefix of the tokens, including all of them."""
+    """After a worker crash, another worker resumes a completion from any prefix of its tokens."""
     whole = drive(make_engine(), [ask("s", grammar, seed=5)])["s"]
     engine = make_engine()
     for length in range(1, len(whole.token_ids) + 1):
@@ -92,7 +92,7 @@ def test_a_document_of_exactly_max_tokens_is_complete_and_a_longer_one_is_not() 
 
 
 def test_end_of_text_is_sampled_only_where_the_grammar_allows() -> None:
-    """`[0-9]{3,}` may end after three digits; then the model or the length limit ends it."""
+    """A completion of `[0-9]{3,}` may end after three digits, by the model or by the length limit."""
     open_end = LLMatcher.grammar_from_regex("[0-9]{3,}")
     likely = ((EOS, 100.0),)
     outcomes = drive(
@@ -111,7 +111,7 @@ def test_end_of_text_is_sampled_only_where_the_grammar_allows() -> None:
 
 
 def test_stop_strings_and_min_tokens() -> None:
-    """A stop string cuts a document. A complete document ends, regardless of `min_tokens`."""
+    """A stop string cuts a grammar's document. A complete document ends regardless of `min_tokens`."""
     outcomes = drive(
         make_engine(), [ask("stop", JSON, seed=1, stop=('"age"',)), ask("short", CHOICE, min_tokens=50, max_tokens=60)]
     )
@@ -132,8 +132,8 @@ def test_grammar_and_rules_that_forbid_every_token_end_the_request() -> None:
     assert outcomes["other"].text in ("red", "green", "blue")
 
 
-def test_logprobs_are_the_models_own() -> None:
-    """Logprobs are those of the unmasked distribution: a forced token may be unlikely, below other tokens."""
+def test_logprobs_ignore_the_grammar() -> None:
+    """Logprobs are of the distribution without masks, so a token that the grammar forces may be unlikely."""
     outcome = drive(make_engine(), [ask("s", CHOICE, logprobs=3)])["s"]
     (first, *_) = [entry for delta in outcome.deltas for entry in delta.logprobs or ()]
     assert first.token_id == outcome.token_ids[0]
@@ -144,7 +144,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_special_tokens_are_never_sampled_under_any_grammar() -> None:
-    """A grammar that names special tokens is rejected earlier; this is a second safeguard."""
+    """The API process rejects a grammar that names special tokens; the token mask is a second safeguard."""
     end = TOKENIZER.vocab_size - 1
     pairs = [bytes([first, first]) for first in range(end - 257)]
     tokenizer = ByteLevelTokenizer(
@@ -166,7 +166,7 @@ def test_special_tokens_are_never_sampled_under_any_grammar() -> None:
 
 @contextmanager
 def slow_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Compilations wait until the event is set."""
+    """Replace grammar compilation by a function that waits until the event is set."""
     may_go = threading.Event()
 
     def compile_later(vocabulary: object, grammar: str) -> LLMatcher:
@@ -235,7 +235,7 @@ def test_prior_tokens_that_violate_the_grammar_are_rejected() -> None:
     assert list(matchers.uids) == []
 
 
-def test_a_vocabulary_without_an_end_of_text_ends_where_nothing_may_follow() -> None:
+def test_a_complete_grammar_ends_a_sequence_of_a_model_without_end_tokens() -> None:
     tokens = [TOKENIZER.token_bytes(token_id) for token_id in range(TOKENIZER.vocab_size - 1)]
     vocabulary = Vocabulary(tokens, [], [])
     matcher = compile_grammar(vocabulary.for_masks(), CHOICE)
@@ -245,6 +245,6 @@ def test_a_vocabulary_without_an_end_of_text_ends_where_nothing_may_follow() -> 
     assert matcher.is_stopped()
 
 
-def test_the_grammar_travels_with_a_submission() -> None:
+def test_a_submission_carries_its_grammar_between_processes() -> None:
     submit = ask("s", CHOICE)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=type(submit)).grammar == CHOICE

@@ -21,7 +21,7 @@ LARGEST = LargestStep(block_size=4, num_tokens=200, num_sampled=9, max_context_l
 
 
 class FakeDevice:
-    """A device on which the first graph takes `first` bytes, and each later graph `later` bytes."""
+    """Fake GPU on which the first CUDA graph takes `first` bytes, and each later graph `later` bytes."""
 
     def __init__(self, *, first: int, later: int) -> None:
         self.free = 10_000_000
@@ -54,7 +54,7 @@ def test_the_estimate_from_two_graphs_equals_the_memory_of_all_graphs(first: int
 
 @pytest.mark.parametrize("captures", [True, False])
 def test_the_kv_cache_leaves_memory_for_cuda_graphs(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
-    """Uses a model that claims to be on a GPU."""
+    """The model in this test claims to be on a GPU."""
     tried: Any = SimpleNamespace(token_embedding=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
     memory = DeviceMemory(total=1000, free=900, reserved=100, peak=100)
     monkeypatch.setattr(gpu_setup, "measure", lambda *given: memory)

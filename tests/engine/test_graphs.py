@@ -94,17 +94,17 @@ def test_a_replayed_step_is_padded_with_the_scratch_block() -> None:
     assert seen[-1][3] == [[2, 5, 10], *[[10] * 3] * 3]
 
 
-class Recorder:
+class CountingCapture:
     """A `Capture` that counts, and checks that the inputs of a computation keep their addresses."""
 
     def __init__(self) -> None:
-        self.recorded: list[torch.Size] = []
+        self.captured: list[torch.Size] = []
         self.replays: list[int] = []
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        replay, number = call_again(compute), len(self.recorded)
+        replay, number = call_again(compute), len(self.captured)
         result = replay()
-        self.recorded.append(result.shape)
+        self.captured.append(result.shape)
 
         def counted() -> Tensor:
             self.replays.append(number)
@@ -115,7 +115,7 @@ class Recorder:
         return counted
 
 
-def test_graphs_are_captured_once_and_replayed_for_fitting_steps() -> None:
+def test_cuda_graphs_are_captured_once_and_replayed_for_fitting_steps() -> None:
     seen: list[tuple[int, ...]] = []
 
     def hidden(ids_T: Tensor, metadata: AttentionMetadata, cache: KVCache) -> Tensor:
@@ -124,16 +124,16 @@ def test_graphs_are_captured_once_and_replayed_for_fitting_steps() -> None:
         seen.append((ids_T.data_ptr(), metadata.block_tables_BN.data_ptr(), *metadata.block_tables_BN.shape))
         return torch.stack((ids_T, metadata.positions_T), dim=1).float()
 
-    recorder = Recorder()
-    graphs = DecodeGraphs(hidden, make_cache(10), capture=recorder, shapes=buckets(8, 128))
-    assert [shape[0] for shape in recorder.recorded] == [8, 8, 4, 4]
+    capture = CountingCapture()
+    graphs = DecodeGraphs(hidden, make_cache(10), capture=capture, shapes=buckets(8, 128))
+    assert [shape[0] for shape in capture.captured] == [8, 8, 4, 4]
     assert graphs.shapes == (Bucket(8, 128), Bucket(8, 32), Bucket(4, 128), Bucket(4, 32))
     places = set(seen)
     found = graphs.hidden(step([5], [3], [15], [[3]]))
     assert found is not None
     assert found.tolist() == [[5.0, 3.0]]
     assert graphs.hidden(step([5] * 5, [200] * 5, [1] * 5, [[3] * 51] * 5)) is not None
-    assert recorder.replays == [3, 0]
+    assert capture.replays == [3, 0]
     assert set(seen) == places
     assert graphs.hidden(step([5] * 9, [3] * 9, [1] * 9, [[3]] * 9)) is None
     prompt = AttentionMetadata(
@@ -144,7 +144,7 @@ def test_graphs_are_captured_once_and_replayed_for_fitting_steps() -> None:
     assert graphs.hidden(msgspec.structs.replace(inputs, metadata=prompt)) is None
 
 
-def engine(variant: str, recorder: Recorder | None, **config: Any) -> Engine:
+def engine(variant: str, capture: CountingCapture | None, **config: Any) -> Engine:
     model = build(VARIANTS[variant])
     for attention in attention_layers(model):
         attention.backend = PagedAttention(gathered, one_by_one)
@@ -152,43 +152,43 @@ def engine(variant: str, recorder: Recorder | None, **config: Any) -> Engine:
     runner = ModelRunner(
         model, num_blocks=values["num_blocks"], block_size=values["block_size"], vocab_size=TOKENIZER.vocab_size
     )
-    if recorder is not None:
-        runner.capture_decodes(recorder, max_rows=8, max_context_length=64)
+    if capture is not None:
+        runner.capture_decodes(capture, max_rows=8, max_context_length=64)
     return Engine(model, TOKENIZER, EngineConfig(**values), runner=runner)
 
 
 def answers(engine: Engine, submits: list[Submit], every: int) -> dict[str, list[Any]]:
     waiting, number = list(submits), 0
-    told: dict[str, list[Any]] = {}
+    reported: dict[str, list[Any]] = {}
     while waiting or engine.has_work:
         if waiting and number % every == 0:
             engine.submit(waiting.pop(0))
         for delta in engine.step().events:
-            told.setdefault(delta.uid, []).append(delta)
+            reported.setdefault(delta.uid, []).append(delta)
         number += 1
     engine.check_integrity()
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("variant", ["rotary-gqa", "gpt2", "window-one-layer", "alibi"])
-def test_tokens_are_those_of_the_reference(variant: str) -> None:
+def test_tokens_with_cuda_graphs_equal_the_reference(variant: str) -> None:
     """Steps of up to 8 rows are replayed; larger steps and prompts are not. The small pool causes preemptions.
 
     Layers with a bias use a backend that needs context lengths, so their steps cannot be captured.
     """
-    recorder = Recorder()
+    capture = CountingCapture()
     submits = submissions(18, seed=3, max_prompt=24)
-    built = engine(variant, None if variant == "alibi" else recorder, num_blocks=40)
-    told = answers(built, submits, every=2)
+    built = engine(variant, None if variant == "alibi" else capture, num_blocks=40)
+    reported = answers(built, submits, every=2)
     for submit in submits:
-        found = [token_id for delta in told[submit.uid] for token_id in delta.token_ids]
+        found = [token_id for delta in reported[submit.uid] for token_id in delta.token_ids]
         expected = generate(build(VARIANTS[variant]), submit.prompt_token_ids, submit.params, eos_token_ids=(EOS,))
         assert found == expected
     # 16 blocks of 4 hold a context of 64: one width, and graphs for 8 and 4 rows.
-    assert set(recorder.replays) == (set() if variant == "alibi" else {0, 1})
+    assert set(capture.replays) == (set() if variant == "alibi" else {0, 1})
 
 
-def test_logprobs_and_embeddings_are_the_same() -> None:
+def test_replay_of_cuda_graphs_does_not_change_logprobs() -> None:
     """Compare logprobs of tokens and prompts, penalties, drafts and embeddings, with and without replay."""
     rng = random.Random(2)
     texts = [[rng.randrange(EOS) for _ in range(rng.randint(1, 12))] for _ in range(5)]
@@ -199,10 +199,10 @@ def test_logprobs_and_embeddings_are_the_same() -> None:
         make_submit("penalised", texts[2], max_tokens=30, temperature=0.0, frequency_penalty=1.5, ignore_eos=True),
         make_submit("drafted", repeating, max_tokens=30, temperature=0.0, ignore_eos=True),
     ]
-    recorder = Recorder()
-    with_graphs = answers(engine("rotary-gqa", recorder, max_draft_tokens=3), submits, every=1)
+    capture = CountingCapture()
+    with_graphs = answers(engine("rotary-gqa", capture, max_draft_tokens=3), submits, every=1)
     without = answers(engine("rotary-gqa", None, max_draft_tokens=3), submits, every=1)
-    assert len(recorder.replays) > 20
+    assert len(capture.replays) > 20
     for uid, deltas in without.items():  # the length of a draft depends on step times
         found = with_graphs[uid]
         assert joined(found, "token_ids") == joined(deltas, "token_ids")

@@ -1,4 +1,4 @@
-"""Asynchronous scheduling: launching the next step before the tokens of the last step are read.
+"""Lookahead of the engine: launching the next step before the tokens of the last step are read.
 
 The fake runner computes a launched step as late as possible: see `tests.engine.fakes`.
 """
@@ -35,16 +35,16 @@ def tokens_of(uid: str, events: list[TokenDelta]) -> list[int]:
 
 
 def unending(uid: str, prompt: list[int], **params: Any) -> Submit:
-    """A submission that ends only at `max_tokens`."""
+    """Make a submission that ends only at `max_tokens`."""
     return make_submit(uid, prompt, ignore_eos=True, **params)
 
 
 def stopping(uid: str, prompt: list[int], *, at: int) -> Submit:
-    """A submission whose token number `at` is a stop token."""
+    """Make a submission whose completion token number `at` is a stop token."""
     free = unending(uid, prompt, max_tokens=CONTEXT)
-    drawn = expected_tokens(free, CONTEXT)
-    assert drawn[at - 1] not in drawn[: at - 1]
-    params = dataclasses.replace(free.params, stop_token_ids=(drawn[at - 1],))
+    sampled = expected_tokens(free, CONTEXT)
+    assert sampled[at - 1] not in sampled[: at - 1]
+    params = dataclasses.replace(free.params, stop_token_ids=(sampled[at - 1],))
     return msgspec.structs.replace(free, params=params)
 
 
@@ -79,7 +79,7 @@ def test_sequences_at_their_maximum_length_are_not_launched() -> None:
 
 
 def test_the_row_of_an_ended_sequence_is_ignored() -> None:
-    """The stop token was unknown when the next step was launched. The blocks of the sequence are freed and reused."""
+    """A stop token ends a sequence whose next step is launched. The blocks of the sequence are freed and reused."""
     engine, runner = ahead()
     stops, may_continue = stopping("stops", [5, 6], at=3), unending("goes on", [7], max_tokens=12)
     engine.submit(stops)
@@ -109,7 +109,7 @@ def test_the_row_of_an_ended_sequence_is_ignored() -> None:
     assert engine.step().stats.num_free_blocks == 14
 
 
-def test_a_stop_string_ends_it_too() -> None:
+def test_a_stop_string_ends_a_sequence_whose_next_step_is_launched() -> None:
     tokens = expected_tokens(unending("s", [1, 2], max_tokens=8), CONTEXT)
     at = next(n for n, token in enumerate(tokens) if 32 <= token < 127)
     engine, runner = ahead()
@@ -122,8 +122,8 @@ def test_a_stop_string_ends_it_too() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_cancelled_between_its_launch_and_its_reading(again: bool) -> None:
-    """A cancelled sequence gets no event, and a newer attempt of the same name gets no event of the older attempt."""
+def test_a_sequence_cancelled_after_its_step_was_launched_gets_no_event(again: bool) -> None:
+    """A newer attempt of the same uid gets no event of the cancelled attempt."""
     engine, runner = ahead()
     other, cancelled = unending("a", [1, 2], max_tokens=9), unending("b", [3], max_tokens=9)
     for submit in (other, cancelled):
@@ -171,7 +171,7 @@ def test_a_failure_is_reported_once_and_drops_the_launched_step() -> None:
 
 
 def test_an_arrival_waits_for_the_launched_step_only() -> None:
-    """A step is in flight when the prompt arrives; the next step computes it."""
+    """A prompt that arrives while a step is in flight is computed in the next step."""
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=12))
     engine.step()
@@ -190,12 +190,12 @@ def test_waiting_sequences_do_not_stop_lookahead_when_all_slots_are_used() -> No
     engine.submit(unending("waits", [3], max_tokens=3))
     events = [engine.step().events for _ in range(7)]
     assert runner.order[:11] == [1, 2, -1, 3, -2, 4, -3, 5, -4, 6, -5]
-    assert [tokens_of("a", told) != [] for told in events] == [True] * 6 + [False]
-    assert [tokens_of("waits", told) != [] for told in events] == [False] * 6 + [True]
+    assert [tokens_of("a", step) != [] for step in events] == [True] * 6 + [False]
+    assert [tokens_of("waits", step) != [] for step in events] == [False] * 6 + [True]
 
 
 def test_steps_launched_ahead_are_charged() -> None:
-    """Tenant x runs two sequences, tenant y one with a long prompt: after a dozen steps, x has been served more."""
+    """Tenant x decodes two sequences, tenant y one long prompt. After a dozen steps, x has been served more."""
     engine, runner = ahead(max_num_running=3, num_blocks=40, max_batched_tokens=20)
     for tenant, uid, length, max_tokens in (
         ("x", "x1", 1, 13),
@@ -212,10 +212,10 @@ def test_steps_launched_ahead_are_charged() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_running", "is_planned"), [(2, 1, True), (1, 1, False), (2, 2, False)])
-def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_step_out(
+def test_no_step_is_planned_ahead_without_free_blocks_or_with_a_sequence_left_out(
     num_blocks: int, num_running: int, is_planned: bool
 ) -> None:
-    """A sequence has a full block, in a pool of one or two blocks. Another sequence may run beside the plan."""
+    """In a pool of one or two blocks, a sequence needs one more block. Another sequence may run beside the plan."""
     config = EngineConfig(block_size=2, num_blocks=num_blocks, max_num_running=2, max_batched_tokens=4)
     scheduler = Scheduler(config, max_context_length=CONTEXT)
     sequences = [
@@ -237,7 +237,7 @@ def test_nothing_is_planned_ahead_where_blocks_are_short_or_another_sits_the_ste
 
 
 def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
-    """The deadline passes in the fifth step, and the next call of `step` ends the sequence."""
+    """A deadline passes in the fifth step, and the next call of `step` ends the sequence."""
     engine, runner = ahead(max_num_running=1, fakes_time=True)
     engine.submit(unending("a", [1], max_tokens=20))
     engine.submit(make_submit("late", [2], deadline=4.5))
@@ -267,13 +267,13 @@ def test_lookahead_preempts_no_sequence() -> None:
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
-def test_the_prefix_cache_knows_all_that_was_computed(looks_ahead: bool) -> None:
+def test_the_prefix_cache_holds_all_computed_blocks(looks_ahead: bool) -> None:
     """The text has 2 + 9 tokens, and the last one is not computed: its continuation finds five blocks of two tokens."""
     engine, _ = make_engine(looks_ahead=looks_ahead)
     first = unending("first", [1, 2], max_tokens=9)
     engine.submit(first)
-    drawn = tokens_of("first", drive(engine))
-    engine.submit(unending("next", [1, 2, *drawn, 5], max_tokens=2))
+    sampled = tokens_of("first", drive(engine))
+    engine.submit(unending("next", [1, 2, *sampled, 5], max_tokens=2))
     (end,) = [event.finish for event in drive(engine) if event.finish]
     assert end.num_cached_tokens == 10
 
@@ -298,7 +298,7 @@ NEEDS_THE_HOST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NEEDS_THE_HOST)
 def test_steps_that_need_the_host_are_never_launched(name: str) -> None:
-    """No sequence that runs beside it is launched ahead either, until it ends."""
+    """A sequence that needs the host keeps all steps from being launched ahead until it ends."""
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=16))
     engine.submit(make_submit("b", [3, 4], **{"max_tokens": 8, "ignore_eos": True, **NEEDS_THE_HOST[name]}))
@@ -311,7 +311,7 @@ def test_steps_that_need_the_host_are_never_launched(name: str) -> None:
     assert runner.num_launched == 8
 
 
-def test_a_nucleus_of_few_tokens_is_launched() -> None:
+def test_top_p_sampling_with_a_small_top_k_is_launched_ahead() -> None:
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=8, temperature=1.0, top_p=0.9, top_k=20))
     drive(engine)
@@ -337,8 +337,8 @@ def test_embeddings_scores_drafts_and_partial_prompts_are_not_launched() -> None
     assert runner.order == [0, 0, 1, 2, -1, 3, -2, -3]  # chunks of 7, 7 and 6 tokens; the last one samples
 
 
-def test_a_step_ahead_is_timed_from_the_end_of_the_one_before() -> None:
-    """These times set the prompt chunk size. A step of four rows takes one second, launched ahead or not."""
+def test_a_step_launched_ahead_is_timed_from_the_end_of_the_previous_step() -> None:
+    """Step times set the size of prompt chunks. A step of four rows takes one second, launched ahead or not."""
     for looks_ahead in (False, True):
         engine, _ = make_engine(looks_ahead=looks_ahead, fakes_time=True, prompt_slowdown=2.0)
         engine.submit(unending("a", [1], max_tokens=9))

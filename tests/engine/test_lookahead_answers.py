@@ -24,7 +24,7 @@ GRAMMAR = LLMatcher.grammar_from_lark('start: ("a" | "b" | "c"){1,9} "."')
 
 
 class Counting(ModelRunner):
-    """Counts launched steps, and those whose input tokens were unknown to the host."""
+    """Model runner that counts launched steps, and launched steps whose input tokens only the device knows."""
 
     num_launched = num_ahead = num_run = 0
 
@@ -52,7 +52,7 @@ def engine(looks_ahead: bool, *, records: bool = False, **config: Any) -> tuple[
 
 
 def requests(seed: int, *, plain: float) -> list[Submit]:
-    """Mixed lengths and stop conditions, many with a shared prefix; some need no result on the host."""
+    """Make submissions of mixed lengths and stop conditions, many with a shared prefix."""
     rng = random.Random(seed)
     beginning = [rng.randrange(EOS) for _ in range(18)]
     made = []
@@ -98,24 +98,24 @@ def answers(engine: Engine, submits: Sequence[Submit], seed: int) -> tuple[dict[
     rng = random.Random(seed)
     cancelled = {submit.uid: rng.randint(1, 8) for submit in submits if rng.random() < 0.2}
     waiting, number, num_preemptions = list(submits), 0, 0
-    told: dict[str, list[TokenDelta]] = {submit.uid: [] for submit in submits}
+    reported: dict[str, list[TokenDelta]] = {submit.uid: [] for submit in submits}
     while waiting or engine.has_work:
         if waiting and number % 3 == 0:
             engine.submit(waiting.pop(0))
         result = engine.step()
         num_preemptions += result.stats.num_preemptions
         for event in result.events:
-            told[event.uid].append(event)
-            if len(told[event.uid]) == cancelled.get(event.uid) and event.finish is None:
+            reported[event.uid].append(event)
+            if len(reported[event.uid]) == cancelled.get(event.uid) and event.finish is None:
                 engine.cancel(event.uid)
         engine.check_integrity()
         number += 1
     assert engine.step().stats.num_free_blocks == engine.step().stats.num_blocks
-    return {uid: [piece(event) for event in events] for uid, events in told.items()}, num_preemptions
+    return {uid: [piece(event) for event in events] for uid, events in reported.items()}, num_preemptions
 
 
 def piece(event: TokenDelta) -> Any:
-    """Return an event without times and arrival-dependent fields; logprobs are rounded to four digits."""
+    """Return an event without times, with logprobs rounded to four digits, to compare two runs."""
     finish = event.finish
     end = None if finish is None else (finish.reason, finish.stop_reason, finish.error, finish.num_completion_tokens)
     scores = [

@@ -53,7 +53,7 @@ def native(level: str) -> NativeAttention:
 
 
 def submissions(count: int) -> list[Submit]:
-    """Greedy and seeded submissions of mixed lengths; some share a prefix."""
+    """Make greedy and seeded submissions of mixed lengths, some with a shared prefix."""
     rng = random.Random(count)
     common = [rng.randrange(256) for _ in range(9)]
     made = []
@@ -72,7 +72,7 @@ def submissions(count: int) -> list[Submit]:
 def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDelta]], list[StepStats]]:
     """Return the events of each submission; one submission arrives per step."""
     waiting = list(submits)
-    told: dict[str, list[TokenDelta]] = {}
+    reported: dict[str, list[TokenDelta]] = {}
     stats = []
     while waiting or engine.has_work:
         if waiting:
@@ -80,12 +80,12 @@ def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDe
         result = engine.step()
         stats.append(result.stats)
         for delta in result.events:
-            told.setdefault(delta.uid, []).append(delta)
-    return told, stats
+            reported.setdefault(delta.uid, []).append(delta)
+    return reported, stats
 
 
 def counting(rows: list[int], hidden: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function, which also records its numbers of rows."""
+    """Wrap a forward pass to record its numbers of rows."""
 
     def counted(model: Any, token_ids_T: Tensor, *rest: Any, **options: Any) -> Any:
         rows.append(len(token_ids_T))
@@ -95,7 +95,7 @@ def counting(rows: list[int], hidden: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def answer(deltas: list[TokenDelta]) -> tuple[list[int], list[TokenLogprob], str]:
-    """Return ids, exact logprobs and text."""
+    """Return the token ids, exact logprobs and text of a completion."""
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     return [i for delta in deltas for i in delta.token_ids], logprobs, "".join(delta.text for delta in deltas)
 
@@ -109,14 +109,14 @@ def test_a_completion_is_batch_invariant(level: str, dtype: torch.dtype, kind: s
     assert sum(step.num_prefix_hits for step in stats) > 0
     alone = Engine(native_model("rotary-gqa", native(level), dtype, kind), TOKENIZER, CONFIG)
     for submit in submits:
-        told, _ = drive(alone, [submit])
-        assert answer(told[submit.uid]) == answer(crowd[submit.uid])
+        reported, _ = drive(alone, [submit])
+        assert answer(reported[submit.uid]) == answer(crowd[submit.uid])
 
 
 @pytest.mark.parametrize("level", BEST)
 @pytest.mark.parametrize("variant", ["gpt2", "rotary-gqa"])
 def test_an_attention_query_does_not_change_later_steps(level: str, variant: str) -> None:
-    """attention_weights() has more tokens than any step so far, and allocates the buffers that later steps share."""
+    """An attention query with more tokens than any step allocates the buffers that later steps share."""
     answers = []
     for looks in (False, True):
         engine = Engine(native_model(variant, native(level)), TOKENIZER, CONFIG)
@@ -132,7 +132,7 @@ def test_an_attention_query_does_not_change_later_steps(level: str, variant: str
 
 @pytest.mark.parametrize("level", BEST)
 def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native kernels are batch-invariant. PyTorch's GEMM kernels round differently in small batches, so it pads."""
+    """Native kernels are batch-invariant. Only steps of PyTorch's kernels, which round differently, are padded."""
     rows: list[int] = []
     monkeypatch.setattr(NativeTransformer, "hidden", counting(rows, NativeTransformer.hidden))
     monkeypatch.setattr(NativeTransformer, "decode", counting(rows, NativeTransformer.decode))
@@ -163,6 +163,6 @@ def test_embeddings_and_scores_of_prompts_are_those_of_pytorch(level: str) -> No
     )
     scores = []
     for engine in engines:
-        told, _ = drive(engine, [make_submit("a", [5, 6, 7, 8], max_tokens=2, prompt_logprobs=1, ignore_eos=True)])
-        scores.append([entry.logprob for delta in told["a"] for entry in delta.prompt_logprobs or ()][1:])
+        reported, _ = drive(engine, [make_submit("a", [5, 6, 7, 8], max_tokens=2, prompt_logprobs=1, ignore_eos=True)])
+        scores.append([entry.logprob for delta in reported["a"] for entry in delta.prompt_logprobs or ()][1:])
     assert scores[1] == pytest.approx(scores[0], abs=1e-4)

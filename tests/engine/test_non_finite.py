@@ -79,7 +79,7 @@ def use(model: Transformer, attention: Any) -> None:
 
 
 class Answers:
-    """Submissions that arrive one per step, and the events of each."""
+    """Engine with submissions that arrive one per step, and the events of each submission."""
 
     def __init__(self, model: Transformer, *, looks_ahead: bool = False, **config: Any) -> None:
         self.engine = Engine(model, TOKENIZER, EngineConfig(**{**CONFIG, **config}), looks_ahead=looks_ahead)
@@ -102,8 +102,8 @@ class Answers:
         assert result.stats.num_free_blocks == result.stats.num_blocks
         return self
 
-    def told(self, uid: str) -> list[object]:
-        """Return all fields except times, with exact values."""
+    def reported(self, uid: str) -> list[object]:
+        """Return all fields of a submission's events except times, with exact values."""
         found: list[object] = []
         for event in self.events[uid]:
             found += [*event.token_ids, event.text, *(event.logprobs or ()), event.embedding]
@@ -121,7 +121,7 @@ class Answers:
 
 
 def good(count: int, seed: int) -> list[Submit]:
-    """Greedy and seeded completions, texts to embed, and prompts to score."""
+    """Make submissions: greedy and seeded completions, texts to embed, and prompts to score."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -141,7 +141,7 @@ def good(count: int, seed: int) -> list[Submit]:
 
 
 def with_token(submits: Ordered[Submit], token_id: int, place: Callable[[int], int]) -> list[Submit]:
-    """The same requests with other names, and with a token inserted at `place(prompt length)`."""
+    """Copy submissions under other uids, with the poison token inserted at `place(prompt length)`."""
     made = []
     for submit in submits:
         ids = list(submit.prompt_token_ids)
@@ -152,14 +152,14 @@ def with_token(submits: Ordered[Submit], token_id: int, place: Callable[[int], i
 
 
 def forced(uid: str) -> Submit:
-    """A submission that samples the bad token itself: its first token is finite, its second is not."""
+    """Make a submission that samples the poison token: its first step is finite, its second step is not."""
     return make_submit(uid, [5, 6, 7], max_tokens=9, allowed_token_ids=(POISON,), temperature=0.0, logprobs=1)
 
 
 @pytest.mark.parametrize(("numbers", "value"), NATIVE)
 @pytest.mark.parametrize("level", BEST)
 def test_native_kernels_are_batch_invariant_beside_non_finite_sequences(level: str, numbers: str, value: float) -> None:
-    """Covers random batches, chunks and reused blocks."""
+    """Cover random batches, chunks and reused blocks."""
     rng = random.Random(2)
     healthy, ill = good(10, seed=1), with_token(good(6, seed=2), POISON, lambda length: rng.randint(0, length))
     mixed = [*healthy, *ill, forced("forced")]
@@ -168,7 +168,7 @@ def test_native_kernels_are_batch_invariant_beside_non_finite_sequences(level: s
     apart = Answers(poisoned("native", numbers, value)).drive(healthy)
     assert together.largest_batch > 3
     for submit in healthy:
-        assert together.told(submit.uid) == apart.told(submit.uid), submit.uid
+        assert together.reported(submit.uid) == apart.reported(submit.uid), submit.uid
     for submit in [*ill, forced("forced")]:
         together.check_failed(submit.uid)
     assert [event.token_ids for event in together.events["forced"]] == [(POISON,), ()]
@@ -179,7 +179,7 @@ def test_native_kernels_are_batch_invariant_beside_non_finite_sequences(level: s
 def test_non_finite_sequences_do_not_change_the_bits_of_other_sequences(
     backend: str, numbers: str, value: float
 ) -> None:
-    """PyTorch's results depend on the shape of a step, so steps have the same shapes with and without the token."""
+    """PyTorch's results depend on the shape of a step, so both runs have steps of the same shapes."""
     healthy = good(10, seed=1)
     once = [dataclasses.replace(submit.params, max_tokens=min(1, submit.params.max_tokens)) for submit in healthy]
     short = [msgspec.structs.replace(submit, params=params) for submit, params in zip(good(10, 2), once, strict=True)]
@@ -191,7 +191,7 @@ def test_non_finite_sequences_do_not_change_the_bits_of_other_sequences(
     beside_ill, beside_healthy = answers
     assert beside_ill.largest_batch > 3
     for submit in healthy:
-        assert beside_ill.told(submit.uid) == beside_healthy.told(submit.uid), submit.uid
+        assert beside_ill.reported(submit.uid) == beside_healthy.reported(submit.uid), submit.uid
     for number in range(len(short)):
         beside_ill.check_failed(f"b{number}")
     assert (beside_ill.num_non_finite, beside_healthy.num_non_finite) == (len(short), 0)
@@ -213,7 +213,7 @@ def test_a_sequence_that_shares_non_finite_blocks_is_recomputed(backend: str) ->
     together.drive([ill, healthy], at_once=True).drive([later])
     alone = Answers(poisoned(backend, "float32", math.nan, 3), max_batched_tokens=64).drive([healthy]).drive([later])
     together.check_failed("b")
-    assert [together.told(uid) for uid in "gh"] == [alone.told(uid) for uid in "gh"]
+    assert [together.reported(uid) for uid in "gh"] == [alone.reported(uid) for uid in "gh"]
     first, second = (together.events[uid][-1].finish for uid in "gh")
     assert first is not None
     assert second is not None
@@ -237,8 +237,8 @@ def test_blocks_of_a_non_finite_step_leave_the_prefix_cache(backend: str) -> Non
     assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in entries)
 
 
-def test_steps_that_are_captured_and_launched_ahead() -> None:
-    """The next step is launched with the bad sequence before its values are known to be non-finite."""
+def test_non_finite_values_in_captured_steps_launched_ahead_end_the_sequence() -> None:
+    """The next step is launched with the non-finite sequence before the host knows the values."""
     answers = []
     healthy = [
         make_submit(f"g{number}", [20 + number, 30], max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -256,7 +256,7 @@ def test_steps_that_are_captured_and_launched_ahead() -> None:
         answers.append(ahead.drive([*healthy, late], at_once=True))
     answers[0].check_failed("b")
     for submit in healthy:
-        assert answers[0].told(submit.uid) == answers[1].told(submit.uid)
+        assert answers[0].reported(submit.uid) == answers[1].reported(submit.uid)
     assert answers[0].num_non_finite == 1
 
 
@@ -267,7 +267,7 @@ def test_steps_that_are_captured_and_launched_ahead() -> None:
 def test_a_draft_is_cut_before_its_first_non_finite_token(
     non_finite: set[int], ended: list[str], num_added: int
 ) -> None:
-    """A draft token is committed only when sampled: the next step computes it again and detects the failure."""
+    """A non-finite draft token ends no sequence. If the token is sampled, the next step detects the failure."""
     config = EngineConfig(block_size=4, num_blocks=40, max_num_running=4, max_batched_tokens=40)
     scheduler = Scheduler(config, max_context_length=64)
     prompts = {"a": [1, 2, 3, 4, 5], "b": [9, 9, 9, 9, 9]}
@@ -285,15 +285,15 @@ def test_a_draft_is_cut_before_its_first_non_finite_token(
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_a_decode_step_sees_a_hidden_state_that_no_norm_can_take(level: str) -> None:
-    """The norm turns the hidden state into zeros, and the logits are finite."""
+def test_a_decode_step_detects_a_hidden_state_whose_norm_overflows(level: str) -> None:
+    """A hidden state that overflows the norm becomes zeros, so its logits are finite."""
     answers = Answers(poisoned("native", "float32", HUGE)).drive([forced("b")])
     answers.check_failed("b")
     assert [event.token_ids for event in answers.events["b"]] == [(POISON,), ()]
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_rounding_quantize_rows_does_not_hide_what_overflows_in_a_layer(level: str) -> None:
+def test_int8_quantization_does_not_hide_an_overflow_inside_a_layer(level: str) -> None:
     """Inside an MLP, infinity times 0 is NaN; the residual stream before it is finite."""
     model = poisoned("sdpa", "float32", 0.0)
     block: Any = model.layers[0]

@@ -29,7 +29,7 @@ MODELS["eager"] = build(VARIANTS["rotary-gqa"], "eager")
 
 
 class Run:
-    """Run submissions to their ends; they arrive at the given steps."""
+    """Run submissions, which arrive at the given steps, until all sequences have ended."""
 
     def __init__(self, name: str, **config: int | bool) -> None:
         values = {"block_size": 4, "num_blocks": 200, "max_num_running": 16, "max_batched_tokens": 64, **config}
@@ -70,7 +70,7 @@ class Run:
 
 
 def submissions(count: int, seed: int, *, max_prompt: int = 40) -> list[Submit]:
-    """Mixed lengths, greedy and seeded, with all sampling filters."""
+    """Make submissions of mixed lengths, greedy and seeded, with all sampling filters."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -99,7 +99,7 @@ def submissions(count: int, seed: int, *, max_prompt: int = 40) -> list[Submit]:
     ("budget", "every"),
     [pytest.param(16, 0, marks=pytest.mark.slow), pytest.param(64, 0, marks=pytest.mark.slow), (23, 2)],
 )
-def test_random_batches_and_chunks(name: str, budget: int, every: int) -> None:
+def test_random_batches_and_chunks_equal_the_reference(name: str, budget: int, every: int) -> None:
     submits = submissions(20, seed=budget + every)
     run = Run(name, max_batched_tokens=budget)
     run.drive(submits, every)
@@ -109,7 +109,7 @@ def test_random_batches_and_chunks(name: str, budget: int, every: int) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_preemption(name: str) -> None:
+def test_preempted_sequences_equal_the_reference(name: str) -> None:
     submits = submissions(14, seed=5, max_prompt=20)
     run = Run(name, num_blocks=20, enable_prefix_cache=False)
     run.drive(submits)
@@ -118,7 +118,7 @@ def test_preemption(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_prefix_hits(name: str) -> None:
+def test_prefix_hits_equal_the_reference(name: str) -> None:
     rng = random.Random(6)
     shared = [rng.randrange(EOS) for _ in range(21)]
     submits = [
@@ -134,7 +134,7 @@ def test_prefix_hits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rotary-gqa", "eager"])
-def test_everything_at_once_in_a_pool_that_is_too_small(name: str) -> None:
+def test_a_pool_that_is_too_small_equals_the_reference(name: str) -> None:
     submits = submissions(24, seed=8, max_prompt=30)
     submits += [make_submit(f"again-{s.uid}", s.prompt_token_ids, max_tokens=6, seed=1) for s in submits[:8]]
     run = Run(name, num_blocks=24, max_batched_tokens=17)
@@ -242,7 +242,7 @@ def test_logprobs_are_those_of_an_uncached_pass() -> None:
 
 
 def test_a_prompt_is_scored_once_however_often_it_is_computed() -> None:
-    """The prompt is preempted between chunks: reported logprobs stay, and none is repeated."""
+    """A prompt preempted between chunks keeps its prompt logprobs, and repeats none."""
     run = Run("gpt2", num_blocks=11, max_batched_tokens=4, max_num_running=4)
     prompt = list(range(20))
     crowd = [make_submit(str(i), [i + 1] * 3, max_tokens=16, ignore_eos=True, seed=i) for i in range(2)]
@@ -259,7 +259,7 @@ def test_a_prompt_is_scored_once_however_often_it_is_computed() -> None:
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
 
 
-def test_samples_of_one_prompt_share_it() -> None:
+def test_samples_of_one_prompt_share_its_blocks() -> None:
     submits = [make_submit(str(seed), range(30), max_tokens=8, seed=seed, ignore_eos=True) for seed in range(8)]
     run = Run("rotary-gqa", max_batched_tokens=128)
     run.drive(submits)
@@ -272,7 +272,7 @@ def test_samples_of_one_prompt_share_it() -> None:
 
 @pytest.mark.parametrize("budget", [16, 64])
 def test_scoring_a_prompt_without_generating(budget: int) -> None:
-    """max_tokens is 0, also in chunks. The prefix cache cannot be used, since it holds no logits."""
+    """A prompt with max_tokens 0 is scored, also in chunks, without the prefix cache, which holds no logits."""
     prompt = list(range(40))
     run = Run("rotary-gqa", max_batched_tokens=budget)
     for uid in ("a", "b"):
@@ -287,7 +287,7 @@ def test_scoring_a_prompt_without_generating(budget: int) -> None:
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    """Logprobs alone and in a batch agree far below the precision that affects sampling: see `plan.MIN_ROWS`."""
+    """Logprobs alone and in a batch differ far less than the precision that affects sampling, see `MIN_ROWS`."""
     submits = submissions(10, seed=12, max_prompt=12)
     params: dict[str, Any] = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True}
     submits = [make_submit(s.uid, s.prompt_token_ids, seed=s.params.seed, **params) for s in submits]
@@ -304,17 +304,17 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_never_sampled() -> None:
-    """The embedding matrix is padded beyond the vocabulary."""
+    """The embedding matrix of this model is padded beyond the vocabulary."""
     small = train_bpe([], 257)
     engine = Engine(MODELS["gpt2"], small, EngineConfig(num_blocks=40))
     for seed in range(8):
         engine.submit(
             make_submit(str(seed), [1], max_tokens=40, temperature=5.0, seed=seed, logprobs=5, ignore_eos=True)
         )
-    drawn = [delta for _ in range(40) for delta in engine.step().events]
-    assert len(drawn) == 8 * 40
-    assert max(token_id for delta in drawn for token_id in delta.token_ids) < 257
-    assert max(token for delta in drawn for entry in delta.logprobs or () for token, _ in entry.top) < 257
+    sampled = [delta for _ in range(40) for delta in engine.step().events]
+    assert len(sampled) == 8 * 40
+    assert max(token_id for delta in sampled for token_id in delta.token_ids) < 257
+    assert max(token for delta in sampled for entry in delta.logprobs or () for token, _ in entry.top) < 257
 
 
 def test_greedy_rows_ignore_the_seed() -> None:

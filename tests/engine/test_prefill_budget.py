@@ -1,4 +1,4 @@
-"""Chunk sizes of prompts beside decodes, with a manual clock."""
+"""Prefill budget: sizes of prompt chunks beside decodes, on a simulated machine."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ FIXED, PER_ROW, PER_PROMPT_TOKEN = 0.016, 0.001, 0.0004
 
 @dataclass
 class Machine:
-    """A scheduler and its planned steps: the number of tokens per sequence, by name."""
+    """Scheduler on a simulated machine, and its planned steps: the number of tokens of each uid."""
 
     slowdown: float
     budget: int = 512
@@ -37,7 +37,7 @@ class Machine:
         self.scheduler.add(SequenceState(submit, arrival_number=self.num_arrived, max_context_length=4000))
 
     def step(self) -> float:
-        """Run a step; return its duration."""
+        """Run a step of the simulated machine; return the duration of the step."""
         plan = self.scheduler.schedule()
         rows = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
         took = FIXED + PER_ROW * rows + PER_PROMPT_TOKEN * (plan.num_tokens - rows)
@@ -47,7 +47,7 @@ class Machine:
         return took
 
     def decode(self, num_sequences: int) -> float:
-        """Decode `num_sequences` sequences; return the duration of such a step."""
+        """Decode `num_sequences` sequences; return the duration of the last step."""
         for number in range(num_sequences):
             self.arrive(f"d{number}", 4)
         return [self.step() for _ in range(30)][-1]
@@ -95,7 +95,7 @@ def test_prompts_that_wait_are_computed_beside_each_other_within_the_budget() ->
     assert all(sum(step.values()) == 56 for step in prompts)
 
 
-def test_a_prefill_always_progresses() -> None:
+def test_a_prefill_computes_tokens_in_every_step() -> None:
     machine = Machine(1.0)
     machine.decode(1)
     machine.arrive("long", 100)
@@ -104,7 +104,7 @@ def test_a_prefill_always_progresses() -> None:
     assert sum(step.get("long", 0) for step in machine.steps) >= 100
 
 
-def test_one_step_that_took_long_changes_little() -> None:
+def test_one_stalled_step_changes_the_prefill_bound_little() -> None:
     machine, other = Machine(2.0), Machine(2.0)
     for each in (machine, other):
         each.decode(4)
@@ -121,7 +121,7 @@ def test_one_step_that_took_long_changes_little() -> None:
     assert machine.steps[-1]["long"] < other.steps[-1]["long"]
 
 
-def test_there_is_no_bound_before_the_first_measurement() -> None:
+def test_prefills_have_no_bound_before_the_first_decode_step() -> None:
     machine = Machine(2.0)
     machine.arrive("a", 600)
     machine.step()

@@ -1,4 +1,4 @@
-"""Priorities: lower numbers run first, without starvation."""
+"""Priorities of requests: lower numbers run first, without starvation."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submi
 
 
 def run(engine: Engine) -> list[str]:
-    """Step to the end. Returns the names in the order in which they ended."""
+    """Step until no work is left. Return the uids in the order in which the sequences ended."""
     ended = []
     while engine.has_work:
         result = engine.step()
@@ -20,7 +20,7 @@ def run(engine: Engine) -> list[str]:
 
 
 def order(*submits: Any, **config: Any) -> list[str]:
-    """Return the order of endings with one slot."""
+    """Return the order in which sequences end in an engine with one slot."""
     engine, _ = make_engine(max_num_running=1, **config)
     for submit in submits:
         engine.submit(submit)
@@ -31,7 +31,7 @@ def make(uid: str, arrival: float, priority: int) -> Any:
     return make_submit(uid, [1, 2, 3], arrival=arrival, priority=priority, max_tokens=4, ignore_eos=True)
 
 
-def test_lower_goes_first_and_equals_by_arrival() -> None:
+def test_the_lowest_priority_value_runs_first_and_equal_values_by_arrival() -> None:
     given = [make("usual", 0.0, 0), make("later", 1.0, 0), make("urgent", 2.0, -1), make("whenever", 0.0, 5)]
     assert order(*given) == ["urgent", "usual", "later", "whenever"]
     assert order(*[make(submit.uid, submit.arrival_seconds, 0) for submit in given]) == [
@@ -50,7 +50,7 @@ def test_a_priority_level_equals_ten_seconds_of_waiting() -> None:
 
 @pytest.mark.parametrize("priority", [0, 3])
 def test_no_sequence_waits_for_ever(priority: int) -> None:
-    """Each step brings an urgent request, a second after the last; each takes the only slot for four steps."""
+    """Urgent requests arrive once a second, and each takes the only slot for four steps."""
     engine, _ = make_engine(max_num_running=1)
     engine.submit(make("patient", 0.0, priority))
     ended: list[str] = []
@@ -63,7 +63,7 @@ def test_no_sequence_waits_for_ever(priority: int) -> None:
     assert ended == [*(f"urgent-{second}" for second in range(1, int(priority * AGEING_SECONDS))), "patient"]
 
 
-def test_the_highest_rank_is_preempted_and_only_for_blocks() -> None:
+def test_the_sequence_of_highest_rank_is_preempted_only_if_blocks_are_short() -> None:
     engine, _ = make_engine(num_blocks=12, max_batched_tokens=30)
     submits = [make_submit(str(i), [i] * 6, max_tokens=18, ignore_eos=True, seed=i, priority=-i) for i in range(4)]
     for submit in submits[:2]:
@@ -80,11 +80,11 @@ def test_the_highest_rank_is_preempted_and_only_for_blocks() -> None:
     assert finishes["3"].num_preemptions == 0
     assert finishes["0"].num_preemptions > 0
     for submit in submits[2:]:
-        drawn = [token_id for event in events if event.uid == submit.uid for token_id in event.token_ids]
-        assert drawn == expected_tokens(submit, CONTEXT)
+        sampled = [token_id for event in events if event.uid == submit.uid for token_id in event.token_ids]
+        assert sampled == expected_tokens(submit, CONTEXT)
 
 
-def test_salts_separate_prefix_caches_and_equal_ones_share() -> None:
+def test_sequences_share_prefixes_only_with_equal_salts() -> None:
     engine, _ = make_engine(max_batched_tokens=30)
     hits = []
     for number, salt in enumerate(["", "mine", "mine", "yours", ""]):
@@ -93,7 +93,7 @@ def test_salts_separate_prefix_caches_and_equal_ones_share() -> None:
     assert hits == [0, 0, 8, 0, 8]
 
 
-def test_namespaces_separate_prefix_caches_and_salts_within_them() -> None:
+def test_sequences_share_prefixes_only_with_equal_namespaces_and_salts() -> None:
     engine, _ = make_engine(max_batched_tokens=30)
     hits = []
     for number, (namespace, salt) in enumerate([("ann", ""), ("bob", ""), ("ann", ""), ("", ""), ("bob", "mine")]):

@@ -16,7 +16,7 @@ from tests.model.configs import VARIANTS
 POEM = TOKENIZER.encode("The fox and the crow. The fox and the grapes. The fox and the")
 
 
-def test_the_latest_continuation_is_drafted() -> None:
+def test_the_latest_continuation_of_an_ngram_is_drafted() -> None:
     lookup = PromptLookup(3)
     assert lookup.draft([1, 2, 3, 9, 1, 2, 4, 8, 7, 1, 2], 3) == (4, 8, 7)
     assert PromptLookup(2).draft([1, 2, 3, 9, 1, 2], 8) == (3, 9)
@@ -35,7 +35,7 @@ def test_repetitions_are_drafted() -> None:
     assert PromptLookup(4).draft([1, 2, 1, 2], 4) == (1, 2, 1, 2)
 
 
-def test_tokens_that_come_later_are_known() -> None:
+def test_prompt_lookup_indexes_tokens_appended_later() -> None:
     lookup = PromptLookup(4)
     ids = [1, 2, 3]
     assert lookup.draft(ids, 4) == ()
@@ -43,17 +43,17 @@ def test_tokens_that_come_later_are_known() -> None:
     assert lookup.draft(ids, 4) == (3, 9, 1, 2)
 
 
-def drafted_after(lookup: PromptLookup, ids: list[int], *told: int, price: float) -> int:
+def drafted_after(lookup: PromptLookup, ids: list[int], *reported: int, price: float) -> int:
     """Return the number of drafted tokens after each token."""
     length = len(lookup.draft(ids, 99, price))
-    for token_id in told:
+    for token_id in reported:
         ids.append(token_id)
         length = len(lookup.draft(ids, 99, price))
     return length
 
 
 def test_drafts_grow_with_right_guesses_and_shrink_with_wrong_ones() -> None:
-    """The estimate counts guesses, including tokens that were not drafted."""
+    """The estimate of accuracy counts predictions, drafted or not."""
     lookup, ids = PromptLookup(16), [1, 2] * 4
     assert drafted_after(lookup, ids, price=0.6) == 0  # no data yet: 1 in 2
     assert drafted_after(lookup, ids, price=0.3) == 1
@@ -63,8 +63,8 @@ def test_drafts_grow_with_right_guesses_and_shrink_with_wrong_ones() -> None:
     assert 0 < drafted_after(lookup, ids, *wrong, price=0.6) < 16
 
 
-def test_a_higher_price_leaves_less_of_a_draft() -> None:
-    """A drafted token needs all drafted tokens before it to be right."""
+def test_a_higher_price_shortens_a_draft() -> None:
+    """A draft token is accepted only if all draft tokens before it are right."""
     lengths = [drafted_after(PromptLookup(16), [1, 2] * 4, 1, price=price) for price in (0.0, 0.1, 0.3, 0.6, 0.8)]
     assert lengths == [16, 8, 4, 1, 0]
 
@@ -75,7 +75,7 @@ def test_repetitions_in_a_prompt_do_not_count_as_predictions() -> None:
 
 
 def test_drafts_that_barely_pay_are_rare() -> None:
-    """If step time is proportional to rows, an uncertain guess is not worth a row."""
+    """If step time is proportional to the number of rows, an uncertain draft token is not worth a row."""
     # Seed 3 samples from two tokens: any pair of them has often occurred before.
     submits = [make_submit(str(number), [number], max_tokens=18, seed=3, ignore_eos=True) for number in range(60)]
     num_drafted = []
@@ -84,18 +84,18 @@ def test_drafts_that_barely_pay_are_rare() -> None:
         runner.step_seconds, runner.row_seconds = 1.0 - row_seconds, row_seconds
         for submit in submits:
             engine.submit(submit)
-        drawn: dict[str, list[int]] = {submit.uid: [] for submit in submits}
+        sampled: dict[str, list[int]] = {submit.uid: [] for submit in submits}
         num_drafted.append(0)
         while engine.has_work:
             result = engine.step()
             num_drafted[-1] += result.stats.num_draft_tokens
             for event in result.events:
-                drawn[event.uid] += event.token_ids
-        assert drawn == {submit.uid: expected_tokens(submit, CONTEXT) for submit in submits}
+                sampled[event.uid] += event.token_ids
+        assert sampled == {submit.uid: expected_tokens(submit, CONTEXT) for submit in submits}
     assert 10 * num_drafted[1] < num_drafted[0]
 
 
-def test_drafted_tokens_are_rows_like_all_others() -> None:
+def test_each_draft_token_is_a_row_of_the_step() -> None:
     engine, runner = make_engine(num_blocks=20, max_batched_tokens=99, max_draft_tokens=4, fakes_time=True)
     engine.submit(make_submit("a", [5], max_tokens=18, seed=3, ignore_eos=True))
     num_drafted = 0
@@ -108,7 +108,7 @@ def test_drafted_tokens_are_rows_like_all_others() -> None:
 
 
 def repetitive(count: int, seed: int) -> list[Submit]:
-    """Prompts with repetitions, and samples that mostly repeat."""
+    """Make submissions of prompts with repetitions, whose completions mostly repeat."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -135,7 +135,7 @@ LIMITS: tuple[dict[str, int], ...] = ({}, {"num_blocks": 24, "enable_prefix_cach
 
 
 @pytest.mark.parametrize(("name", "limits"), list(zip(VARIANTS, itertools.cycle(LIMITS), strict=False)))
-def test_the_text_is_that_without_drafts(name: str, limits: dict[str, int]) -> None:
+def test_drafts_do_not_change_the_text(name: str, limits: dict[str, int]) -> None:
     submits = repetitive(14, seed=len(name))
     plain, drafting = Run(name, **limits), Run(name, **limits, max_draft_tokens=6)
     for run in (plain, drafting):
@@ -152,8 +152,8 @@ def test_the_text_is_that_without_drafts(name: str, limits: dict[str, int]) -> N
     accepted = sum(stats.num_accepted_tokens for stats in drafting.stats)
     assert 0 < accepted <= sum(stats.num_draft_tokens for stats in drafting.stats)
     for run in (plain, drafting):
-        told = sum(len(delta.token_ids) for deltas in run.deltas.values() for delta in deltas)
-        assert sum(stats.num_completion_tokens for stats in run.stats) == told
+        reported = sum(len(delta.token_ids) for deltas in run.deltas.values() for delta in deltas)
+        assert sum(stats.num_completion_tokens for stats in run.stats) == reported
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
@@ -168,7 +168,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
 
 
 def test_nothing_comes_after_a_stop_string_within_a_draft() -> None:
-    """The reported ids are those of the reported text, and the finish reason is the stop string."""
+    """A stop string inside accepted draft tokens ends the ids and the text, and is the finish reason."""
     plain = Run("gpt2")
     free = make_submit("a", POEM, max_tokens=24, temperature=0.0, ignore_eos=True)
     plain.drive([free])
@@ -197,7 +197,7 @@ def test_sequences_with_rules_or_grammars_get_no_drafts(changes: dict[str, Any])
     assert not any(stats.num_drafts for stats in run.stats)
 
 
-def test_nothing_is_drafted_before_the_text_may_end() -> None:
+def test_no_tokens_are_drafted_before_min_tokens() -> None:
     submit = make_submit("a", [5, 6] * 4, max_tokens=30, min_tokens=20, temperature=0.0)
     run = Run("gpt2", max_draft_tokens=8)
     run.drive([submit])

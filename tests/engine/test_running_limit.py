@@ -49,7 +49,7 @@ def test_without_a_target_the_limit_is_max_num_running() -> None:
     assert free.share_within(TARGET) == 0.0
 
 
-def test_a_target_met_by_a_full_batch_sets_no_limit() -> None:
+def test_a_latency_target_met_by_a_full_batch_sets_no_limit() -> None:
     limited, free = machine(target_seconds=1.0), machine(target_seconds=math.inf)
     assert limited.run_full(300) == free.run_full(300)
     assert limited.scheduler.max_num_running == 64
@@ -61,7 +61,7 @@ def test_at_least_one_sequence_runs() -> None:
     assert limited.scheduler.max_num_running == limited.scheduler.num_running == 1
 
 
-def test_noise_moves_the_limit_little() -> None:
+def test_noisy_step_times_move_the_running_limit_little() -> None:
     limited, noisy = machine(), machine(noise=0.3)
     limited.run_full(600)
     noisy.run_full(600)
@@ -130,7 +130,7 @@ def test_estimates_are_reset_after_a_failure() -> None:
 
 
 def test_tokens_of_a_draft_count_each() -> None:
-    """A step that brings three tokens per sequence may take three times as long."""
+    """A step that samples three tokens per sequence may take three times as long."""
     limits = []
     for num_drafted, seconds in ((0, 0.03), (2, 0.09)):
         limit = RunningLimit(TARGET, 64)

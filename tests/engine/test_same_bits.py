@@ -27,12 +27,12 @@ NUM_REQUESTS = 200
 
 
 class Answers:
-    """The responses of requests, and statistics of the run."""
+    """Completions of all submissions of a run, and statistics of the run."""
 
     def __init__(self, model: Transformer, **config: int | bool) -> None:
         values = {"block_size": 4, "num_blocks": 2000, "max_num_running": 64, "max_batched_tokens": 512, **config}
         self._engine = Engine(model, TOKENIZER, EngineConfig(**values))  # type: ignore[arg-type]
-        self.told: dict[str, list[object]] = {}
+        self.reported: dict[str, list[object]] = {}
         self.num_preemptions = self.largest_batch = self.num_cached = 0
 
     def ask(self, *submits: Submit) -> None:
@@ -43,7 +43,7 @@ class Answers:
             self.num_preemptions += result.stats.num_preemptions
             self.largest_batch = max(self.largest_batch, result.stats.batch_size)
             for delta in result.events:
-                answer = self.told.setdefault(delta.uid, [])
+                answer = self.reported.setdefault(delta.uid, [])
                 answer += [*delta.token_ids, delta.text, *(delta.logprobs or ()), delta.embedding]
                 if delta.finish is not None:
                     self.num_cached += delta.finish.num_cached_tokens
@@ -60,7 +60,7 @@ def model_of(level: str, numbers: str) -> Transformer:
 
 
 def requests() -> list[Submit]:
-    """Greedy and seeded requests of mixed lengths; many share a prefix."""
+    """Make greedy and seeded submissions of mixed lengths, many with a shared prefix."""
     rng = random.Random(7)
     beginnings = [[rng.randrange(EOS) for _ in range(20)] for _ in range(4)]
     made = []
@@ -84,26 +84,26 @@ def requests() -> list[Submit]:
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 def test_output_is_the_same_alone_and_under_load(level: str, numbers: str) -> None:
-    """Alone: sequential, without sharing. Under load: 64 at once, in chunks, with shared prefixes, or preempted."""
+    """Compare requests one at a time with 64 at once, in chunks, with shared prefixes, or preempted."""
     asked = requests()
     alone = Answers(model_of(level, numbers), enable_prefix_cache=False)
     for submit in asked:
         alone.ask(submit)
-    assert len(alone.told) == NUM_REQUESTS
+    assert len(alone.reported) == NUM_REQUESTS
     assert (alone.largest_batch, alone.num_cached) == (1, 0)
     crowded = Answers(model_of(level, numbers), max_batched_tokens=128)
     crowded.ask(*asked)
-    assert crowded.told == alone.told
+    assert crowded.reported == alone.reported
     assert crowded.largest_batch == 64
     assert crowded.num_cached > 500
     starved = Answers(model_of(level, numbers), num_blocks=24, enable_prefix_cache=False)
     starved.ask(*asked)
-    assert starved.told == alone.told
+    assert starved.reported == alone.reported
     assert starved.num_preemptions > 3
 
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_embeddings_whole_and_in_chunks(level: str) -> None:
+def test_embeddings_computed_whole_and_in_chunks_are_identical(level: str) -> None:
     rng = random.Random(8)
     asked = [
         msgspec.structs.replace(
@@ -115,8 +115,8 @@ def test_embeddings_whole_and_in_chunks(level: str) -> None:
     alone = Answers(model_of(level, "float32"), enable_prefix_cache=False)
     for submit in asked:
         alone.ask(submit)
-    assert all(isinstance(answer[-1], bytes) for answer in alone.told.values())
+    assert all(isinstance(answer[-1], bytes) for answer in alone.reported.values())
     chunked = Answers(model_of(level, "float32"), max_num_running=8, max_batched_tokens=17)
     chunked.ask(*asked)
     assert chunked.largest_batch > 1
-    assert chunked.told == alone.told
+    assert chunked.reported == alone.reported

@@ -10,7 +10,7 @@ from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submi
 
 
 def samples(name: str, prompt: list[int], count: int, *, is_scored: bool, **changes: object) -> list[Submit]:
-    """Return the samples as a request submits them: the first sample scores the prompt for all."""
+    """Make the submissions of a request with several samples: the first sample scores the prompt for all."""
     return [
         make_submit(
             f"{name}.{number}",
@@ -25,9 +25,9 @@ def samples(name: str, prompt: list[int], count: int, *, is_scored: bool, **chan
 
 
 def run(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[int]], int]:
-    """Return all tokens and the number of computed prompt tokens. Scores must precede the tokens of samples."""
+    """Run the samples. Return all tokens and the number of computed prompt tokens."""
     scored = {submit.uid.split(".")[0]: submit.params.prompt_logprobs is None for submit in submits[::-1]}
-    drawn: dict[str, list[int]] = {submit.uid: [] for submit in submits}
+    sampled: dict[str, list[int]] = {submit.uid: [] for submit in submits}
     prompts = {submit.uid: list(submit.prompt_token_ids) for submit in submits}
     num_prompt_tokens = 0
     while engine.has_work:
@@ -35,36 +35,36 @@ def run(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[int]], in
         engine.check_integrity()
         num_prompt_tokens += result.stats.num_prompt_tokens
         for event in result.events:  # one message: its reader handles all of it before any client is notified
-            drawn[event.uid] += event.token_ids
+            sampled[event.uid] += event.token_ids
             if event.prompt_logprobs is not None:
                 assert [entry.token_id for entry in event.prompt_logprobs] == prompts[event.uid]
                 scored[event.uid.split(".")[0]] = True
         assert all(scored[event.uid.split(".")[0]] for event in result.events)
-    return drawn, num_prompt_tokens
+    return sampled, num_prompt_tokens
 
 
 @pytest.mark.parametrize("is_scored", [False, True])
 @pytest.mark.parametrize("budget", [60, 7])
 def test_a_prompt_is_computed_once(budget: int, is_scored: bool) -> None:
-    """In one step or in chunks. Each further sample computes only the block of the last prompt token."""
+    """Each further sample of a prompt computes only the block of the last prompt token."""
     engine, _ = make_engine(num_blocks=40, max_num_running=6, max_batched_tokens=budget)
     submits = samples("a", list(range(16)), 6, is_scored=is_scored, max_tokens=3)
     for submit in submits:
         engine.submit(submit)
-    drawn, num_prompt_tokens = run(engine, submits)
+    sampled, num_prompt_tokens = run(engine, submits)
     assert num_prompt_tokens == 16 + 5 * 2
-    assert drawn == {submit.uid: expected_tokens(submit, CONTEXT) for submit in submits}
+    assert sampled == {submit.uid: expected_tokens(submit, CONTEXT) for submit in submits}
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_sample_overtakes_the_one_that_scores_its_prompt(seed: int) -> None:
-    """Other samples could use cached blocks that the first must compute again; in chunks, with too few blocks."""
+def test_no_sample_is_reported_before_the_sample_that_scores_its_prompt(seed: int) -> None:
+    """Other samples could use cached blocks that the first sample must compute again to score the prompt."""
     rng = random.Random(seed)
     engine, _ = make_engine(
         num_blocks=rng.choice([14, 20, 60]), max_num_running=rng.randint(2, 7), max_batched_tokens=rng.randint(7, 20)
     )
     submits: list[Submit] = []
-    drawn: dict[str, list[int]] = {}
+    sampled: dict[str, list[int]] = {}
     for number in range(6):
         prompt = [7] * rng.randint(0, 16) + [rng.randrange(3)]
         priority, max_tokens = rng.choice([0, 0, 1, -1]), rng.randint(0, 4)
@@ -73,7 +73,7 @@ def test_no_sample_overtakes_the_one_that_scores_its_prompt(seed: int) -> None:
         for submit in made:
             engine.submit(submit)
         if not number % 3:
-            drawn |= run(engine, submits)[0]
+            sampled |= run(engine, submits)[0]
             submits.clear()
-    drawn |= run(engine, submits)[0]
-    assert all(drawn[submit.uid] == expected_tokens(submit, CONTEXT) for submit in submits)
+    sampled |= run(engine, submits)[0]
+    assert all(sampled[submit.uid] == expected_tokens(submit, CONTEXT) for submit in submits)

@@ -10,12 +10,12 @@ from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_
 
 
 def run_all(engine: Engine) -> dict[str, list[int]]:
-    drawn: dict[str, list[int]] = {}
+    sampled: dict[str, list[int]] = {}
     while engine.has_work:
         for event in engine.step().events:
-            drawn.setdefault(event.uid, []).extend(event.token_ids)
+            sampled.setdefault(event.uid, []).extend(event.token_ids)
     engine.check_integrity()
-    return drawn
+    return sampled
 
 
 def test_decodes_are_served_before_prompts() -> None:
@@ -63,7 +63,7 @@ def test_equal_prefixes_are_computed_once() -> None:
 
 
 def test_equal_prompts_of_one_step_share_their_blocks() -> None:
-    """The second sample of a request reads blocks that the first writes in the same forward pass."""
+    """The second sample of a request reads blocks that the first sample writes in the same forward pass."""
     engine, runner = make_engine(max_batched_tokens=30)
     submits = [make_submit(str(seed), range(10), max_tokens=3, seed=seed, ignore_eos=True) for seed in range(3)]
     for submit in submits:
@@ -71,12 +71,12 @@ def test_equal_prompts_of_one_step_share_their_blocks() -> None:
     result = engine.step()
     assert runner.batches[0][:3] == (10, 2, 2)
     assert result.stats.num_free_blocks == 14 - 5 - 2  # four blocks are shared, the fifth is private
-    drawn = {event.uid: list(event.token_ids) for event in result.events}
+    sampled = {event.uid: list(event.token_ids) for event in result.events}
     rest = run_all(engine)
-    assert all(drawn[s.uid] + rest[s.uid] == expected_tokens(s, CONTEXT) for s in submits)
+    assert all(sampled[s.uid] + rest[s.uid] == expected_tokens(s, CONTEXT) for s in submits)
 
 
-def test_blocks_that_a_failed_step_was_to_fill_are_not_found() -> None:
+def test_the_prefix_cache_forgets_the_blocks_of_a_failed_step() -> None:
     engine, runner = make_engine(max_batched_tokens=30, fail_at=1)
     submit = make_submit("a", range(10), max_tokens=3)
     engine.submit(submit)
@@ -96,7 +96,7 @@ def test_the_prefix_cache_can_be_switched_off() -> None:
     assert [batch[0] for batch in runner.batches] == [10, 10]
 
 
-def test_a_passed_deadline_ends_a_sequence_before_it_costs_anything() -> None:
+def test_a_passed_deadline_ends_a_waiting_sequence_without_computing_it() -> None:
     engine, runner = make_engine()
     engine.submit(make_submit("late", [1, 2], deadline=0.0))
     (event,) = engine.step().events
@@ -106,7 +106,7 @@ def test_a_passed_deadline_ends_a_sequence_before_it_costs_anything() -> None:
     engine.check_integrity()
 
 
-def test_deadlines_apply_to_the_wait_and_not_to_what_has_begun() -> None:
+def test_deadlines_apply_to_waiting_sequences_only() -> None:
     now = [0.0]
     config = EngineConfig(block_size=2, num_blocks=8, max_num_running=1, max_batched_tokens=8)
     scheduler = Scheduler(config, max_context_length=16, clock=lambda: now[0])
@@ -136,7 +136,7 @@ def test_deadlines_apply_to_the_wait_and_not_to_what_has_begun() -> None:
         (make_submit("a", [1], stop_token_ids=(999,)), "token ids range from 999 to 999; the vocabulary has 0 to 256"),
     ],
 )
-def test_an_impossible_submission_ends_with_the_reason(submit: Submit, message: str) -> None:
+def test_an_invalid_submission_ends_with_the_reason(submit: Submit, message: str) -> None:
     engine, _ = make_engine(num_blocks=10)
     engine.submit(submit)
     assert engine.has_work
@@ -176,7 +176,7 @@ def test_a_failing_step_ends_all_sequences_and_the_engine_continues() -> None:
 
 
 def test_an_ending_in_a_failed_step_is_reported() -> None:
-    """Endings by deadline, by completion and by rejection are all reported, although the step then failed."""
+    """Endings by deadline, by completion and by rejection are all reported after a step has failed."""
     engine, _ = make_engine(fail_at=1)
     engine.submit(make_submit("late", [1, 2], deadline=0.0))
     engine.submit(make_submit("done", [1, 2], prior=[EOS]))
@@ -191,7 +191,7 @@ def test_an_ending_in_a_failed_step_is_reported() -> None:
     engine.check_integrity()
 
 
-def test_warming_up_computes_a_full_step_and_leaves_nothing() -> None:
+def test_warm_up_computes_a_full_step_and_leaves_no_cached_block() -> None:
     engine, runner = make_engine()
     engine.warm_up()
     assert runner.batches[0][0] == 7  # max_batched_tokens
@@ -209,7 +209,7 @@ def test_warming_up_computes_a_full_step_and_leaves_nothing() -> None:
     assert not one_slot.has_work
 
 
-def test_phases_are_timed() -> None:
+def test_queue_prefill_and_decode_times_are_reported() -> None:
     engine, _ = make_engine()
     engine.submit(make_submit("a", [1] * 10, max_tokens=3, ignore_eos=True))
     finish = None

@@ -18,7 +18,7 @@ from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests arrive, are cancelled and resubmitted between steps."""
+    """State machine of an engine: requests arrive, are cancelled and resubmitted between steps."""
 
     max_draft_tokens = 0
     looks_ahead = False
@@ -34,7 +34,7 @@ class EngineMachine(RuleBasedStateMachine):
             fakes_time=True,
         )
         self.live: dict[str, Submit] = {}
-        self.drawn: dict[str, list[int]] = {}
+        self.sampled: dict[str, list[int]] = {}
         self.waited: dict[str, int] = {}
         self.count = 0
 
@@ -60,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
         submit = make_submit(uid, prompt, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **params)
         self.engine.submit(submit)
-        self.live[uid], self.drawn[uid], self.waited[uid] = submit, [], 0
+        self.live[uid], self.sampled[uid], self.waited[uid] = submit, [], 0
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -72,10 +72,10 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def resubmit(self, data: st.DataObject) -> None:
-        """Resubmit as after a crash, with the tokens so far, in a newer attempt."""
+        """Resubmit a request as after a crash, with its tokens so far, in a newer attempt."""
         uid = data.draw(st.sampled_from(sorted(self.live)))
         old = self.live[uid]
-        self.live[uid] = msgspec.structs.replace(old, attempt=old.attempt + 1, prior_token_ids=tuple(self.drawn[uid]))
+        self.live[uid] = msgspec.structs.replace(old, attempt=old.attempt + 1, prior_token_ids=tuple(self.sampled[uid]))
         self.engine.submit(self.live[uid])
         self.engine.submit(old)  # late, and ignored
         self.waited[uid] = 0
@@ -83,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule()
     def fail(self) -> None:
-        """The runner raises: every sequence gets exactly one ending."""
+        """Let a step fail. Every sequence gets exactly one ending."""
         self.runner.fail_at = len(self.runner.batches) + 1
         try:
             result = self.engine.step()
@@ -116,15 +116,15 @@ class EngineMachine(RuleBasedStateMachine):
         for event in result.events:
             submit = self.live[event.uid]  # KeyError: an event after the end, or of an unknown sequence
             assert event.attempt == submit.attempt
-            assert event.index == len(self.drawn[event.uid])
-            self.drawn[event.uid] += event.token_ids
+            assert event.index == len(self.sampled[event.uid])
+            self.sampled[event.uid] += event.token_ids
             if event.finish is not None:
                 del self.live[event.uid]
                 self._check_end(submit, event.finish)
 
     def _check_end(self, submit: Submit, finish: Finish) -> None:
         wanted = expected_tokens(submit, CONTEXT)
-        assert self.drawn[submit.uid] == wanted
+        assert self.sampled[submit.uid] == wanted
         assert finish.num_completion_tokens == len(wanted)
         stopped = wanted and (
             (wanted[-1] == EOS and not submit.params.ignore_eos) or wanted[-1] in submit.params.stop_token_ids
@@ -147,19 +147,19 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class DraftingMachine(EngineMachine):
-    """The same machine with speculative decoding."""
+    """State machine of an engine with speculative decoding."""
 
     max_draft_tokens = 4
 
 
 class LookaheadMachine(EngineMachine):
-    """The same machine with asynchronous scheduling."""
+    """State machine of an engine that launches steps ahead."""
 
     looks_ahead = True
 
 
 class TargetMachine(EngineMachine):
-    """The same machine with an inter-token target that lets one to four sequences run."""
+    """State machine of an engine with an inter-token latency target that lets one to four sequences run."""
 
     target_itl_seconds = 1.15
 
@@ -177,7 +177,7 @@ class TargetMachine(EngineMachine):
 
 
 class TargetLookaheadMachine(TargetMachine):
-    """Both of the above."""
+    """State machine of an engine that launches steps ahead, with an inter-token latency target."""
 
     looks_ahead = True
 

@@ -1,4 +1,4 @@
-"""A thousand documents over fifty schemas: each ends by itself and is valid."""
+"""A thousand documents over fifty JSON Schemas each end by themselves and are valid."""
 
 import json
 

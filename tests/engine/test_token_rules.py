@@ -73,7 +73,7 @@ def test_rules_see_the_tokens_of_an_earlier_attempt() -> None:
 
 
 def test_a_request_that_forbids_every_token_ends_with_the_reason_and_the_others_go_on() -> None:
-    """Token 5 is allowed, but not twice in a row: after the first one, no token is allowed."""
+    """The request allows token 5, but not twice in a row, so no token is allowed after the first token 5."""
     walled = make_submit(
         "walled", [1, 2], max_tokens=9, allowed_token_ids=(5,), bad_word_ids=((5, 5),), logprobs=1, ignore_eos=True
     )
@@ -93,7 +93,7 @@ def test_a_request_that_forbids_every_token_ends_with_the_reason_and_the_others_
 @pytest.mark.parametrize(
     "rules", [{"allowed_token_ids": (300,)}, {"logit_bias": ((-1, 1.0),)}, {"bad_word_ids": ((1, 10**6),)}]
 )
-def test_ids_without_a_logit_end_their_request_alone(rules: dict[str, Any]) -> None:
+def test_token_ids_outside_the_vocabulary_end_only_their_request(rules: dict[str, Any]) -> None:
     run = Run("gpt2")
     run.drive([make_submit("wrong", [1], **rules), make_submit("right", [1], max_tokens=2, ignore_eos=True)])
     finish = run.deltas["wrong"][-1].finish

@@ -1,4 +1,4 @@
-"""Completions without a server are the engine's, and so the slow twin's."""
+"""Batch completion without a server equals the reference implementation."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from model.sampling.params import SamplingParams
 from service.engine.engine import complete_batch
 
 
-def test_many_at_once_are_those_one_by_one(tiny_checkpoint: str) -> None:
+def test_a_batch_of_completions_equals_completions_one_by_one(tiny_checkpoint: str) -> None:
     manifest = read_manifest(tiny_checkpoint)
     tokenizer = manifest.verify()
     model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
