@@ -45,7 +45,7 @@ class Detokenizer:
             shown, stop = self._cut()
             if stop is not None:
                 return number, streamed + shown, stop
-            end = len(self._held) - _num_that_may_begin(self._held, self._stops)
+            end = len(self._held) - _num_possible_stop_characters(self._held, self._stops)
             streamed += self._held[:end]
             self._held = self._held[end:]
         if not is_last:
@@ -72,7 +72,7 @@ class Detokenizer:
         return shown, stop
 
 
-def _num_that_may_begin(text: str, stops: tuple[str, ...]) -> int:
+def _num_possible_stop_characters(text: str, stops: tuple[str, ...]) -> int:
     """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
     longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):

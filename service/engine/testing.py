@@ -72,9 +72,6 @@ class FakeRunner:
 
         return read
 
-    def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
-        raise ValueError("a fake runner has no attention weights; use a ModelRunner")
-
     def _compute_queue(self, up_to: int | None = None) -> None:
         while self._queue and (up_to is None or self._queue[0][0] <= up_to):
             number, inputs = self._queue.popleft()

@@ -25,7 +25,7 @@ from model.tokenizer.files import load_tokenizer
 from service.config.settings import ModelSettings, SettingsError, context_length
 from service.engine.engine import Engine
 from service.engine.execution.gpu_setup import (
-    Attending,
+    AttentionChoice,
     LargestStep,
     cache_bytes,
     capture_for,
@@ -114,7 +114,7 @@ class _ResolvedSettings(NamedTuple):
 
     context: KernelContext
     library: KernelLibrary | None
-    attending: Attending
+    attending: AttentionChoice
     cache_dtype: torch.dtype
     quantization: Quantization | None
     packs: bool

@@ -43,35 +43,38 @@ def test_prompt_lookup_indexes_tokens_appended_later() -> None:
     assert lookup.draft(ids, 4) == (3, 9, 1, 2)
 
 
-def drafted_after(lookup: PromptLookup, ids: list[int], *reported: int, price: float) -> int:
+def drafted_after(lookup: PromptLookup, ids: list[int], *sampled: int, min_probability: float) -> int:
     """Return the number of drafted tokens after each token."""
-    length = len(lookup.draft(ids, 99, price))
-    for token_id in reported:
+    length = len(lookup.draft(ids, 99, min_probability))
+    for token_id in sampled:
         ids.append(token_id)
-        length = len(lookup.draft(ids, 99, price))
+        length = len(lookup.draft(ids, 99, min_probability))
     return length
 
 
 def test_drafts_grow_with_right_guesses_and_shrink_with_wrong_ones() -> None:
     """The estimate of accuracy counts predictions, drafted or not."""
     lookup, ids = PromptLookup(16), [1, 2] * 4
-    assert drafted_after(lookup, ids, price=0.6) == 0  # no data yet: 1 in 2
-    assert drafted_after(lookup, ids, price=0.3) == 1
-    assert drafted_after(lookup, ids, 1, price=0.6) == 1  # (0.5 * 0.9 + 1) / (0.9 + 1) = 0.76
-    assert drafted_after(lookup, ids, *[2, 1] * 10, price=0.6) == 16
+    assert drafted_after(lookup, ids, min_probability=0.6) == 0  # no data yet: 1 in 2
+    assert drafted_after(lookup, ids, min_probability=0.3) == 1
+    assert drafted_after(lookup, ids, 1, min_probability=0.6) == 1  # (0.5 * 0.9 + 1) / (0.9 + 1) = 0.76
+    assert drafted_after(lookup, ids, *[2, 1] * 10, min_probability=0.6) == 16
     wrong = [3, 1, 2, 1, 2, 1, 4, 1, 2, 1, 2, 1, 5, 1, 2, 1, 2, 1]
-    assert 0 < drafted_after(lookup, ids, *wrong, price=0.6) < 16
+    assert 0 < drafted_after(lookup, ids, *wrong, min_probability=0.6) < 16
 
 
-def test_a_higher_price_shortens_a_draft() -> None:
+def test_a_higher_minimum_probability_shortens_a_draft() -> None:
     """A draft token is accepted only if all draft tokens before it are right."""
-    lengths = [drafted_after(PromptLookup(16), [1, 2] * 4, 1, price=price) for price in (0.0, 0.1, 0.3, 0.6, 0.8)]
+    lengths = [
+        drafted_after(PromptLookup(16), [1, 2] * 4, 1, min_probability=min_probability)
+        for min_probability in (0.0, 0.1, 0.3, 0.6, 0.8)
+    ]
     assert lengths == [16, 8, 4, 1, 0]
 
 
 def test_repetitions_in_a_prompt_do_not_count_as_predictions() -> None:
     for num_repeats in (2, 20):
-        assert drafted_after(PromptLookup(16), [1, 2] * num_repeats, price=0.3) == 1
+        assert drafted_after(PromptLookup(16), [1, 2] * num_repeats, min_probability=0.3) == 1
 
 
 def test_drafts_that_barely_pay_are_rare() -> None:
@@ -152,8 +155,8 @@ def test_drafts_do_not_change_the_text(name: str, limits: dict[str, int]) -> Non
     accepted = sum(stats.num_accepted_tokens for stats in drafting.stats)
     assert 0 < accepted <= sum(stats.num_draft_tokens for stats in drafting.stats)
     for run in (plain, drafting):
-        reported = sum(len(delta.token_ids) for deltas in run.deltas.values() for delta in deltas)
-        assert sum(stats.num_completion_tokens for stats in run.stats) == reported
+        sampled = sum(len(delta.token_ids) for deltas in run.deltas.values() for delta in deltas)
+        assert sum(stats.num_completion_tokens for stats in run.stats) == sampled
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:

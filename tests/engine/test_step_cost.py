@@ -20,13 +20,13 @@ def test_step_cost_is_a_fitted_line(fixed: float, per_row: float) -> None:
     rows = [rng.randint(1, 64) for _ in range(300)]
     cost = measured(*((n, (fixed + per_row * n) * rng.uniform(0.9, 1.1)) for n in rows))
     for n in (1, 4, 16, 64):
-        found, wanted = cost.cost_of_one_more(n), per_row * n / (fixed + per_row * n)
+        found, wanted = cost.marginal_cost(n), per_row * n / (fixed + per_row * n)
         assert found == pytest.approx(min(1.0, max(0.05, wanted)), abs=0.06)
 
 
 def test_more_rows_cost_more_before_anything_is_measured() -> None:
     for cost in (DraftPolicy(512), measured((16, 1.0), (16, 1.0))):
-        shares = [cost.cost_of_one_more(n) for n in (1, 4, 16, 64, 1000)]
+        shares = [cost.marginal_cost(n) for n in (1, 4, 16, 64, 1000)]
         assert shares == sorted(shares)
         assert shares[2] == pytest.approx(0.5)
         assert shares[0] < 0.1
@@ -36,16 +36,16 @@ def test_more_rows_cost_more_before_anything_is_measured() -> None:
 def test_a_stalled_step_changes_the_cost_little() -> None:
     steps = [(n, 1.0 + n / 16) for n in range(1, 33)] * 4
     calm, held_up = measured(*steps), measured(*steps, (32, 1000.0))
-    assert held_up.cost_of_one_more(16) == pytest.approx(calm.cost_of_one_more(16), abs=0.05)
+    assert held_up.marginal_cost(16) == pytest.approx(calm.marginal_cost(16), abs=0.05)
 
 
 def test_step_costs_follow_a_changed_machine() -> None:
     rows = [1, 8, 16, 32] * 100
     cost = measured(*((n, 1.0 + n) for n in rows), *((n, 100.0) for n in rows * 10))
-    assert cost.cost_of_one_more(16) < 0.15
+    assert cost.marginal_cost(16) < 0.15
 
 
 def test_step_costs_stay_within_bounds_for_any_times() -> None:
-    assert measured((4, 0.0)).cost_of_one_more(4) == pytest.approx(0.2)
+    assert measured((4, 0.0)).marginal_cost(4) == pytest.approx(0.2)
     falling = measured(*((n, 50.0 - n) for n in range(1, 40)))
-    assert [falling.cost_of_one_more(n) for n in (1, 64)] == [0.05, 1.0]
+    assert [falling.marginal_cost(n) for n in (1, 64)] == [0.05, 1.0]

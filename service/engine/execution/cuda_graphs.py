@@ -119,6 +119,7 @@ class DecodeGraphs:
         capture: Capture,
         shapes: Sequence[Bucket],
     ) -> None:
+        self.shapes = tuple(shapes)
         device = cache.keys_LNPKD.device
         on_gpu = device.type == "cuda"
         self._scratch_block = cache.num_blocks - 1
@@ -147,10 +148,6 @@ class DecodeGraphs:
             slot_mapping_T=slots_T,
             block_tables_BN=tables_TN,
         )
-
-    @property
-    def shapes(self) -> tuple[Bucket, ...]:
-        return tuple(self._replays)
 
     def hidden(self, inputs: ModelInputs, sampled_B: Tensor | None = None) -> Tensor | None:
         """Return the hidden states TE of a step by replay, valid until the next call; None if no shape fits."""

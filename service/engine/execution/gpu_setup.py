@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attending:
+class AttentionChoice:
     """Attention backend of a model, with its name for logs. `can_capture`: CUDA graphs can capture the backend."""
 
     backend: AttentionBackend
@@ -34,7 +34,7 @@ class Attending:
     can_capture: bool
 
 
-def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary | None) -> Attending:
+def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary | None) -> AttentionChoice:
     """Return the attention backend for a value of --attention.
 
     auto is native on a CPU. On a GPU, auto is paged if the model's layers support paged attention, else sdpa. Without a
@@ -48,16 +48,16 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
         if not on_cpu:
             raise ValueError("--attention native works only on a CPU; omit it, or choose --device cpu")
         if library is not None:
-            return Attending(backend=NativeAttention(library), name=wanted, can_capture=False)
+            return AttentionChoice(backend=NativeAttention(library), name=wanted, can_capture=False)
         wanted = "sdpa"
     if wanted != "paged":
-        return Attending(backend=ATTENTION_BACKENDS[wanted], name=wanted, can_capture=False)
+        return AttentionChoice(backend=ATTENTION_BACKENDS[wanted], name=wanted, can_capture=False)
     if not is_paged_possible:
         raise ValueError("--attention paged does not support this model's attention layers; choose --attention sdpa")
     chosen = choose(context)
     for reason in chosen.left_out:
         logger.log(logging.INFO if on_cpu else logging.WARNING, "attention kernel disabled: %s", reason)
-    return Attending(backend=chosen.backend, name=str(chosen), can_capture=True)
+    return AttentionChoice(backend=chosen.backend, name=str(chosen), can_capture=True)
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
@@ -161,17 +161,10 @@ def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free
 @torch.inference_mode()
 def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
     """Measure the GPU memory of the largest step, KV-cache excluded: full prompts, prompt logprobs, top-p sampling."""
-    device = model.token_embedding.weight.device
+    weight, lengths, size = model.token_embedding.weight, largest.lengths, largest.block_size
     torch.cuda.synchronize()
-    lengths = largest.lengths
-    blocks_each = -(-max(lengths) // largest.block_size)
-    cache = KVCache(
-        model.config,
-        num_blocks=blocks_each,
-        block_size=largest.block_size,
-        dtype=model.token_embedding.weight.dtype,
-        device=device,
-    )
+    count = -(-max(lengths) // size)
+    cache = KVCache(model.config, num_blocks=count, block_size=size, dtype=weight.dtype, device=weight.device)
     torch.cuda.reset_peak_memory_stats()
     positions_T = torch.cat([torch.arange(length) for length in lengths])
     # All sequences share the same blocks, because the content of the cache does not matter.
@@ -180,9 +173,9 @@ def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
         context_lengths=lengths,
         positions_T=positions_T,
         slot_mapping_T=positions_T,
-        block_tables_BN=torch.arange(blocks_each).repeat(len(lengths), 1),
-    ).to(device)
-    x_TE = model.hidden(torch.zeros(len(positions_T), dtype=torch.int64, device=device), metadata, cache)
+        block_tables_BN=torch.arange(count).repeat(len(lengths), 1),
+    ).to(weight.device)
+    x_TE = model.hidden(torch.zeros(len(positions_T), dtype=torch.int64, device=weight.device), metadata, cache)
     top_logprobs(model.logits(x_TE), [0] * len(x_TE), num_top=1)
     rows = x_TE[:1].expand(largest.num_sampled, -1)
     params = [SamplingParams(max_tokens=1, top_p=0.9)] * largest.num_sampled

@@ -27,11 +27,7 @@ class Masks:
     """Token masks of a step's grammar-constrained rows, still being computed. A row may allow no token."""
 
     rows: tuple[int, ...]
-    _computing: Future[NDArray[np.bool_]]
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """Wait for the token masks and return them: bool RV, one row for each entry of `rows`."""
-        return self._computing.result()
+    allowed: Future[NDArray[np.bool_]]  # RV, one row for each entry of `rows`
 
 
 class Grammars:

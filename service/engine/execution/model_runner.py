@@ -212,7 +212,7 @@ def _sample(logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None
         return greedy
     without_token: list[int] = []
     if inputs.masks is not None:
-        rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed())
+        rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed.result())
         logits_BV = mask_logits(logits_BV, rows, allowed_RV)
         without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
     ids_B = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)

@@ -471,7 +471,7 @@ class Scheduler:
         return sequence, num_queried
 
     def _register_blocks(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Make the blocks findable that are full once the first `num_tokens` tokens are computed."""
+        """Register the blocks of a sequence that are full once its first `num_tokens` tokens are computed."""
         num_full = num_tokens // self._config.block_size
         if num_full <= sequence.num_registered_blocks or not self._config.enable_prefix_cache:
             return

@@ -10,7 +10,7 @@ equal to the sampled tokens save forward passes, and the output never changes: s
 from collections.abc import Sequence
 
 # Lengths of n-grams, looked up in this order: longer n-grams predict better.
-_RUN_LENGTHS = (4, 2)
+_NGRAM_LENGTHS = (4, 2)
 # Maximum number of last tokens indexed at once. Earlier tokens of a longer prompt are skipped.
 _WINDOW = 8192
 # Decay of the acceptance statistics at each prediction: about the last ten predictions count.
@@ -18,10 +18,10 @@ _MEMORY = 0.9
 # Minimum ratio of a draft token's acceptance probability to its cost: drafts that would barely pay are skipped.
 _MARGIN = 1.5
 # Divisor: drafts get a quarter of the token budget that decodes leave, prefills the rest.
-_SHARE = 4
+_BUDGET_DIVISOR = 4
 # Prior of the fixed time of a step, as a number of rows that would take as long, and the prior's weight against the
 # observed spread of row counts, in steps times rows squared.
-_USUAL_ROWS, _DOUBT = 16, 64
+_PRIOR_ROWS, _PRIOR_WEIGHT = 16, 64
 # Decay of the step times at each step: about the last 1,000 steps count.
 _STEP_MEMORY = 0.999
 # Cap on an observed duration, as a multiple of the mean: longer steps are stalls of the machine.
@@ -39,48 +39,48 @@ class PromptLookup:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._num_known = 0
-        self._after: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in _RUN_LENGTHS)
+        self._after: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in _NGRAM_LENGTHS)
         # Recent predictions for each n-gram length. The prior is one prediction, half right.
-        self._num_right = [0.5 for _ in _RUN_LENGTHS]
-        self._num_guesses = [1.0 for _ in _RUN_LENGTHS]
+        self._num_right = [0.5 for _ in _NGRAM_LENGTHS]
+        self._num_predictions = [1.0 for _ in _NGRAM_LENGTHS]
 
-    def draft(self, token_ids: Sequence[int], limit: int, price: float = 0.0) -> tuple[int, ...]:
+    def draft(self, token_ids: Sequence[int], limit: int, min_probability: float = 0.0) -> tuple[int, ...]:
         """Return at most `limit` draft tokens, often none. Between calls, tokens may only be appended to `token_ids`.
 
-        A token is drafted if the probability that the whole draft up to this token is accepted exceeds `price`.
+        A token is drafted if the draft up to this token is accepted whole with more than `min_probability`.
         """
         self._learn(token_ids)
-        for kind, run_length in enumerate(_RUN_LENGTHS):
-            place = self._after[kind].get(tuple(token_ids[-run_length:]))
+        for index, ngram_length in enumerate(_NGRAM_LENGTHS):
+            place = self._after[index].get(tuple(token_ids[-ngram_length:]))
             if place is not None:
-                length = self._worthwhile(kind, min(limit, self._max_tokens), price)
+                length = self._worthwhile(index, min(limit, self._max_tokens), min_probability)
                 period = len(token_ids) - place  # a repetition that reaches the end of the tokens continues
                 return tuple(token_ids[place + offset % period] for offset in range(length))
         return ()
 
-    def _worthwhile(self, kind: int, most: int, price: float) -> int:
+    def _worthwhile(self, index: int, most: int, min_probability: float) -> int:
         """Return the number of tokens worth drafting, by the accuracy of one n-gram length."""
-        chance = self._num_right[kind] / self._num_guesses[kind]
-        length, all_right = 0, chance
-        while length < most and all_right > price:
-            length, all_right = length + 1, all_right * chance
+        probability = self._num_right[index] / self._num_predictions[index]
+        length, all_accepted = 0, probability
+        while length < most and all_accepted > min_probability:
+            length, all_accepted = length + 1, all_accepted * probability
         return length
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """Index the new n-grams, except the last n-gram, and measure the accuracy of the lookup."""
         for place in range(max(self._num_known, len(token_ids) - _WINDOW, 1), len(token_ids)):
-            is_guessed = not self._num_known  # the prompt is not model output: its repetitions predict little
-            for kind, (run_length, after) in enumerate(zip(_RUN_LENGTHS, self._after, strict=True)):
-                if place < run_length:
+            is_predicted = not self._num_known  # the prompt is not model output: its repetitions predict little
+            for index, (ngram_length, after) in enumerate(zip(_NGRAM_LENGTHS, self._after, strict=True)):
+                if place < ngram_length:
                     continue
-                run = tuple(token_ids[place - run_length : place])
-                earlier = after.get(run)
-                if earlier is not None and not is_guessed:
-                    is_guessed = True
-                    self._num_guesses[kind] = self._num_guesses[kind] * _MEMORY + 1
-                    self._num_right[kind] *= _MEMORY
-                    self._num_right[kind] += token_ids[earlier] == token_ids[place]
-                after[run] = place
+                ngram = tuple(token_ids[place - ngram_length : place])
+                earlier = after.get(ngram)
+                if earlier is not None and not is_predicted:
+                    is_predicted = True
+                    self._num_predictions[index] = self._num_predictions[index] * _MEMORY + 1
+                    self._num_right[index] *= _MEMORY
+                    self._num_right[index] += token_ids[earlier] == token_ids[place]
+                after[ngram] = place
         self._num_known = len(token_ids)
 
 
@@ -100,7 +100,7 @@ class DraftPolicy:
 
     def limits(self, num_running: int) -> tuple[int, float]:
         """Return a step's maximum number of draft tokens, and the minimum acceptance probability of a draft token."""
-        return (self._max_batched_tokens - num_running) // _SHARE, _MARGIN * self.cost_of_one_more(num_running)
+        return (self._max_batched_tokens - num_running) // _BUDGET_DIVISOR, _MARGIN * self.marginal_cost(num_running)
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Record the duration of a decode step of `num_rows` tokens. Prefills would distort the cost of a token."""
@@ -112,13 +112,13 @@ class DraftPolicy:
         self._rows_squared = self._rows_squared * _STEP_MEMORY + num_rows**2
         self._rows_seconds = self._rows_seconds * _STEP_MEMORY + num_rows * seconds
 
-    def cost_of_one_more(self, num_rows: int) -> float:
+    def marginal_cost(self, num_rows: int) -> float:
         """Return the cost of one more token in a step, relative to the average cost of the step's tokens."""
         if not self._seconds:
-            return num_rows / (num_rows + _USUAL_ROWS)
+            return num_rows / (num_rows + _PRIOR_ROWS)
         mean_rows, mean_seconds = self._rows / self._num_steps, self._seconds / self._num_steps
         spread = self._rows_squared - self._rows * mean_rows
-        usual = mean_seconds / (mean_rows + _USUAL_ROWS)
-        slope = (self._rows_seconds - self._rows * mean_seconds + _DOUBT * usual) / (spread + _DOUBT)
+        usual = mean_seconds / (mean_rows + _PRIOR_ROWS)
+        slope = (self._rows_seconds - self._rows * mean_seconds + _PRIOR_WEIGHT * usual) / (spread + _PRIOR_WEIGHT)
         whole = mean_seconds + slope * (num_rows - mean_rows)
         return min(_MOST_COST, max(_LEAST_COST, slope * num_rows / whole)) if whole > 0 else _MOST_COST
