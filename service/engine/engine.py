@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if `step` has something to compute, report or wait for."""
+        """True if the next step has something to compute, report or wait for."""
         return self._scheduler.has_work or bool(self._rejections) or bool(self._grammars.num_held)
 
     @property
@@ -110,7 +110,7 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def submit(self, submit: Submit) -> None:
-        """Accept a submission. A newer attempt of the same uid replaces an older attempt."""
+        """Accept the submission of a sequence. A newer attempt of the same uid replaces an older attempt."""
         known = self._outputs.get(submit.uid)
         if known is not None:
             if submit.attempt <= known.sequence.attempt:
@@ -160,7 +160,7 @@ class Engine:
             self._scheduler.finish(output.sequence, FinishReason.ABORT)
 
     def step(self, *, before: Callable[[list[tuple[str, int]]], None] | None = None) -> StepResult:
-        """Compute one step, or finish the step launched ahead. `before` gets uid and attempt of new sequences."""
+        """Compute a step, or finish the step launched ahead. Call `before` with uid and attempt of new sequences."""
         began = time.perf_counter()
         for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._rejections)):
             self._enqueue(submit)
@@ -240,7 +240,7 @@ class Engine:
                 self._scheduler.finish(sequence, FinishReason.STOP)
 
     def _event(self, update: SequenceUpdate, outputs: StepOutputs) -> TokenDelta | None:
-        """Return the event of a committed sequence; None if only a part of its prompt was computed."""
+        """Return the event of a sequence after a step; None if the step computed only a part of the prompt."""
         sequence, chunk = update.sequence, update.chunk
         output = self._outputs[sequence.uid]
         if (prompt_logprobs := outputs.prompt_logprobs.get(sequence.uid)) is not None:

@@ -30,7 +30,7 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_ids: Sequence[int], *, is_last: bool = False) -> tuple[int, str, str | None]:
-        """Decode new tokens up to the first stop string; with `is_last`, return held text too.
+        """Decode new tokens of the sequence up to the first stop string; with `is_last`, return held text too.
 
         Return the number of tokens up to the stop string, the text that is safe to stream, and the stop string or None.
         """
@@ -62,7 +62,7 @@ class Detokenizer:
         return shown, stop
 
     def _cut(self) -> tuple[str, str | None]:
-        """Remove the held text if it has a stop string. Return the shown part, and the stop string that ends first."""
+        """Cut the held text at its first stop string. Return the text to show and the stop string, if there is one."""
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if not found:
             return "", None
@@ -96,17 +96,17 @@ class SequenceOutput:
             self._prompt_logprobs = [first]
 
     def add_prompt_logprobs(self, logprobs: list[TokenLogprob]) -> None:
-        """Add the logprobs of the next prompt tokens. The event of the first sampled token reports all of them."""
+        """Add the logprobs of the next prompt tokens. The event of the first sampled token reports them all."""
         assert self._prompt_logprobs is not None
         self._prompt_logprobs += logprobs
 
     def add_hidden_states(self, sum_E: NDArray[np.float64], *, start: int) -> None:
-        """Add the sum of the hidden states of a chunk that begins at token `start`."""
+        """Add the summed hidden states of a prompt chunk that begins at token `start`, for an embedding."""
         # The first chunk of a text resets the sum, as after a preemption.
         self._sum_E = self._sum_E + sum_E if start and len(self._sum_E) else sum_E
 
     def prompt_logprobs_before(self, num_new_tokens: int) -> list[TokenLogprob] | None:
-        """Return the prompt's logprobs if the last tokens are the first tokens that this attempt sampled."""
+        """Return the prompt logprobs if the last tokens are the first tokens that this attempt sampled."""
         sequence = self.sequence
         is_first = sequence.num_completion_tokens == sequence.num_prior_tokens + num_new_tokens
         return self._prompt_logprobs if is_first else None
@@ -133,7 +133,7 @@ def create_delta(
     embedding: bytes | None = None,
     error: str | None = None,
 ) -> TokenDelta:
-    """Return an event of a sequence with its last tokens, and with the ending if the sequence is finished."""
+    """Return the event of a sequence with new tokens, and with its ending if the sequence is finished."""
     finish = None
     if sequence.finish_reason is not None:
         arrival, scheduled = sequence.arrival_seconds, sequence.first_scheduled_seconds

@@ -37,17 +37,17 @@ class Bucket:
 
     @property
     def num_numbers(self) -> int:
-        """Number of integers that a step of this shape reads: ids, positions, slots and block tables."""
+        """Number of integers that a decode step reads: token ids, positions, slots and block tables."""
         return self.rows * (3 + self.width)
 
     def views(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return views of a step's integers: token ids T, positions T, slots T and block tables TN."""
+        """Return the parts of a decode step's integers: token ids T, positions T, slots T and block tables TN."""
         ids_T, positions_T, slots_T = numbers[: 3 * self.rows].view(3, self.rows)
         return ids_T, positions_T, slots_T, numbers[3 * self.rows : self.num_numbers].view(self.rows, self.width)
 
 
 def buckets(max_rows: int, max_width: int) -> tuple[Bucket, ...]:
-    """Return the shapes of decode steps to capture, the largest first: later captures reuse its memory."""
+    """Return the shapes of decode steps to capture as CUDA graphs, the largest first: later graphs reuse its memory."""
     rows = [MIN_ROWS]
     while rows[-1] < min(max_rows, MAX_ROWS):
         rows.append(2 * rows[-1])
@@ -58,7 +58,7 @@ def buckets(max_rows: int, max_width: int) -> tuple[Bucket, ...]:
 
 
 def smallest(candidates: Sequence[Bucket], rows: int, width: int) -> Bucket | None:
-    """Return the bucket that fits a step with the fewest rows, then the narrowest tables; None if no bucket fits."""
+    """Return the shape with the fewest rows, then the narrowest tables, that holds a decode step; None if none does."""
     return min((b for b in candidates if b.rows >= rows and b.width >= width), default=None)
 
 
@@ -150,7 +150,7 @@ class DecodeGraphs:
         )
 
     def hidden(self, inputs: ModelInputs, sampled_B: Tensor | None = None) -> Tensor | None:
-        """Return the hidden states TE of a step by replay, valid until the next call; None if no shape fits."""
+        """Replay a step's CUDA graph. Return hidden states TE, valid until the next call; None if no shape fits."""
         metadata = inputs.metadata
         if not metadata.is_decode or metadata.block_tables_BN is None:
             return None
@@ -163,7 +163,7 @@ class DecodeGraphs:
         return self._replays[bucket]()[: len(inputs.token_ids_T)]
 
     def _fill(self, bucket: Bucket, inputs: ModelInputs) -> None:
-        """Copy the inputs of a decode step to the device, padded to the bucket, once the previous copy is done."""
+        """Copy a decode step's inputs, padded to the shape, to the device once the previous copy is done."""
         if self._copied is not None:
             self._copied.synchronize()
         metadata = inputs.metadata

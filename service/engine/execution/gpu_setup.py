@@ -80,7 +80,7 @@ def fuse_for_gpu(model: Transformer) -> None:
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """Return the capture of CUDA graphs on a GPU; None on a device without CUDA graphs."""
+    """Return the object that captures CUDA graphs on a GPU; None on a CPU."""
     return CudaCapture() if device.type == "cuda" else None
 
 
@@ -102,7 +102,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestStep:
-    """Limits of one engine step, in tokens, for memory profiling."""
+    """Limits of one engine step in tokens, to measure the memory of the largest step."""
 
     block_size: int
     num_tokens: int
@@ -111,7 +111,7 @@ class LargestStep:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of prompts that sum to `num_tokens`, each as long as possible."""
+        """Lengths of the step's prompts, which sum to `num_tokens`, each as long as possible."""
         whole, rest = divmod(self.num_tokens, self.max_context_length)
         return (self.max_context_length,) * whole + ((rest,) if rest else ())
 
@@ -125,13 +125,13 @@ def free_device_bytes() -> int:
 
 
 def cache_bytes(model: Transformer, largest: LargestStep, share: float, capture: Capture | None) -> int | None:
-    """Return the bytes of GPU memory for the KV-cache, at most `share` being used in all; None on a CPU."""
+    """Return the GPU memory for the KV-cache in bytes, if the process uses `share` of the GPU; None on a CPU."""
     if model.token_embedding.weight.device.type != "cuda":
         return None
     memory = measure(model, largest)
     if capture is not None:
         memory = replace(memory, graphs=graph_bytes(model, largest, capture, free_device_bytes))
-    logger.info("memory profile of the largest step: %s", memory)
+    logger.info("GPU memory after the largest step, in bytes: %s", memory)
     return memory.for_cache(share)
 
 

@@ -58,7 +58,7 @@ class Grammars:
         self._compiling_thread.submit(getattr, self, "_vocabulary").result()
 
     def hold(self, submit: Submit) -> bool:
-        """Hold a submission for `take_compiled` and return True, unless its grammar is compiled."""
+        """Return True if the grammar of a submission is not compiled, and hold the submission until then."""
         assert submit.grammar is not None
         held = self._held.get(submit.uid)
         if held is not None and submit.attempt <= held.attempt:
@@ -122,7 +122,7 @@ class Grammars:
         return matcher.is_stopped() or self._can_only_end(sequence, matcher)
 
     def _can_only_end(self, sequence: SequenceState, matcher: LLMatcher) -> bool:
-        """Return True if only the end of text may follow, and the end of text cannot be sampled."""
+        """Return True if the grammar allows only the end of text, which the sequence cannot sample."""
         params = sequence.params
         can_sample_eos = self._eos_token_ids and not params.ignore_eos
         if (can_sample_eos and sequence.num_completion_tokens >= params.min_tokens) or not matcher.is_accepting():
@@ -130,7 +130,7 @@ class Grammars:
         return not self._allowed([(matcher, True)]).any()
 
     def _allowed(self, work: Sequence[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
-        """Return the token mask of each matcher, bool RV. A matcher with True excludes end-of-sequence tokens."""
+        """Return the token mask of each grammar matcher, bool RV. True beside a matcher excludes end-of-text tokens."""
         allowed_RV = np.zeros((len(work), self._tokenizer.vocab_size), dtype=np.bool_)
         for row, (matcher, excludes_eos) in enumerate(work):
             packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)

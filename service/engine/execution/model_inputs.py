@@ -48,7 +48,7 @@ def build_inputs(
     min_rows: int = MIN_ROWS,
     masks: Masks | None = None,
 ) -> ModelInputs:
-    """Build the tensors of a plan with at least one chunk.
+    """Build the input tensors of a step plan with at least one chunk.
 
     Rows of padding, up to `min_rows`, write to `scratch_block`, which belongs to no sequence. Each draft token is a
     separate sequence of one token with the same block table. This is correct because a forward pass writes all keys

@@ -102,7 +102,7 @@ class ModelRunner:
         return read
 
     def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the hidden states TE of a step, and the requested logits RV."""
+        """Run the model on a step's inputs. Return the hidden states TE and the requested logits RV."""
         sampled_B = self._sampled_B if inputs.previous_rows else None
         if sampled_B is not None and inputs.previous_rows != tuple(range(len(sampled_B))):
             sampled_B = sampled_B[torch.tensor(inputs.previous_rows).to(self._device, non_blocking=True)]
@@ -122,7 +122,7 @@ class ModelRunner:
         return x_TE, logits_RV
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute a step and return its outputs."""
+        """Compute a step with the model and return the step's outputs."""
         model = self._model
         decoded: Decoded | None = None
         if isinstance(model, NativeTransformer):  # no gradients, and entering inference_mode costs as much as sampling
@@ -167,11 +167,11 @@ class ModelRunner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """True on a GPU: the host is free while a launched step is computed."""
+        """True if the model is on a GPU: the host is free while a launched step is computed."""
         return self._device.type == "cuda"
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[tuple[Chunk, int]]) -> dict[str, NDArray[np.float64]]:
-        """Return the sums of hidden states after the final norm, by uid."""
+        """Return the sum of the hidden states of each text to embed, after the final norm, by uid."""
         chunks = (x_TE[row : row + chunk.num_pooled] for chunk, row in pooled_rows)
         sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
         return dict(zip((chunk.uid for chunk, _ in pooled_rows), sums_BE.cpu().numpy(), strict=True))
@@ -204,7 +204,7 @@ def _non_finite(sums_T: Tensor) -> set[int]:
 
 
 def _sample(logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None) -> Sequence[int | None]:
-    """Sample a token for each row of `inputs.params`; None for a row without an allowed token."""
+    """Sample a token from each row of logits; None for a row whose request allows no token."""
     count = len(inputs.params)
     logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
     if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:

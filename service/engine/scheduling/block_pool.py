@@ -39,7 +39,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that no sequence uses, cached blocks included."""
+        """Number of KV blocks that no sequence uses, cached blocks included."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -64,7 +64,7 @@ class BlockPool:
         return blocks
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """Return the number of the given blocks that no sequence uses."""
+        """Return the number of unused blocks among the given KV blocks."""
         return sum(self._reference_counts[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -84,19 +84,19 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, content: bytes) -> None:
-        """Make a full block findable by its hash, unless a block with this hash is cached already."""
+        """Add a full KV block to the prefix cache, unless a block with the same hash is cached already."""
         assert self._reference_counts[block] > 0, f"block {block} is registered with reference count 0"
         if content not in self._block_of_hash and block not in self._hash_of_block:
             self._block_of_hash[content] = block
             self._hash_of_block[block] = content
 
     def forget(self) -> None:
-        """Clear the prefix cache, for when the content of the blocks is in doubt."""
+        """Clear the prefix cache, for when the content of the KV blocks is in doubt."""
         self._block_of_hash.clear()
         self._hash_of_block.clear()
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Remove these blocks from the prefix cache, without a change of their reference counts."""
+        """Remove these KV blocks from the prefix cache. Reference counts stay unchanged."""
         for block in blocks:
             known = self._hash_of_block.pop(block, None)
             if known is not None:

@@ -54,7 +54,7 @@ class FairQueue:
         return queues[tenant][0]
 
     def expired(self, now: float) -> list[SequenceState]:
-        """Return the sequences that have never run and whose deadline has passed."""
+        """Return the waiting sequences that have never run and whose deadline has passed."""
         late = (s for s in self if s.deadline_seconds is not None and s.deadline_seconds < now)
         return [sequence for sequence in late if sequence.first_scheduled_seconds is None]
 

@@ -48,7 +48,7 @@ class PrefillBudget:
 
     @property
     def _token_seconds(self) -> float:
-        """Estimated seconds per prefill token; until a prefill is observed, the seconds of a decode."""
+        """Estimated seconds per prefill token; the seconds per decode until a prefill is observed."""
         return self._prompt_seconds / self._prompt_tokens if self._prompt_tokens else self._row_seconds
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -91,7 +91,7 @@ class RunningLimit:
         self._units = 0.0  # sequences and fixed part of the same steps, each weighted by its decoded tokens
 
     def observe(self, seconds: float, *, num_sequences: int, num_decodes: int, num_tokens: int) -> None:
-        """Record a step: seconds since the last commit, sequences, decodes, and tokens that the decodes sampled."""
+        """Record a step: seconds since the last commit, number of sequences and decodes, and decoded tokens."""
         if math.isinf(self._aim_seconds) or not num_tokens:
             return
         units = num_sequences + _FIXED_ROWS

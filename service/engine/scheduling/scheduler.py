@@ -31,7 +31,7 @@ from service.ipc.messages import FinishReason, Pooling
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Sizes and budgets of an engine."""
+    """Sizes and budgets of an engine: KV blocks, running sequences, tokens per step and latency targets."""
 
     block_size: int = 16  # tokens per KV block
     num_blocks: int  # KV blocks of all running sequences together
@@ -107,7 +107,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a step has something to compute or to end."""
+        """True if the next step has a sequence to compute or to end."""
         return bool(self._waiting or self._running or self._ended)
 
     def sequences(self) -> list[SequenceState]:
@@ -129,7 +129,7 @@ class Scheduler:
             self._ended.append(sequence)  # the previous attempt had sampled all tokens, and only its ending was lost
 
     def take_ended(self) -> list[SequenceState]:
-        """Remove and return the sequences that end without computation, such as after a passed deadline."""
+        """Remove and return the sequences that end without another step, such as after a passed deadline."""
         if self._num_with_deadline:
             for sequence in self._waiting.expired(self._clock()):
                 self.finish_uncomputed(sequence, FinishReason.ABORT)
@@ -139,7 +139,7 @@ class Scheduler:
         return ended
 
     def schedule(self) -> StepPlan:
-        """Plan the next step. A `commit` with the sampled tokens must follow."""
+        """Plan the next step of the engine. A `commit` with the sampled tokens must follow."""
         self._num_preemptions = self._num_prompt_tokens = 0
         self._scheduled_seconds = self._clock()
         budget, size = self._config.max_batched_tokens, self._config.block_size
@@ -439,7 +439,7 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _admit(self) -> tuple[SequenceState, int] | None:
-        """Admit the first waiting sequence and return it, with its prefix-cache queries; None if blocks are short."""
+        """Admit the first waiting sequence, and return it with its prefix-cache queries; None if blocks are short."""
         sequence = self._waiting.first()
         size = self._config.block_size
         known: list[int] = []

@@ -67,7 +67,7 @@ class SequenceState:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Number of tokens after the prompt, with the tokens of earlier attempts."""
+        """Number of tokens of the sequence after the prompt, tokens of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -84,14 +84,14 @@ class SequenceState:
 
     @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
-        """Tokens that must not be sampled next: stop tokens before `min_tokens`, and the ends of bad words."""
+        """Tokens that the sequence must not sample next: stop tokens before `min_tokens`, and ends of bad words."""
         words = () if self.rules is None else self.rules.forbidden
         if self.num_completion_tokens >= self.params.min_tokens:
             return words
         return (*self.params.stop_token_ids, *self.eos_token_ids, *words)
 
     def append(self, token_id: int | None, now: float) -> bool:
-        """Append a sampled token, or None if no token is allowed. Return True, with the reason set, at an end."""
+        """Append a sampled token; None: no token is allowed. Return True, with the reason set, if the sequence ends."""
         if token_id is None:
             self.finish_reason = FinishReason.REFUSED
             return True
@@ -104,7 +104,7 @@ class SequenceState:
         return self.check_end()
 
     def append_drafted(self, token_ids: Sequence[int | None], draft: Sequence[int], now: float) -> bool:
-        """Append the tokens sampled after draft tokens, up to the first wrong draft token. Return True at an end.
+        """Append tokens sampled after drafts, up to the first wrong draft token. Return True if the sequence ends.
 
         The first of `token_ids` follows the known tokens and has been appended. Right draft tokens count as computed.
         """

@@ -47,7 +47,7 @@ class PromptLookup:
     def draft(self, token_ids: Sequence[int], limit: int, min_probability: float = 0.0) -> tuple[int, ...]:
         """Return at most `limit` draft tokens, often none. Between calls, tokens may only be appended to `token_ids`.
 
-        A token is drafted if the draft up to this token is accepted whole with more than `min_probability`.
+        A token is drafted if the probability that the draft up to this token is accepted exceeds `min_probability`.
         """
         self._learn(token_ids)
         for index, ngram_length in enumerate(_NGRAM_LENGTHS):
