@@ -78,7 +78,9 @@ class Engine:
         if looks_ahead is None:
             looks_ahead = runner.is_asynchronous
         self._looks_ahead = looks_ahead and not config.max_draft_tokens  # the host must verify drafts
-        self._inputs = InputBuilder(block_size=config.block_size, scratch_block=config.num_blocks)
+        self._inputs = InputBuilder(
+            block_size=config.block_size, scratch_block=config.num_blocks, min_rows=runner.min_rows
+        )
         self._plan: StepPlan | None = None  # of the step that is launched ahead
         self._launched: Callable[[], StepOutputs] | None = None  # waits for the outputs of the step of `_plan`
         self._grammars = Grammars(tokenizer)
@@ -174,7 +176,7 @@ class Engine:
                 before(plan.admitted)
             if plan.chunks:
                 masks = self._grammars.masks(plan) if self._grammars.uids else None
-                inputs = self._inputs.build(plan, min_rows=self._runner.min_rows, masks=masks)
+                inputs = self._inputs.build(plan, masks)
                 if self._looks_ahead and _needs_no_host(plan, inputs):
                     read = self._runner.launch(inputs)
                 else:
@@ -182,7 +184,7 @@ class Engine:
         if read is not None:
             ahead = self._scheduler.schedule_ahead(plan)
             if ahead is not None:
-                self._launched = self._runner.launch(self._inputs.build(ahead, min_rows=self._runner.min_rows))
+                self._launched = self._runner.launch(self._inputs.build(ahead))
                 self._plan = ahead
             outputs = read()
         failed: list[SequenceState] = []

@@ -28,15 +28,15 @@ class FakeRunner:
     runner samples. A launched step is computed as late as possible.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, fail_at: int | None = None) -> None:
-        self.min_rows = MIN_ROWS
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, min_rows: int = MIN_ROWS) -> None:
+        self.min_rows = min_rows
         self.is_asynchronous = False
         self.step_seconds, self.row_seconds, self._seconds = 1.0, 0.0, 0.0
         self.slots: dict[int, tuple[int, int]] = {}  # position and token id stored in each slot
         self.block_size = block_size
         self.num_slots = (num_blocks + 1) * block_size
         self.batches: list[tuple[int, ...]] = []  # query lengths of each computed step
-        self.fail_at = fail_at  # number of the step that raises RuntimeError
+        self.fail_at: int | None = None  # number of the step that raises RuntimeError
         self.order: list[int] = []  # step numbers: positive for a launch, negative for a read, 0 for a run at once
         self._vocab_size = vocab_size
         self._queue: deque[tuple[int, ModelInputs]] = deque()

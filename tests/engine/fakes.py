@@ -10,6 +10,7 @@ from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
 from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.scheduler import EngineConfig
+from service.engine.scheduling.step_plan import MIN_ROWS
 from service.engine.testing import FakeRunner, next_token
 from service.ipc.messages import Submit
 
@@ -68,10 +69,12 @@ def make_submit(
 def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
     """Make a small engine over a fake runner, with `EngineConfig` overrides.
 
-    `fakes_time`: the engine reads the runner's clock. `looks_ahead`: see `Engine`.
+    `fakes_time`: the engine reads the runner's clock. `looks_ahead` is of `Engine`, `min_rows` of `FakeRunner`.
     """
     values = {"block_size": 2, "num_blocks": 14, "max_num_running": 4, "max_batched_tokens": 7, **changes}
-    runner = FakeRunner(values["num_blocks"], values["block_size"], VOCAB_SIZE, values.pop("fail_at", None))
+    min_rows = values.pop("min_rows", MIN_ROWS)
+    runner = FakeRunner(values["num_blocks"], values["block_size"], VOCAB_SIZE, min_rows)
+    runner.fail_at = values.pop("fail_at", None)
     clock = runner.clock if values.pop("fakes_time", False) else time.monotonic
     looks_ahead = values.pop("looks_ahead", None)
     config = EngineConfig(**values)

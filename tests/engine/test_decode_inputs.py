@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
 from service.engine import engine as engine_module
-from service.engine.execution.model_inputs import InputBuilder, ModelInputs, build_inputs
+from service.engine.execution.model_inputs import InputBuilder, ModelInputs
 from service.engine.scheduling.step_plan import MIN_ROWS, StepPlan
 from tests.engine.fakes import make_engine, make_submit
 
@@ -21,11 +21,11 @@ class Compared(InputBuilder):
 
     num_moved = num_steps = 0
 
-    def build(self, plan: StepPlan, *, min_rows: int, masks: Any = None) -> ModelInputs:
-        sizes = {"block_size": self._block_size, "scratch_block": self._scratch_block, "min_rows": min_rows}
-        expected = build_inputs(plan, **sizes, masks=masks)
+    def build(self, plan: StepPlan, masks: Any = None) -> ModelInputs:
+        sizes = {"block_size": self._block_size, "scratch_block": self._scratch_block, "min_rows": self._min_rows}
+        expected = InputBuilder(**sizes).build(plan, masks)
         previous = self._previous
-        found = super().build(plan, min_rows=min_rows, masks=masks)
+        found = super().build(plan, masks)
         Compared.num_moved += previous is not None and self._previous is previous
         Compared.num_steps += 1
         assert plain(found) == plain(expected)
@@ -70,10 +70,13 @@ def test_updated_inputs_equal_rebuilt_inputs(min_rows: int, drafts: int, looks_a
     num_preemptions = 0
     for seed in range(12):
         rng = random.Random(seed)
-        engine, runner = make_engine(
-            fakes_time=True, max_draft_tokens=drafts, looks_ahead=looks_ahead, block_size=rng.choice([1, 2, 5])
+        engine, _ = make_engine(
+            fakes_time=True,
+            max_draft_tokens=drafts,
+            looks_ahead=looks_ahead,
+            block_size=rng.choice([1, 2, 5]),
+            min_rows=min_rows,
         )
-        runner.min_rows = min_rows
         submits = [random_submit(f"s{number}", rng) for number in range(12)]
         for submit in submits:
             engine.submit(submit)
@@ -83,8 +86,6 @@ def test_updated_inputs_equal_rebuilt_inputs(min_rows: int, drafts: int, looks_a
                 engine.cancel(rng.choice(submits).uid)
             if rng.random() < 0.2:
                 engine.submit(msgspec.structs.replace(submit, attempt=1))
-            if rng.random() < 0.1:
-                runner.min_rows = 5 - runner.min_rows  # native kernels take over: steps are no longer padded
         while engine.has_work:
             num_preemptions += engine.step().stats.num_preemptions
         engine.check_integrity()

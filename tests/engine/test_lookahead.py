@@ -69,8 +69,7 @@ def test_without_lookahead_nothing_is_launched() -> None:
 
 
 def test_sequences_at_their_maximum_length_are_not_launched() -> None:
-    engine, runner = ahead()
-    runner.min_rows = 1
+    engine, runner = ahead(min_rows=1)
     for number, max_tokens in enumerate([2, 3, 5]):
         engine.submit(unending(str(number), [number, 9], max_tokens=max_tokens))
     drive(engine)

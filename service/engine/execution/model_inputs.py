@@ -19,7 +19,7 @@ from model.attention.metadata import AttentionMetadata
 from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
 from service.engine.execution.grammar_masks import Masks
-from service.engine.scheduling.step_plan import MIN_ROWS, Chunk, StepPlan
+from service.engine.scheduling.step_plan import Chunk, StepPlan
 
 
 class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -40,64 +40,6 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     previous_rows: tuple[int, ...] = ()
 
 
-def build_inputs(
-    plan: StepPlan,
-    *,
-    block_size: int,
-    scratch_block: int,
-    min_rows: int = MIN_ROWS,
-    masks: Masks | None = None,
-) -> ModelInputs:
-    """Build the input tensors of a step plan with at least one chunk.
-
-    Rows of padding, up to `min_rows`, write to `scratch_block`, which belongs to no sequence. Each draft token is a
-    separate sequence of one token with the same block table. This is correct because a forward pass writes all keys
-    before it reads any, and fast because attention batches all sequences of one token.
-    """
-    chunks = plan.chunks
-    lengths, contexts, token_ids = _pack_tokens(plan, min_rows)
-    tables_BN = _block_tables(chunks, contexts, block_size=block_size, scratch_block=scratch_block)
-    if len(lengths) == len(token_ids):  # one token per sequence
-        sequence_of_T = np.arange(len(token_ids))
-        positions_T = np.array(contexts) - 1
-    else:
-        sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
-        positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
-    slots_T = tables_BN[sequence_of_T, positions_T // block_size] * block_size + positions_T % block_size
-    sampling = [chunk for chunk in chunks if chunk.samples]
-    positions = [chunk.num_known_tokens for chunk in sampling]
-    for chunk in tuple(sampling):
-        sampling += [chunk] * len(chunk.draft)
-        positions += range(chunk.num_known_tokens + 1, chunk.num_known_tokens + 1 + len(chunk.draft))
-    params = tuple([chunk.params for chunk in sampling])
-    forbidden = tuple([chunk.forbidden for chunk in sampling])
-    rules = tuple([chunk.rules for chunk in sampling])
-    logit_rows, prompt_rows, pooled_rows = ([], [], []) if plan.is_decode else _logit_rows(chunks)
-    logit_rows += [0] * max(0, min_rows - len(logit_rows))
-    return ModelInputs(
-        token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
-        metadata=AttentionMetadata(
-            query_lengths=tuple(lengths),
-            context_lengths=tuple(contexts),
-            positions_T=torch.from_numpy(positions_T),
-            logit_rows_R=None if plan.is_decode else torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
-            slot_mapping_T=torch.from_numpy(slots_T),
-            block_tables_BN=torch.from_numpy(tables_BN),
-            contexts_B=torch.tensor(contexts),
-        ),
-        params=params,
-        all_greedy=all(param.greedy for param in params),
-        wants_logprobs=any(param.logprobs is not None for param in params),
-        positions=tuple(positions),
-        forbidden=forbidden if any(forbidden) else (),
-        rules=rules if any(rule is not None for rule in rules) else (),
-        prompt_rows=tuple(prompt_rows),
-        masks=masks,
-        pooled_rows=tuple(pooled_rows),
-        previous_rows=plan.previous_rows,
-    )
-
-
 def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], list[int]]:
     """Return query length and context length of each row of a forward pass, and the packed ids, with padding."""
     lengths: list[int] = []
@@ -114,7 +56,7 @@ def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], l
 
 
 def _block_tables(
-    chunks: tuple[Chunk, ...], contexts: list[int], *, block_size: int, scratch_block: int
+    chunks: tuple[Chunk, ...], contexts: list[int], block_size: int, scratch_block: int
 ) -> NDArray[np.int64]:
     """Return the block table of each row of a forward pass, as wide as needed, padded with `scratch_block`."""
     width = -(-max(contexts) // block_size)
@@ -155,12 +97,12 @@ def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[tuple[Chunk,
 class _Previous:
     """Inputs of the previous decode step, updated in place. Each array is a view of a tensor, without padding rows."""
 
-    def __init__(self, inputs: ModelInputs, chunks: tuple[Chunk, ...], min_rows: int) -> None:
+    def __init__(self, inputs: ModelInputs, chunks: tuple[Chunk, ...]) -> None:
         metadata, count = inputs.metadata, len(chunks)
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
         assert metadata.contexts_B is not None
-        self.inputs, self.min_rows = inputs, min_rows
+        self.inputs = inputs
         # A block table belongs to one sequence until the sequence is preempted or ends.
         self.tables = [chunk.block_table for chunk in chunks]
         self.contexts = list(inputs.positions)  # number of tokens of each sequence once the previous step is computed
@@ -174,26 +116,73 @@ class _Previous:
 class InputBuilder:
     """Builder of each step's inputs, which are valid until the next call: decode steps update tensors in place."""
 
-    def __init__(self, *, block_size: int, scratch_block: int) -> None:
-        self._block_size, self._scratch_block = block_size, scratch_block
+    def __init__(self, *, block_size: int, scratch_block: int, min_rows: int) -> None:
+        self._block_size, self._scratch_block, self._min_rows = block_size, scratch_block, min_rows
         self._previous: _Previous | None = None
 
-    def build(self, plan: StepPlan, *, min_rows: int, masks: Masks | None = None) -> ModelInputs:
-        """Return the inputs of a step, equal to the inputs that `build_inputs` returns."""
+    def build(self, plan: StepPlan, masks: Masks | None = None) -> ModelInputs:
+        """Return the inputs of a plan with at least one chunk, by an update of the previous inputs if possible."""
         previous = self._previous
-        if previous is not None and plan.is_decode and self._continues(previous, plan.chunks, min_rows):
+        if previous is not None and plan.is_decode and self._continues(previous, plan.chunks):
             return self._update(previous, plan, masks)
-        inputs = build_inputs(
-            plan, block_size=self._block_size, scratch_block=self._scratch_block, min_rows=min_rows, masks=masks
-        )
-        self._previous = _Previous(inputs, plan.chunks, min_rows) if plan.is_decode else None
+        inputs = self._create(plan, masks)
+        self._previous = _Previous(inputs, plan.chunks) if plan.is_decode else None
         return inputs
 
-    def _continues(self, previous: _Previous, chunks: tuple[Chunk, ...], min_rows: int) -> bool:
+    def _create(self, plan: StepPlan, masks: Masks | None) -> ModelInputs:
+        """Build the inputs of a step anew.
+
+        Rows of padding write to the scratch block, which belongs to no sequence. Each draft token is a separate
+        sequence of one token with the same block table. This is correct because a forward pass writes all keys before
+        it reads any, and fast because attention batches all sequences of one token.
+        """
+        chunks, size, min_rows = plan.chunks, self._block_size, self._min_rows
+        lengths, contexts, token_ids = _pack_tokens(plan, min_rows)
+        tables_BN = _block_tables(chunks, contexts, size, self._scratch_block)
+        if len(lengths) == len(token_ids):  # one token per sequence
+            sequence_of_T = np.arange(len(token_ids))
+            positions_T = np.array(contexts) - 1
+        else:
+            sequence_of_T = np.repeat(np.arange(len(lengths)), lengths)
+            positions_T = np.concatenate([np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)])
+        slots_T = tables_BN[sequence_of_T, positions_T // size] * size + positions_T % size
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        positions = [chunk.num_known_tokens for chunk in sampling]
+        for chunk in tuple(sampling):
+            sampling += [chunk] * len(chunk.draft)
+            positions += range(chunk.num_known_tokens + 1, chunk.num_known_tokens + 1 + len(chunk.draft))
+        params = tuple([chunk.params for chunk in sampling])
+        forbidden = tuple([chunk.forbidden for chunk in sampling])
+        rules = tuple([chunk.rules for chunk in sampling])
+        logit_rows, prompt_rows, pooled_rows = ([], [], []) if plan.is_decode else _logit_rows(chunks)
+        logit_rows += [0] * max(0, min_rows - len(logit_rows))
+        return ModelInputs(
+            token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
+            metadata=AttentionMetadata(
+                query_lengths=tuple(lengths),
+                context_lengths=tuple(contexts),
+                positions_T=torch.from_numpy(positions_T),
+                logit_rows_R=None if plan.is_decode else torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
+                slot_mapping_T=torch.from_numpy(slots_T),
+                block_tables_BN=torch.from_numpy(tables_BN),
+                contexts_B=torch.tensor(contexts),
+            ),
+            params=params,
+            all_greedy=all(param.greedy for param in params),
+            wants_logprobs=any(param.logprobs is not None for param in params),
+            positions=tuple(positions),
+            forbidden=forbidden if any(forbidden) else (),
+            rules=rules if any(rule is not None for rule in rules) else (),
+            prompt_rows=tuple(prompt_rows),
+            masks=masks,
+            pooled_rows=tuple(pooled_rows),
+            previous_rows=plan.previous_rows,
+        )
+
+    def _continues(self, previous: _Previous, chunks: tuple[Chunk, ...]) -> bool:
         """Return True if a step decodes the previous step's sequences again, with block tables that still fit."""
         return (
-            previous.min_rows == min_rows
-            and [chunk.start for chunk in chunks] == previous.contexts
+            [chunk.start for chunk in chunks] == previous.contexts
             and all(map(is_, [chunk.block_table for chunk in chunks], previous.tables))
             and max(previous.contexts) < previous.tables_TN.shape[1] * self._block_size
         )

@@ -53,6 +53,8 @@ class ModelRunner:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = to_native(model)
+        # Smaller steps are padded to this number of rows, because fewer rows would round differently.
+        self.min_rows = 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
@@ -159,11 +161,6 @@ class ModelRunner:
             pooled=pooled,
             non_finite=frozenset(non_finite),
         )
-
-    @property
-    def min_rows(self) -> int:
-        """Minimum number of rows of a step. Smaller steps are padded, because fewer rows would round differently."""
-        return 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
 
     @property
     def is_asynchronous(self) -> bool:
