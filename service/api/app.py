@@ -31,7 +31,7 @@ from service.api.tokenization import TokenizerRoutes
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response
 from service.ipc.channel import Channel
-from service.ipc.messages import API_PATH, Command, CommandBatch, WorkerReady, decode_events, encode_commands
+from service.ipc.messages import Command, CommandBatch, WorkerReady, decode_events, encode_commands
 from service.ipc.shared_state import Lifecycle
 from service.metrics.recorder import EngineState, Metrics
 from service.preprocess.served_model import ServedModel
@@ -60,7 +60,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         metrics: Metrics,
     ) -> None:
         super().__init__()
-        self.api_path = API_PATH
+        self.api_path = "/v1/completions"  # LitServe requires a route; Kvasir registers all routes itself
         self.model_name = served.model_name
         self._channel = channel
         self._metrics = metrics
@@ -76,7 +76,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             admission=admission,
             on_worker_ready=self._set_worker,
             on_engine=metrics.observe_engine,
-            on_replay=metrics.count_replay,
+            on_replay=partial(metrics.count, "requests_replayed"),
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
             on_count=partial(setattr, lifecycle.num_active, "value"),  # a drain waits for 0
         )
@@ -200,9 +200,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def count_error(self, error: ApiError) -> None:
         """Count a request that was rejected or failed."""
         if isinstance(error, Overloaded | Draining):
-            self._metrics.count_rejection(error.code)
+            self._metrics.count("admission_rejections", error.code)
         else:
-            self._metrics.count_failure(error.status, error.type)
+            self._metrics.count("request_failures", str(error.status), error.type)
 
     def reject_from_headers(self, scope: Scope) -> None:
         """Reject a request by its headers, if no request body (except a `timeout`) could change the rejection.

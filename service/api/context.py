@@ -68,7 +68,7 @@ class ApiContext:
         self.chat = ChatPrompts(served.template, served.tokenizer, max_waiting=admission.max_num_sequences)
         self.response_store = ResponseStore(
             keep_seconds=settings.resume_seconds,
-            count=metrics.count_resumption,
+            count=partial(metrics.count, "requests_resumed"),
             waste=partial(metrics.count_wasted_tokens, "unclaimed"),
         )
 
