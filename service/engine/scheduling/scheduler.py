@@ -146,14 +146,14 @@ class Scheduler:
         if self._config.max_draft_tokens:
             draft_budget, draft_cost = self._draft_policy.limits(len(self._running))
         chunks: list[Chunk] = []
-        behind: list[SequenceState] = []
+        prefilling: list[SequenceState] = []
         # A copy, because reserving blocks may preempt sequences at the end of the list.
         for sequence in tuple(self._running):
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             end = len(sequence.token_ids)
             if end - sequence.num_computed_tokens != 1:
-                behind.append(sequence)
+                prefilling.append(sequence)
             elif budget and (end <= len(sequence.block_table) * size or self._reserve(sequence, end)):
                 draft: tuple[int, ...] = ()
                 if sequence.lookup is not None:
@@ -162,7 +162,7 @@ class Scheduler:
                 chunks.append(self._plan(sequence, 1, draft))
                 budget -= 1 + len(draft)
         max_prefill = self._prefill_budget.max_allowed_tokens(len(chunks))
-        for sequence in behind:
+        for sequence in prefilling:
             num_tokens = min(sequence.num_remaining_tokens, budget, max_prefill)
             if num_tokens == 0:
                 break
@@ -304,12 +304,12 @@ class Scheduler:
             sequence = self._running_sequence(chunk)
             if sequence is None or non_finite.isdisjoint(range(first, row - len(chunk.draft))):
                 continue
-            spoiled = set(sequence.block_table[chunk.start // self._config.block_size :])
-            self._pool.discard(spoiled)
+            written = set(sequence.block_table[chunk.start // self._config.block_size :])
+            self._pool.discard(written)
             self.finish(sequence, FinishReason.ERROR)
             ended.append(sequence)
-            for other in [running for running in self._running if not spoiled.isdisjoint(running.block_table)]:
-                shared = next(index for index, block in enumerate(other.block_table) if block in spoiled)
+            for other in [running for running in self._running if not written.isdisjoint(running.block_table)]:
+                shared = next(index for index, block in enumerate(other.block_table) if block in written)
                 self._pool.discard(other.block_table[shared:])
                 self._preempt(other)
         return ended

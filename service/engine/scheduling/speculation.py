@@ -51,11 +51,11 @@ class PromptLookup:
         """
         self._learn(token_ids)
         for index, ngram_length in enumerate(_NGRAM_LENGTHS):
-            place = self._after[index].get(tuple(token_ids[-ngram_length:]))
-            if place is not None:
+            position = self._after[index].get(tuple(token_ids[-ngram_length:]))
+            if position is not None:
                 length = self._worthwhile(index, min(limit, self._max_tokens), min_probability)
-                period = len(token_ids) - place  # a repetition that reaches the end of the tokens continues
-                return tuple(token_ids[place + offset % period] for offset in range(length))
+                period = len(token_ids) - position  # a repetition that reaches the end of the tokens continues
+                return tuple(token_ids[position + offset % period] for offset in range(length))
         return ()
 
     def _worthwhile(self, index: int, most: int, min_probability: float) -> int:
@@ -68,19 +68,19 @@ class PromptLookup:
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """Index the new n-grams, except the last n-gram, and measure the accuracy of the lookup."""
-        for place in range(max(self._num_known, len(token_ids) - _WINDOW, 1), len(token_ids)):
+        for position in range(max(self._num_known, len(token_ids) - _WINDOW, 1), len(token_ids)):
             is_predicted = not self._num_known  # the prompt is not model output: its repetitions predict little
             for index, (ngram_length, after) in enumerate(zip(_NGRAM_LENGTHS, self._after, strict=True)):
-                if place < ngram_length:
+                if position < ngram_length:
                     continue
-                ngram = tuple(token_ids[place - ngram_length : place])
+                ngram = tuple(token_ids[position - ngram_length : position])
                 earlier = after.get(ngram)
                 if earlier is not None and not is_predicted:
                     is_predicted = True
                     self._num_predictions[index] = self._num_predictions[index] * _MEMORY + 1
                     self._num_right[index] *= _MEMORY
-                    self._num_right[index] += token_ids[earlier] == token_ids[place]
-                after[ngram] = place
+                    self._num_right[index] += token_ids[earlier] == token_ids[position]
+                after[ngram] = position
         self._num_known = len(token_ids)
 
 

@@ -78,8 +78,10 @@ class PathProbe:
         elif isinstance(value, list | tuple):
             members = list(value[-_MAX_MEMBERS:])
         elif type(value).__module__.split(".")[0] in ("service", "model"):
-            fields = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", None) or ()
-            members = [getattr(value, field, None) for field in fields]
+            fields = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", None)
+            if fields is None and type(value).__name__ == "SequenceState":
+                fields = vars(value)
+            members = [getattr(value, field, None) for field in fields or ()]
         else:
             return None
         found = (self._find(member, kind_of, depth - 1) for member in members)
