@@ -8,7 +8,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from service.api.context import ApiContext
-from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
+from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.chat import ChatCompletionRequest
@@ -66,10 +66,10 @@ class Completions:
             choices=choices, arrival_seconds=arrival_seconds, terms=context.queue_limits.terms(request, asked.timeout)
         )
         response_builder = builder(
+            asked,
             response_id=builder.id_prefix + choices[0].submit.uid,
             created=int(time.time()),
             model=context.served.model_name,
-            options=ResponseOptions.of(asked),
             tokenizer=context.served.tokenizer,
         )
         delivery = CompletionStream if asked.stream else CompletionBody

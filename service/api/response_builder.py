@@ -1,11 +1,9 @@
-"""Response builders: turn token deltas into the events and bodies of a route.
-
-`CompletionBuilder` writes the responses of `/v1/completions`, `ChatBuilder` the responses of `/v1/chat/completions`.
-"""
+"""Builders of the responses of `/v1/completions` and `/v1/chat/completions` from token deltas."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
+
+from msgspec import UNSET
 
 from model.tokenizer.interface import Tokenizer
 from service.ipc.messages import Finish, FinishReason, TokenDelta
@@ -36,77 +34,37 @@ _ANY_DELTA = TokenDelta(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResponseOptions:
-    """Parts of a response that the client requested beside the text.
-
-    echo: the prompt's text, with its logprobs where logprobs are requested.
-    logprobs, prompt_logprobs: number of alternatives to each token; None for no logprobs.
-    token_ids: token ids of the completion and the prompt.
-    names_are_ids: `logprobs` names tokens by their ids.
-    usage: token counts in a last event of a stream.
-    running_usage: token counts in all other events of a stream.
-    num_best: number of completions to return for each prompt, the best ones; None for all completions.
-    """
-
-    echo: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    token_ids: bool = False
-    names_are_ids: bool = False
-    usage: bool = False
-    running_usage: bool = False
-    num_best: int | None = None
-
-    @classmethod
-    def of(cls, request: GenerationRequest) -> "ResponseOptions":
-        """Return the response options that a request sets."""
-        options = request.stream_options
-        return cls(
-            echo=request.echoes,
-            logprobs=request.num_logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            token_ids=bool(request.return_token_ids),
-            names_are_ids=bool(request.return_tokens_as_token_ids),
-            usage=options is not None and bool(options.include_usage),
-            running_usage=options is not None and bool(options.continuous_usage_stats),
-            num_best=request.value("n") if request.is_ranked else None,
-        )
-
-
 class ResponseBuilder(ABC):
-    """Response builder of one route for one request. It keeps state between the events of a stream.
-
-    Args:
-        response_id, created, model: fields of every event and body.
-    """
+    """Builder of the response to one completion request. The builder keeps state between the events of a stream."""
 
     id_prefix: ClassVar[str]
+    _event_type: ClassVar[type[Completion] | type[ChatCompletionChunk]]
 
     def __init__(
-        self, *, response_id: str, created: int, model: str, options: ResponseOptions, tokenizer: Tokenizer
+        self, asked: GenerationRequest, *, response_id: str, created: int, model: str, tokenizer: Tokenizer
     ) -> None:
-        self.options = options
-        self._id = response_id
-        self._created = created
-        self._model = model
+        self.asked = asked
+        self._num_logprobs = asked.num_logprobs
+        self._head: dict[str, Any] = {"id": response_id, "created": created, "model": model}
         self._logprob_format = LogprobFormat(
-            tokenizer=tokenizer, num_top=options.logprobs or 0, names_are_ids=options.names_are_ids
+            tokenizer=tokenizer, num_top=self._num_logprobs or 0, names_are_ids=bool(asked.return_tokens_as_token_ids)
         )
-        self._prompt_format = LogprobFormat(tokenizer=tokenizer, num_top=options.prompt_logprobs or 0)
+        self._prompt_format = LogprobFormat(tokenizer=tokenizer, num_top=asked.prompt_logprobs or 0)
+        self._writers: dict[int, LogprobWriter] = {}  # by the choice's index
         self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._has_opened = False
 
     @abstractmethod
     def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> Body:
-        """Return the whole response from one delta per choice."""
+        """Return the JSON body of a response from one delta per choice."""
 
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return the events of a delta. The prompt's part of the response belongs to a choice's first event."""
+        """Return the events of a delta. The prompt's token ids and logprobs are in a choice's first event."""
 
-    @abstractmethod
-    def summary(self) -> Event:
-        """Return an event without choices."""
+    def event(self, choices: list[Any]) -> Event:
+        """Return an event of a stream with these choices."""
+        return self._event_type(**self._head, choices=choices)
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
         """Return the encoded event of a delta that is only text, from a cached template, since most deltas are."""
@@ -121,68 +79,51 @@ class ResponseBuilder(ABC):
 
 
 class CompletionBuilder(ResponseBuilder):
-    """Response builder of `/v1/completions`."""
+    """Builder of the response to a `/v1/completions` request."""
 
-    id_prefix: ClassVar[str] = "cmpl-"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._writers: dict[int, LogprobWriter] = {}
+    id_prefix = "cmpl-"
+    _event_type = Completion
 
     def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> Completion:
-        """Return the body of whole completions, numbered anew because `best_of` returns only some of them."""
-        choices: list[CompletionChoice] = []
-        for index, (choice, delta) in enumerate(wholes):
-            (event,) = self.events(choice, delta, is_first=True)
-            assert isinstance(event, Completion)
-            event.choices[0].index = index
-            choices += event.choices
-        return Completion(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
-        )
+        """Return the body of whole completions, numbered anew because `best_of` returns only some completions."""
+        choices = [self._choice(index, choice, delta, is_first=True) for index, (choice, delta) in enumerate(wholes)]
+        return Completion(**self._head, choices=choices, usage=usage, timings=timings)
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return one event with the delta's text, and the requested logprobs and token ids."""
-        options = self.options
+        return [self.event([self._choice(choice.index, choice, delta, is_first=is_first)])]
+
+    def _choice(self, index: int, choice: Choice, delta: TokenDelta, *, is_first: bool) -> CompletionChoice:
+        asked = self.asked
         built = CompletionChoice(
-            index=choice.index,
-            text=delta.text,
+            index=index,
+            text=choice.prompt_text + delta.text if is_first else delta.text,
             logprobs=None,
             finish_reason=_finish_reason(delta.finish),
             stop_reason=None if delta.finish is None else delta.finish.stop_reason,
         )
-        if options.logprobs is not None:
+        if self._num_logprobs is not None:
             if choice.index not in self._writers:
                 self._writers[choice.index] = LogprobWriter(self._logprob_format)
-            prompt = choice.prompt_logprobs if options.echo and is_first else ()
+            prompt = choice.prompt_logprobs if asked.echoes and is_first else ()
             built.logprobs = self._writers[choice.index].write(delta.logprobs or (), prompt=prompt)
-        if options.token_ids:
+        if asked.return_token_ids:
             built.token_ids = delta.token_ids
-        if is_first:
-            if options.echo:
-                built.text = choice.prompt_text + delta.text
-            if options.token_ids:
+            if is_first:
                 built.prompt_token_ids = choice.submit.prompt_token_ids
-            if options.prompt_logprobs is not None:
-                built.prompt_logprobs = self._prompt_logprobs(choice)
-        return [Completion(id=self._id, created=self._created, model=self._model, choices=[built])]
-
-    def summary(self) -> Completion:
-        """Return an event without choices."""
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[])
+        if is_first and asked.prompt_logprobs is not None:
+            built.prompt_logprobs = self._prompt_logprobs(choice)
+        return built
 
 
 class ChatBuilder(ResponseBuilder):
-    """Response builder of `/v1/chat/completions`. The first choice has the logprobs of the one prompt."""
+    """Builder of the response to a `/v1/chat/completions` request. The first choice has the prompt's logprobs."""
 
-    id_prefix: ClassVar[str] = "chatcmpl-"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._has_opened = False
+    id_prefix = "chatcmpl-"
+    _event_type = ChatCompletionChunk
 
     def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> ChatCompletion:
-        """Return the body of whole messages."""
+        """Return the body of whole assistant messages."""
         first, _ = wholes[0]
         choices = [
             ChatChoice(
@@ -191,29 +132,28 @@ class ChatBuilder(ResponseBuilder):
                 logprobs=self._logprobs(delta),
                 finish_reason=_finish_reason(delta.finish),
                 stop_reason=None if delta.finish is None else delta.finish.stop_reason,
+                token_ids=delta.token_ids if self.asked.return_token_ids else UNSET,
             )
             for choice, delta in wholes
         ]
-        completion = ChatCompletion(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
+        return ChatCompletion(
+            **self._head,
+            choices=choices,
+            usage=usage,
+            timings=timings,
+            prompt_token_ids=first.submit.prompt_token_ids if self.asked.return_token_ids else UNSET,
+            prompt_logprobs=UNSET if self.asked.prompt_logprobs is None else self._prompt_logprobs(first),
         )
-        if self.options.token_ids:
-            completion.prompt_token_ids = first.submit.prompt_token_ids
-            for built, (_, delta) in zip(choices, wholes, strict=True):
-                built.token_ids = delta.token_ids
-        if self.options.prompt_logprobs is not None:
-            completion.prompt_logprobs = self._prompt_logprobs(first)
-        return completion
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the event of a delta. As in OpenAI's streams, an event with the role precedes a choice's first."""
         events: list[Event] = []
         if is_first:
             role = ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
-            opening = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[role])
-            if self.options.token_ids and not self._has_opened:
+            opening = ChatCompletionChunk(**self._head, choices=[role])
+            if self.asked.return_token_ids and not self._has_opened:
                 opening.prompt_token_ids = choice.submit.prompt_token_ids
-            if self.options.prompt_logprobs is not None and choice.index == 0:
+            if self.asked.prompt_logprobs is not None and choice.index == 0:
                 opening.prompt_logprobs = self._prompt_logprobs(choice)
             self._has_opened = True
             events.append(opening)
@@ -223,18 +163,12 @@ class ChatBuilder(ResponseBuilder):
             logprobs=self._logprobs(delta) if delta.logprobs else None,
             finish_reason=_finish_reason(delta.finish),
             stop_reason=None if delta.finish is None else delta.finish.stop_reason,
+            token_ids=delta.token_ids if self.asked.return_token_ids else UNSET,
         )
-        if self.options.token_ids:
-            built.token_ids = delta.token_ids
-        events.append(ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[built]))
-        return events
-
-    def summary(self) -> ChatCompletionChunk:
-        """Return an event without choices."""
-        return ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[])
+        return [*events, self.event([built])]
 
     def _logprobs(self, delta: TokenDelta) -> ChatLogprobs | None:
-        return None if self.options.logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
+        return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
 
 
 def _finish_reason(finish: Finish | None) -> Literal["stop", "length"] | None:

@@ -10,14 +10,15 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from model.tokenizer.interface import Tokenizer
-from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
+from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionStream
 from service.http.connection import chunked_body
 from service.metrics.recorder import Metrics
+from service.protocol.completions import CompletionRequest
 from service.protocol.errors import ApiError
 from service.protocol.responses import encode_event
 from service.requests.inflight import Deltas
-from tests.service.api.test_streaming import Exchange, run, sample
+from tests.service.api.test_streaming import RUNNING_USAGE, USAGE, Exchange, run, sample
 from tests.service.desk import Desk
 from tests.service.sequences import make_choice, make_delta, make_finish, make_request
 from tests.service.wire import connect
@@ -38,10 +39,10 @@ class Body:
 
 
 def exchange_with(
-    body: Body, tools: Any, builder: type[ResponseBuilder] = CompletionBuilder, **response_options: Any
+    body: Body, tools: Any, builder: type[ResponseBuilder] = CompletionBuilder, **fields: Any
 ) -> Exchange:
     scope: Scope = {"type": "http", "extensions": {"kvasir.chunked_body": body}}
-    body.exchange = Exchange(CompletionStream, make_request(make_choice()), tools, builder, scope, **response_options)
+    body.exchange = Exchange(CompletionStream, make_request(make_choice()), tools, builder, scope, **fields)
     return body.exchange
 
 
@@ -50,18 +51,18 @@ def tools(tokenizer: Tokenizer, metrics: Metrics) -> tuple[Tokenizer, Metrics]:
     return tokenizer, metrics
 
 
-WANTS: list[dict[str, Any]] = [{}, {"usage": True}, {"running_usage": True}, {"token_ids": True}, {"logprobs": 0}]
+WANTS: list[dict[str, Any]] = [{}, USAGE, RUNNING_USAGE, {"return_token_ids": True}, {"logprobs": 0}]
 
 
-@pytest.mark.parametrize("response_options", WANTS, ids=str)
+@pytest.mark.parametrize("fields", WANTS, ids=str)
 @pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
 def test_the_bytes_are_those_that_the_task_sends(
-    tools: Any, builder: type[ResponseBuilder], response_options: dict[str, Any]
+    tools: Any, builder: type[ResponseBuilder], fields: dict[str, Any]
 ) -> None:
     async def test() -> None:
         body = Body()
-        slow = Exchange(CompletionStream, make_request(make_choice()), tools, builder, **response_options)
-        fast = exchange_with(body, tools, builder, **response_options)
+        slow = Exchange(CompletionStream, make_request(make_choice()), tools, builder, **fields)
+        fast = exchange_with(body, tools, builder, **fields)
         for text in ("a", 'b"\n', "", "\u2028é", "😀"):
             for exchange in (slow, fast):
                 exchange.push(ids=(97,), text=text, logprobs=())
@@ -72,7 +73,7 @@ def test_the_bytes_are_those_that_the_task_sends(
             await exchange.task
         assert without_times(fast.client.body) == without_times(slow.client.body)
         assert fast.client.is_complete
-        assert len(body.parts) == (4 if response_options.get("token_ids") or "logprobs" in response_options else 3)
+        assert len(body.parts) == (4 if fields.get("return_token_ids") or "logprobs" in fields else 3)
         assert sample(tools[1], "llm_inter_token_latency_seconds_count") == 2 * 5
 
     run(test)
@@ -150,7 +151,8 @@ def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
 def test_a_plain_event_is_the_event_of_its_piece(
     tokenizer: Tokenizer, builder: type[ResponseBuilder], text: str
 ) -> None:
-    words = builder(response_id="cmpl-1", created=5, model="\0text\0", options=ResponseOptions(), tokenizer=tokenizer)
+    asked = CompletionRequest(prompt="a")
+    words = builder(asked, response_id="cmpl-1", created=5, model="\0text\0", tokenizer=tokenizer)
     for choice in (make_choice(), make_choice("b", index=1)):
         (event,) = words.events(choice, make_delta(ids=(1,), text=text), is_first=False)
         assert words.plain_event(choice, text) == encode_event(event)

@@ -65,7 +65,9 @@ def test_the_likeliest_per_token_are_told_best_first_and_all_are_counted(
         choices = [
             make_choice(f"c{p}{s}", index=3 * p + s, prompt_index=p, logprobs=0) for p in range(2) for s in range(3)
         ]
-        exchange = Exchange(CompletionBody, make_request(*choices), (tokenizer, metrics), num_best=2, logprobs=logprobs)
+        exchange = Exchange(
+            CompletionBody, make_request(*choices), (tokenizer, metrics), n=2, best_of=4, logprobs=logprobs
+        )
         for choice in choices:
             values = samples[choice.prompt_index][choice.index % 3]
             for value in values[:-1]:

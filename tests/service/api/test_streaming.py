@@ -10,14 +10,19 @@ import pytest
 from starlette.types import Scope
 
 from model.tokenizer.interface import Tokenizer
-from service.api.response_builder import CompletionBuilder, ResponseBuilder, ResponseOptions
+from service.api.response_builder import CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream
 from service.ipc.messages import FinishReason, TokenLogprob
 from service.metrics.recorder import Metrics
+from service.protocol.completions import CompletionRequest
 from service.protocol.errors import Draining, EngineFailed
 from service.protocol.responses import Completion, encode_event
 from service.requests.inflight import InflightRequest
 from tests.service.sequences import make_choice, make_delta, make_finish, make_request
+
+# Fields of a request for usage in a stream's last event, and in every event.
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+RUNNING_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
 
 
 class Client:
@@ -66,11 +71,11 @@ class Exchange:
         tools: Any,
         builder: type[ResponseBuilder] = CompletionBuilder,
         scope: Scope | None = None,
-        **response_options: Any,
+        **fields: Any,
     ) -> None:
         tokenizer, metrics = tools
-        options = ResponseOptions(**response_options)
-        words = builder(response_id="cmpl-1", created=5, model="tiny", options=options, tokenizer=tokenizer)
+        asked = CompletionRequest.parse(json.dumps({"prompt": "a", **fields}).encode())
+        words = builder(asked, response_id="cmpl-1", created=5, model="tiny", tokenizer=tokenizer)
         self.request = request
         self.closed: list[InflightRequest] = []
         self.client = Client()
@@ -111,7 +116,7 @@ def sample(metrics: Metrics, name: str, **labels: str) -> float:
 
 def test_a_stream_has_one_event_a_delta_then_usage_then_done(tools: Any) -> None:
     async def test() -> None:
-        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, usage=True)
+        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, **USAGE)
         exchange.push(ids=(97,), text="a")
         await exchange.settle()
         assert exchange.client.status == 200
@@ -154,7 +159,7 @@ def test_a_stream_has_one_event_a_delta_then_usage_then_done(tools: Any) -> None
 
 def test_an_answer_that_comes_all_at_once_has_one_set_of_timings(tools: Any) -> None:
     async def test() -> None:
-        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, usage=True)
+        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, **USAGE)
         exchange.push(ids=(97, 98), text="ab", finish=make_finish())
         await exchange.task
         whole, summary = exchange.client.chunks
