@@ -23,7 +23,6 @@ from service.ipc.messages import AttentionQuery, AttentionResult
 from service.protocol.errors import (
     ApiError,
     ClientGone,
-    ContextLengthExceeded,
     EngineFailed,
     InvalidRequest,
     Overloaded,
@@ -152,16 +151,13 @@ class Inspection:
                 f"head {asked.head} does not exist; this model has heads 0 to {num_heads - 1}", param="head"
             )
         token_ids = processor.encode_prompt(
-            asked.prompt, "prompt", max_tokens=self._max_tokens, too_long=self._too_long
+            asked.prompt,
+            "prompt",
+            max_tokens=self._max_tokens,
+            limit=f"attention inspection takes at most {self._max_tokens} tokens",
+            clause="; shorten it",
         )
         return AttentionQuery(uid=uuid.uuid4().hex, token_ids=tuple(token_ids), layer=asked.layer, heads=heads)
-
-    def _too_long(self, num_tokens: int, prefix: str) -> ContextLengthExceeded:
-        return ContextLengthExceeded(
-            f"the prompt has {prefix}{num_tokens} tokens, but inspection takes at most {self._max_tokens}; "
-            "shorten the prompt",
-            param="prompt",
-        )
 
     async def _compute(self, live: InflightQuery, receive: Receive) -> AttentionResult:
         """Send the query to the worker and wait for the result. Raises ClientGone if the client disconnects."""

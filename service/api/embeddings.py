@@ -23,7 +23,7 @@ from service.http.connection import ChunkedBody
 from service.ipc.messages import Pooling, Submit
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
-from service.protocol.errors import ClientGone, ContextLengthExceeded, InvalidRequest, Overloaded
+from service.protocol.errors import ClientGone, InvalidRequest, Overloaded
 from service.protocol.responses import encode
 from service.requests.inflight import Choice, InflightRequest
 
@@ -76,7 +76,6 @@ class Embeddings:
                             "input",
                             max_tokens=processor.max_context_length,
                             num_kept=asked.truncate_prompt_tokens,
-                            too_long=self._too_long,
                         )
                     ),
                     prior_token_ids=(),
@@ -96,13 +95,6 @@ class Embeddings:
             )
             for number, group in enumerate(group_choices(choices, settings.max_num_running))
         ]
-
-    def _too_long(self, num_tokens: int, prefix: str) -> ContextLengthExceeded:
-        return ContextLengthExceeded(
-            f"this model's maximum context length is {self._context.processor.max_context_length} tokens, "
-            f"but a text has {prefix}{num_tokens}; shorten it, or set truncate_prompt_tokens",
-            param="input",
-        )
 
 
 class EmbeddingBody(Delivery):

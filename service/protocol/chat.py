@@ -95,11 +95,6 @@ class ChatCompletionRequest(GenerationRequest):
         """Number of top logprobs per completion token; None: no logprobs."""
         return self.top_logprobs or 0 if self.logprobs else None
 
-    @property
-    def max_allowed_tokens(self) -> int | None:
-        """Limit on completion tokens; None if the request sets no limit."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
 
 class TokenizeRequest(RequestModel):
     """`POST /tokenize`: a text, or a conversation in the form that the model receives.
