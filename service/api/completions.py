@@ -1,13 +1,12 @@
-"""Handlers of `/v1/completions` and `/v1/chat/completions`: from a request body to the engine and the response."""
+"""Handlers of `/v1/completions` and `/v1/chat/completions`."""
 
-import asyncio
 import time
 from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
 
-from service.api.context import ApiContext
+from service.api.context import ApiContext, call
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
@@ -18,7 +17,7 @@ from service.structured_output.compiler import GrammarChecker
 
 
 class Completions:
-    """Handlers of the completion routes."""
+    """Handlers that submit completion requests to the engine and return the streamed or whole responses."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -29,15 +28,12 @@ class Completions:
         )
 
     async def complete_prompt(self, request: Request) -> Response:
-        """Handle `POST /v1/completions`."""
         return await self._context.respond(request, partial(self._respond, CompletionRequest, CompletionBuilder))
 
     async def complete_chat(self, request: Request) -> Response:
-        """Handle `POST /v1/chat/completions`."""
         return await self._context.respond(request, partial(self._respond, ChatCompletionRequest, ChatBuilder))
 
     def close(self) -> None:
-        """End the grammar checker."""
         self._grammar_checker.close()
 
     async def _respond(
@@ -61,7 +57,7 @@ class Completions:
             )
         grammar = await self._grammar_checker.grammar(asked.output_constraint)
         plan = partial(processor.plan, asked, conversation_ids, arrival_seconds=arrival_seconds, grammar=grammar)
-        choices = await asyncio.to_thread(plan) if len(body) > MAX_INLINE_CHARACTERS else plan()
+        choices = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
         live = InflightRequest(
             choices=choices, arrival_seconds=arrival_seconds, terms=context.queue_limits.terms(request, asked.timeout)
         )

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from fastapi import Request
 from msgspec import Raw
@@ -17,7 +18,7 @@ from starlette.types import Send
 
 from model.sampling.params import SamplingParams
 from service.admission.queue_policy import QueuePolicy
-from service.api.context import ApiContext
+from service.api.context import ApiContext, call
 from service.api.streaming import Delivery
 from service.http.connection import ChunkedBody
 from service.ipc.messages import Pooling, Submit
@@ -46,10 +47,8 @@ class Embeddings:
     async def _respond(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = EmbeddingRequest.parse(body)
         terms = self._context.queue_limits.terms(request, asked.timeout)
-        if len(body) > MAX_INLINE_CHARACTERS:
-            groups = await asyncio.to_thread(self._plan, asked, terms, arrival_seconds)
-        else:
-            groups = self._plan(asked, terms, arrival_seconds)
+        plan = partial(self._plan, asked, terms, arrival_seconds)
+        groups = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
         self._context.engine_client.submit(groups[0])
         return EmbeddingBody(groups, asked, self._context)
 
@@ -124,7 +123,7 @@ class EmbeddingBody(Delivery):
                     self._first_token_seconds[choice.index] = time.monotonic()
                     self._observe_finish(choice, delta.finish)
         is_long = len(self._vectors) * len(self._vectors[0]) > 4 * _MANY_NUMBERS
-        await self._send_body(send, await asyncio.to_thread(self._encode) if is_long else self._encode())
+        await self._send_body(send, await call(self._encode, in_thread=is_long))
 
     async def _submit(self, group: InflightRequest) -> None:
         """Submit the next group as soon as there is capacity.

@@ -103,19 +103,19 @@ ROUTES = (
         errors=(errors.ModelNotFound,),
     ),
     RouteEntry(
-        *("POST", "/tokenize", "tokenizer_routes.tokenize", "Convert a text or a conversation to token ids"),
+        *("POST", "/tokenize", "tokenize", "Convert a text or a conversation to token ids"),
         *(responses.Tokenized, chat.TokenizeRequest),
         errors=(*_BODY, errors.EngineFailed),
         examples={"text": {"prompt": _PROMPT, "return_token_strs": True}, "conversation": {"messages": _MESSAGES}},
     ),
     RouteEntry(
-        *("POST", "/detokenize", "tokenizer_routes.detokenize", "Convert token ids to text"),
+        *("POST", "/detokenize", "detokenize", "Convert token ids to text"),
         *(responses.Detokenized, completions.DetokenizeRequest),
         errors=_BODY,
         examples={"text": {"tokens": [104, 105]}},
     ),
     RouteEntry(
-        *("GET", "/tokenizer_info", "tokenizer_routes.info", "Get the special tokens and the chat template"),
+        *("GET", "/tokenizer_info", "tokenizer_info", "Get the special tokens and the chat template"),
         responses.TokenizerInfo,
     ),
     RouteEntry(

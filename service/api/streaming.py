@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.api.context import call
 from service.api.response_builder import ResponseBuilder
 from service.http.connection import ChunkedBody, chunked_body
 from service.http.request_io import wait_for_disconnect
@@ -185,7 +186,9 @@ class CompletionStream(CompletionDelivery):
                 # The first event of a choice has the prompt's logprobs.
                 unbegun = [self._request.choices[index] for index in self._unbegun]
                 num_logprobs = sum(len(choice.prompt_logprobs) for choice in unbegun)
-                events = await _run(partial(self._events, arrived), num_logprobs) if arrived else KEEP_ALIVE
+                encode_events = partial(self._events, arrived)
+                is_long = num_logprobs > MAX_INLINE_LOGPROBS
+                events = await call(encode_events, in_thread=is_long) if arrived else KEEP_ALIVE
                 if events and not is_started:
                     is_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -277,7 +280,9 @@ class CompletionBody(CompletionDelivery):
             wholes = best(wholes, self._builder.asked.value("n"))
         num_logprobs = sum(len(choice.prompt_logprobs) + len(whole.logprobs or ()) for choice, whole in wholes)
         usage, times = self._usage(), self._timings()
-        await self._send_body(send, await _run(lambda: encode(self._builder.body(wholes, usage, times)), num_logprobs))
+        is_long = num_logprobs > MAX_INLINE_LOGPROBS
+        written = await call(lambda: encode(self._builder.body(wholes, usage, times)), in_thread=is_long)
+        await self._send_body(send, written)
 
 
 def _join(deltas: list[TokenDelta]) -> TokenDelta:
@@ -288,11 +293,6 @@ def _join(deltas: list[TokenDelta]) -> TokenDelta:
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs or ()),
     )
-
-
-async def _run(write: Callable[[], bytes], num_logprobs: int) -> bytes:
-    """Return the bytes of `write`. With many logprobs a thread calls `write`, so that other streams do not wait."""
-    return await asyncio.to_thread(write) if num_logprobs > MAX_INLINE_LOGPROBS else write()
 
 
 def best(wholes: Deltas, num_returned: int) -> Deltas:
