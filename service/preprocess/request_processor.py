@@ -164,7 +164,7 @@ class RequestProcessor:
         self.check_ids(list(_logit_bias(request)), "logit_bias")
 
     def check_num_prompts(self, num_prompts: int, param: str) -> None:
-        """Raise InvalidRequest for a request with more than `max_prompts` prompts."""
+        """Raise InvalidRequest for more prompts than one request may have."""
         if num_prompts > self.max_prompts:
             raise InvalidRequest(
                 f"{param} holds {num_prompts} prompts, this server takes {self.max_prompts} in one request; "
