@@ -1,8 +1,4 @@
-"""Route `/v1/embeddings`: texts as vectors, pooled by the engine in the same steps as completions.
-
-A request with many texts is submitted in groups, so that the request takes no more capacity than a few completions.
-After the first group has been admitted, later groups wait for capacity instead of being rejected.
-"""
+"""Route `/v1/embeddings`: vectors of texts, computed by the engine in the same steps as completions."""
 
 import asyncio
 import time
@@ -35,13 +31,12 @@ _MANY_NUMBERS = 20_000
 
 
 class Embeddings:
-    """Handler of the embeddings route."""
+    """Handler of the embeddings route. A request with many texts is submitted to the engine in groups."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     async def embed(self, request: Request) -> Response:
-        """Handle `POST /v1/embeddings`."""
         return await self._context.respond(request, self._respond)
 
     async def _respond(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
@@ -53,7 +48,7 @@ class Embeddings:
         return EmbeddingBody(groups, asked, self._context)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
-        """Return the request's texts as groups of sequences. Only the first group has the request's timeout."""
+        """Return an embeddings request as groups of sequences. Only the first group has the request's timeout."""
         processor, settings = self._context.processor, self._context.settings
         processor.check_model(asked.model)
         inputs = asked.inputs
@@ -97,7 +92,7 @@ class Embeddings:
 
 
 class EmbeddingBody(Delivery):
-    """JSON response, sent when every text is pooled. The first group has been submitted already."""
+    """ASGI response to an embeddings request, sent as JSON when the engine has computed all vectors."""
 
     media_type = "application/json"
 
@@ -126,7 +121,7 @@ class EmbeddingBody(Delivery):
         await self._send_body(send, await call(self._encode, in_thread=is_long))
 
     async def _submit(self, group: InflightRequest) -> None:
-        """Submit the next group as soon as there is capacity.
+        """Submit the request's next group of texts as soon as there is capacity.
 
         The finished group stays open until then, so that a drain waits for the request.
         """
@@ -157,7 +152,7 @@ class EmbeddingBody(Delivery):
 
 
 def group_choices(choices: Sequence[Choice], max_group: int) -> list[list[Choice]]:
-    """Group neighbouring choices: at most `max_group` each, and `_GROUP_TOKENS` tokens in a group of several."""
+    """Return groups of neighbouring choices: at most `max_group` each, and `_GROUP_TOKENS` tokens if several."""
     groups: list[list[Choice]] = []
     num_tokens = 0
     for choice in choices:
