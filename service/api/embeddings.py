@@ -21,6 +21,7 @@ from service.ipc.messages import Pooling, Submit
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
 from service.protocol.errors import ClientGone, InvalidRequest, Overloaded
+from service.protocol.request_model import split_prompts
 from service.protocol.responses import encode
 from service.requests.inflight import Choice, InflightRequest
 
@@ -51,7 +52,7 @@ class Embeddings:
         """Return an embeddings request as groups of sequences. Only the first group has the request's timeout."""
         processor, settings = self._context.processor, self._context.settings
         processor.check_model(asked.model)
-        inputs = asked.inputs
+        inputs = split_prompts(asked.input, "input")
         processor.check_num_prompts(len(inputs), "input")
         width = self._context.served.manifest.config.hidden_size
         if asked.dimensions is not None and asked.dimensions > width:

@@ -21,27 +21,23 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobFormat:
-    """Format options of logprobs.
-
-    num_top: number of alternatives per token. The engine may have returned more.
-    names_are_ids: name each token "token_id:N" instead of by the token's text.
-    """
+    """Format options of logprobs: at most `num_top` alternatives per token, and "token_id:N" if `names_are_ids`."""
 
     tokenizer: Tokenizer
     num_top: int
     names_are_ids: bool = False
 
     def name(self, token_id: int) -> str:
-        """Return the name of a token."""
+        """Return a token's name in the response."""
         return f"token_id:{token_id}" if self.names_are_ids else format_token_name(self.tokenizer, token_id)
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-        """Return the most likely tokens with their logprobs; minus infinity becomes a number for JSON."""
+        """Return the most likely token ids at a position, with logprobs that JSON can express."""
         return ((token_id, max(value, _IMPOSSIBLE)) for token_id, value in entry.top[: self.num_top])
 
 
 class LogprobWriter:
-    """Incremental writer of one completion's logprobs. Counts the characters before each token (`text_offset`)."""
+    """Incremental writer of one completion's logprobs for `/v1/completions`."""
 
     def __init__(self, format: LogprobFormat) -> None:
         self._format = format
@@ -49,11 +45,9 @@ class LogprobWriter:
         self._num_characters = 0
 
     def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> Logprobs:
-        """Return the logprobs of the next tokens.
+        """Return the logprobs of a completion's next tokens, after the prompt's tokens.
 
-        Args:
-            prompt: entries of the prompt's tokens, which come first. The completion does not continue an incomplete
-                character at the end of the prompt.
+        The completion does not continue an incomplete character at the end of the prompt.
         """
         written = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if prompt:
@@ -76,10 +70,9 @@ class LogprobWriter:
             written.text_offset.append(self._advance(entry.token_id))
 
     def _advance(self, token_id: int) -> int:
-        """Count a token's characters; return the character offset of the token's beginning.
+        """Count a token's characters, and return the number of characters before the token.
 
-        A token of whole characters also flushes an incomplete character before it. That character belongs to the
-        earlier tokens.
+        A token of whole characters also ends an incomplete character, which belongs to the earlier tokens.
         """
         before = self._num_characters
         self._num_characters += len(self._decoder.push([token_id]))
@@ -88,7 +81,7 @@ class LogprobWriter:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> ChatLogprobs:
-    """Return the logprobs of a chat completion, or of one chunk of a chat completion."""
+    """Return the logprobs of a chat completion or of one chunk."""
     content = [
         ChatTokenLogprob(
             token=format.name(entry.token_id),
@@ -105,7 +98,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> Cha
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> PromptLogprobs:
-    """Return the logprobs of a prompt's tokens, each with the most likely tokens at the same position."""
+    """Return the logprobs of a prompt's tokens, with the most likely tokens at each position."""
     written: PromptLogprobs = []
     for entry in entries:
         if entry.logprob is None or entry.rank is None:

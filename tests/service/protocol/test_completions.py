@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.protocol import errors
 from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
 from service.protocol.completions import CompletionRequest, DetokenizeRequest
-from service.protocol.errors import ApiError, Draining, EngineFailed, InvalidRequest, Overloaded
+from service.protocol.errors import Draining, EngineFailed, InvalidRequest, Overloaded
 
 
 def parse(**fields: Any) -> CompletionRequest:
@@ -209,16 +208,6 @@ def test_a_body_of_many_mistakes_costs_no_more_than_one() -> None:
     many = ",".join(f'"a{i}":1' for i in range(20_000))
     assert refusal(f'{{"prompt":"a",{many}}}'.encode()).message == "unknown field: a0"
     assert "token-id lists" in refusal(b'{"prompt":[' + b",".join([b"1.5"] * 100_000) + b"]}").message
-
-
-def _errors(kind: type[ApiError] = ApiError) -> list[type[ApiError]]:
-    return [kind, *(each for child in kind.__subclasses__() for each in _errors(child))]
-
-
-def test_the_error_tree_at_the_top_of_the_file_is_the_code() -> None:
-    lines = [line.strip(" ├└─│").split() for line in (errors.__doc__ or "").splitlines()]
-    documented = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-    assert documented == {kind.__name__: kind.status for kind in _errors() if not kind.__name__.startswith("_")}
 
 
 def test_errors_that_pass_by_themselves_say_when() -> None:
