@@ -4,10 +4,9 @@ import dataclasses
 import hashlib
 import secrets
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -93,11 +92,12 @@ class RequestProcessor:
             clause=clause,
             length_param=prompt_param if max_tokens is None else length_param,
         )
-        rules = _token_rules(request, self.tokenizer, self.defaults.sampling)
+        shared = self._sampling_params(request)
         choices: list[Choice] = []
         for prompt in prompts:
             token_ids = tuple(encode(prompt))
-            params = self._sampling_params(request, self._length(len(token_ids), max_tokens), rules)
+            params = dataclasses.replace(shared, max_tokens=self._length(len(token_ids), max_tokens, shared.min_tokens))
+            _check_possible(params, self.tokenizer.eos_token_ids)
             submit = Submit(
                 uid="",
                 attempt=0,
@@ -241,34 +241,42 @@ class RequestProcessor:
             raise ContextLengthExceeded(f"{limit}, but the prompt has {num_tokens}{clause}", param=named)
         return token_ids
 
-    def _length(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return a completion's maximum tokens: by default the checkpoint's limit, at most the rest of the context."""
-        if max_tokens is not None:
-            return max_tokens
-        room = max(1, self.max_context_length - num_prompt_tokens)
-        return room if self.defaults.max_new_tokens is None else min(room, self.defaults.max_new_tokens)
+    def _length(self, num_prompt_tokens: int, max_tokens: int | None, min_tokens: int) -> int:
+        """Return a completion's maximum tokens: by default the checkpoint's limit, at most the rest of the context.
 
-    def _sampling_params(self, request: GenerationRequest, max_tokens: int, rules: dict[str, Any]) -> SamplingParams:
-        defaults = self.defaults.sampling
-        try:
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=request.value("temperature", defaults),
-                top_k=max(0, request.value("top_k", defaults)),
-                top_p=request.value("top_p", defaults),
-                min_p=request.value("min_p", defaults),
-                min_tokens=request.value("min_tokens"),
-                stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
-                stop_token_ids=tuple(request.stop_token_ids or ()),
-                include_stop_str_in_output=request.value("include_stop_str_in_output"),
-                ignore_eos=request.value("ignore_eos"),
-                logprobs=0 if request.num_logprobs is None and request.is_ranked else request.num_logprobs,
-                **rules,
-            )
-        except ValueError as error:  # min_tokens over max_tokens; each field was validated alone
-            raise InvalidRequest(str(error), param="min_tokens") from None
-        _check_possible(params, self.tokenizer.eos_token_ids)
-        return params
+        Raises:
+            InvalidRequest: `min_tokens` is over the maximum.
+        """
+        if max_tokens is None:
+            max_tokens = max(1, self.max_context_length - num_prompt_tokens)
+            if self.defaults.max_new_tokens is not None:
+                max_tokens = min(max_tokens, self.defaults.max_new_tokens)
+        if min_tokens > max_tokens:
+            raise InvalidRequest(f"min_tokens={min_tokens} is over max_tokens={max_tokens}", param="min_tokens")
+        return max_tokens
+
+    def _sampling_params(self, request: GenerationRequest) -> SamplingParams:
+        """Return the sampling parameters that all prompts of a request share, with `min_tokens` as maximum length."""
+        value, defaults = request.value, self.defaults.sampling
+        return SamplingParams(
+            max_tokens=value("min_tokens"),
+            min_tokens=value("min_tokens"),
+            temperature=value("temperature", defaults),
+            top_k=max(0, value("top_k", defaults)),
+            top_p=value("top_p", defaults),
+            min_p=value("min_p", defaults),
+            stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            include_stop_str_in_output=value("include_stop_str_in_output"),
+            ignore_eos=value("ignore_eos"),
+            logprobs=0 if request.num_logprobs is None and request.is_ranked else request.num_logprobs,
+            presence_penalty=value("presence_penalty"),
+            frequency_penalty=value("frequency_penalty"),
+            repetition_penalty=value("repetition_penalty", defaults),
+            logit_bias=tuple(_logit_bias(request).items()),
+            allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+            bad_word_ids=_bad_word_ids(request.bad_words or (), self.tokenizer),
+        )
 
 
 def truncate(
@@ -313,18 +321,6 @@ def sample_seed(seed: int | None, sample: int) -> int:
     if sample == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest(), "big")
-
-
-def _token_rules(request: GenerationRequest, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that allow, forbid or bias single tokens."""
-    return {
-        "presence_penalty": request.value("presence_penalty"),
-        "frequency_penalty": request.value("frequency_penalty"),
-        "repetition_penalty": request.value("repetition_penalty", defaults),
-        "logit_bias": tuple(_logit_bias(request).items()),
-        "allowed_token_ids": tuple(dict.fromkeys(request.allowed_token_ids or ())),
-        "bad_word_ids": _bad_word_ids(request.bad_words or (), tokenizer),
-    }
 
 
 def _logit_bias(request: GenerationRequest) -> dict[int, float]:
