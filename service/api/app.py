@@ -49,14 +49,10 @@ _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     """Routes and state of the API process. One LitServe API and one worker process serve all routes."""
 
+    stream = True  # LitServe passes every message on at once
+
     def __init__(
-        self,
-        settings: ServeSettings,
-        *,
-        served: ServedModel,
-        channel: Channel,
-        lifecycle: Lifecycle,
-        metrics: Metrics,
+        self, settings: ServeSettings, *, served: ServedModel, channel: Channel, lifecycle: Lifecycle, metrics: Metrics
     ) -> None:
         super().__init__()
         self.api_path = API_PATH
@@ -83,16 +79,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.embeddings = Embeddings(context)
         self.inspection = Inspection(context)
 
-    @property
-    def stream(self) -> bool:
-        """Always True, so that LitServe passes every message on at once."""
-        return True
-
     def pre_setup(self, lit_api: Any) -> None:
-        """Register the routes."""
+        """Register all routes in LitServe."""
         for route in ROUTES:
             if route.handler:
-                self.add_endpoint(route.path, attrgetter(route.handler)(self), route.methods)
+                # Metric collectors and probes send HEAD to test a route.
+                methods = ["GET", "HEAD"] if route.method == "GET" else [route.method]
+                self.add_endpoint(route.path, attrgetter(route.handler)(self), methods)
 
     # Routes that need no engine.
 
@@ -206,7 +199,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def close(self) -> None:
         """End the threads, child processes and buffered responses of the API process."""
         self.context.chat.close()
-        self.completions.close()
+        self.context.grammar_checker.close()
         self.context.response_store.close()
 
     def end_all(self) -> None:

@@ -13,7 +13,6 @@ from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest
 from service.requests.inflight import InflightRequest
-from service.structured_output.compiler import GrammarChecker
 
 
 class Completions:
@@ -21,20 +20,12 @@ class Completions:
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
-        self._grammar_checker = GrammarChecker(
-            context.served.tokenizer,
-            max_waiting=context.processor.max_num_choices,
-            observe=context.metrics.observe_structured,
-        )
 
     async def complete_prompt(self, request: Request) -> Response:
         return await self._context.respond(request, partial(self._respond, CompletionRequest, CompletionBuilder))
 
     async def complete_chat(self, request: Request) -> Response:
         return await self._context.respond(request, partial(self._respond, ChatCompletionRequest, ChatBuilder))
-
-    def close(self) -> None:
-        self._grammar_checker.close()
 
     async def _respond(
         self,
@@ -55,7 +46,7 @@ class Completions:
                 add_generation_prompt=asked.value("add_generation_prompt"),
                 more=asked.chat_template_kwargs,
             )
-        grammar = await self._grammar_checker.grammar(asked.output_constraint)
+        grammar = await context.grammar_checker.grammar(asked.output_constraint)
         plan = partial(processor.plan, asked, conversation_ids, arrival_seconds=arrival_seconds, grammar=grammar)
         choices = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
         live = InflightRequest(

@@ -24,6 +24,7 @@ from service.protocol.errors import Draining
 from service.protocol.responses import Readiness
 from service.requests.engine_client import EngineClient
 from service.requests.response_store import ResponseStore
+from service.structured_output.compiler import GrammarChecker
 
 # A worker without a heartbeat for this long is stalled. Heartbeats come after each step, and each second while idle.
 # The alert fires within 60 s of a hang: this time, plus a scrape (5 s), plus an evaluation of the rules (15 s).
@@ -60,6 +61,9 @@ class ApiContext:
             max_prompts=settings.max_prompts,
         )
         self.chat = ChatPrompts(served.template, served.tokenizer, max_waiting=admission.max_num_sequences)
+        self.grammar_checker = GrammarChecker(
+            served.tokenizer, max_waiting=admission.max_num_sequences, observe=self.metrics.observe_structured
+        )
         self.response_store = ResponseStore(
             keep_seconds=settings.resume_seconds,
             count=self.metrics.count_resumption,

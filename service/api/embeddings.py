@@ -57,38 +57,27 @@ class Embeddings:
         width = self._context.served.manifest.config.hidden_size
         if asked.dimensions is not None and asked.dimensions > width:
             raise InvalidRequest(f"dimensions={asked.dimensions} is over the {width} of this model", param="dimensions")
-        choices = [
-            Choice(
-                index=index,
-                prompt_index=index,
-                prompt_text="",
-                submit=Submit(
-                    uid=uuid.uuid4().hex,
-                    attempt=0,
-                    prompt_token_ids=tuple(
-                        processor.encode_prompt(
-                            text,
-                            "input",
-                            max_tokens=processor.max_context_length,
-                            num_kept=asked.truncate_prompt_tokens,
-                        )
-                    ),
-                    prior_token_ids=(),
-                    params=SamplingParams(max_tokens=0),
-                    arrival_seconds=arrival_seconds,
-                    deadline_seconds=None,
-                    pooling=Pooling(settings.embedding_pooling),
-                ),
+        choices = []
+        for index, text in enumerate(inputs):
+            token_ids = processor.encode_prompt(
+                text, "input", max_tokens=processor.max_context_length, num_kept=asked.truncate_prompt_tokens
             )
-            for index, text in enumerate(inputs)
-        ]
-        return [
-            InflightRequest(
-                choices=group,
+            submit = Submit(
+                uid=uuid.uuid4().hex,
+                attempt=0,
+                prompt_token_ids=tuple(token_ids),
+                prior_token_ids=(),
+                params=SamplingParams(max_tokens=0),
                 arrival_seconds=arrival_seconds,
-                terms=replace(terms, timeout_seconds=float("inf")) if number else terms,
+                deadline_seconds=None,
+                pooling=Pooling(settings.embedding_pooling),
             )
-            for number, group in enumerate(group_choices(choices, settings.max_num_running))
+            choices.append(Choice(index=index, prompt_index=index, prompt_text="", submit=submit))
+        groups = group_choices(choices, settings.max_num_running)
+        later_terms = replace(terms, timeout_seconds=float("inf"))
+        return [
+            InflightRequest(choices=group, arrival_seconds=arrival_seconds, terms=later_terms if number else terms)
+            for number, group in enumerate(groups)
         ]
 
 

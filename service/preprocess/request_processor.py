@@ -64,9 +64,6 @@ class RequestProcessor:
         Args:
             conversation_ids: the tokenized conversation of a chat request.
             grammar: the compiled grammar of the request's output constraint.
-
-        Raises:
-            InvalidRequest: a prompt, token id or limit is out of bounds.
         """
         prompts: Sequence[str | list[int]] = [conversation_ids or []]
         prompt_param, length_param = "messages", "max_tokens"
