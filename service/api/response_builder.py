@@ -1,7 +1,7 @@
 """Builders of the responses of `/v1/completions` and `/v1/chat/completions` from token deltas."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from msgspec import UNSET
 
@@ -99,8 +99,7 @@ class CompletionBuilder(ResponseBuilder):
             index=index,
             text=choice.prompt_text + delta.text if is_first else delta.text,
             logprobs=None,
-            finish_reason=_finish_reason(delta.finish),
-            stop_reason=None if delta.finish is None else delta.finish.stop_reason,
+            **_end(delta.finish),
         )
         if self._num_logprobs is not None:
             if choice.index not in self._writers:
@@ -130,8 +129,7 @@ class ChatBuilder(ResponseBuilder):
                 index=choice.index,
                 message=ChatMessage(content=delta.text),
                 logprobs=self._logprobs(delta),
-                finish_reason=_finish_reason(delta.finish),
-                stop_reason=None if delta.finish is None else delta.finish.stop_reason,
+                **_end(delta.finish),
                 token_ids=delta.token_ids if self.asked.return_token_ids else UNSET,
             )
             for choice, delta in wholes
@@ -161,8 +159,7 @@ class ChatBuilder(ResponseBuilder):
             index=choice.index,
             delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
             logprobs=self._logprobs(delta) if delta.logprobs else None,
-            finish_reason=_finish_reason(delta.finish),
-            stop_reason=None if delta.finish is None else delta.finish.stop_reason,
+            **_end(delta.finish),
             token_ids=delta.token_ids if self.asked.return_token_ids else UNSET,
         )
         return [*events, self.event([built])]
@@ -171,7 +168,11 @@ class ChatBuilder(ResponseBuilder):
         return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
 
 
-def _finish_reason(finish: Finish | None) -> Literal["stop", "length"] | None:
+def _end(finish: Finish | None) -> dict[str, Any]:
+    """Return the fields of a choice that report why the completion ended."""
     if finish is None:
-        return None
-    return "stop" if finish.reason is FinishReason.STOP else "length"
+        return {"finish_reason": None, "stop_reason": None}
+    return {
+        "finish_reason": "stop" if finish.reason is FinishReason.STOP else "length",
+        "stop_reason": finish.stop_reason,
+    }

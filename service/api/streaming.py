@@ -49,11 +49,7 @@ class Delivery(Response, ABC):
         self._last_token_seconds: dict[int, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. A disconnect of the client ends the request at once.
-
-        Raises:
-            ApiError: the request failed before anything was sent.
-        """
+        """Send the response. Raises an `ApiError` if the request failed before anything was sent."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._deliver(send, chunked_body(scope))

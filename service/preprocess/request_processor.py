@@ -179,11 +179,7 @@ class RequestProcessor:
             )
 
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:
-        """Return the token ids of a text: first the begin-of-text token, if `begin` and if the model has one.
-
-        Raises:
-            InvalidRequest: the tokenizer cannot encode the text of the request field `param`.
-        """
+        """Return a text's token ids, after the begin-of-text token if `begin`. Raises InvalidRequest about `param`."""
         try:
             token_ids = self.tokenizer.encode(text)
         except TokenizerError as error:
@@ -203,14 +199,12 @@ class RequestProcessor:
         num_kept: int | None = None,
         keeps_end: bool = True,
     ) -> list[int]:
-        """Return a prompt's token ids, truncated if `num_kept` is set.
+        """Return a prompt's token ids, truncated if `num_kept` is set (see `truncate`).
 
         Args:
-            param: request field of the prompt.
             max_tokens: limit of the prompt's tokens.
             limit, clause: begin and end of the error message about a longer prompt.
             length_param: request field that such an error names if the prompt alone fits the context.
-            num_kept, keeps_end: see `truncate`. None: no truncation.
 
         Raises:
             ContextLengthExceeded: the prompt has more than `max_tokens` tokens.
@@ -239,11 +233,7 @@ class RequestProcessor:
         return token_ids
 
     def _length(self, num_prompt_tokens: int, max_tokens: int | None, min_tokens: int) -> int:
-        """Return a completion's maximum tokens: by default the checkpoint's limit, at most the rest of the context.
-
-        Raises:
-            InvalidRequest: `min_tokens` is over the maximum.
-        """
+        """Return a completion's maximum tokens: by default the checkpoint's limit, at most the rest of the context."""
         if max_tokens is None:
             max_tokens = max(1, self.max_context_length - num_prompt_tokens)
             if self.defaults.max_new_tokens is not None:
@@ -279,12 +269,11 @@ class RequestProcessor:
 def truncate(
     token_ids: list[int], num_kept: int, *, room: int, keeps_end: bool = True, num_special_tokens: int = 0
 ) -> list[int]:
-    """Return the kept tokens of a prompt, as in vLLM. A prompt of at most `num_kept` tokens is returned unchanged.
+    """Return the last (`keeps_end`) or first `num_kept` tokens of a prompt, as in vLLM.
 
     Args:
         num_kept: number of tokens to keep; -1: as many as fit.
         room: maximum tokens of a prompt. If under 1, nothing is cut, since no length would fit.
-        keeps_end: keep the last tokens, else the first tokens.
         num_special_tokens: number of leading special tokens that the server added. They are kept first.
 
     Raises:

@@ -20,10 +20,10 @@ from service.structured_output.json_schema import prepared
 # Token masks computed as a trial. The first mask has most of the cost of a regular expression.
 _NUM_TRIALS = 16
 # Strings, regular expressions and comments of Lark are matched first and skipped, because they may contain any text.
-# Outside them, the named groups match a schema, a temperature setting and a token reference.
+# Outside strings, expressions and comments, the named groups match a schema and a temperature setting.
 _PARTS = re.compile(
     r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*'
-    r"|(?P<schema>%json\s*)|(?P<setting>\btemperature\s*=)|(?P<token><[^<>\s]+>)",
+    r"|(?P<schema>%json\s*)|(?P<setting>\btemperature\s*=)",
     re.DOTALL,
 )
 # llguidance's warning for a token reference, when it validates a grammar without a tokenizer.
@@ -31,14 +31,10 @@ _NO_VOCABULARY = "no tokenizer - can't validate "
 
 
 def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = False) -> str:
-    """Compile a requested output format as a trial, and return the grammar for the worker.
-
-    Args:
-        kind: a value of `response_format.ConstraintKind`.
-        lenient: ignore schema keywords that cannot be enforced.
+    """Compile an output constraint (see `OutputConstraint`) as a trial, and return the grammar for the worker.
 
     Raises:
-        GrammarError: the format cannot be enforced.
+        GrammarError: the constraint cannot be enforced.
     """
     if kind == "json":
         grammar = json_grammar(prepared(content, lenient=lenient), lenient=lenient)
@@ -57,7 +53,7 @@ def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
     """Sample a few tokens, so that a grammar with masks over a limit is rejected before a completion starts.
 
     Raises:
-        GrammarError: the grammar does not compile, a token mask exceeds a limit, or no token is allowed.
+        GrammarError: the grammar does not compile, exceeds a limit, or allows no token.
     """
     rng, matcher = random.Random(0), compile_grammar(vocabulary, grammar)
     for _ in range(_NUM_TRIALS):
@@ -84,48 +80,35 @@ def _lark_grammar(content: str) -> str:
     except ValueError as error:
         reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
         raise GrammarError(reason) from None
-    ready, token = _ready(text)
-    grammar = LLMatcher.grammar_from_lark(ready)
+    grammar = LLMatcher.grammar_from_lark(_ready(text))
     is_error, warnings = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
     if not is_error and any(line.startswith(_NO_VOCABULARY) for line in warnings):
-        place = f"line {_line(content, content.find(token))}: {token} " if token in content else ""
-        raise GrammarError(f"{place}refers to a token; a grammar may only describe text")
+        raise GrammarError("a rule refers to a token, as in <|end|>; a grammar may only describe text")
     return grammar
 
 
-def _ready(text: str) -> tuple[str, str]:
-    """Return a Lark grammar with prepared schemas, and the grammar's first token reference `<…>`, or an empty text."""
-    pieces, start, token = [], 0, ""
+def _ready(text: str) -> str:
+    """Return a Lark grammar with its JSON Schemas prepared. Raises GrammarError with the line of the fault."""
+    pieces, start = [], 0
     while found := _PARTS.search(text, start):
         pieces.append(text[start : found.end()])
         start = found.end()
+        line = text.count("\n", 0, found.start()) + 1
         if found["setting"]:
-            raise GrammarError(
-                f"line {_line(text, found.start())}: a rule cannot set temperature; set it in the request"
-            )
-        if found["token"]:
-            token = token or found["token"]
+            raise GrammarError(f"line {line}: a rule cannot set temperature; set it in the request")
         if found["schema"]:
             try:
                 schema, start = json.JSONDecoder().raw_decode(text, start)
             except json.JSONDecodeError:
                 continue  # llguidance reports the error
-            pieces.append(_ready_schema(schema, f"line {_line(text, found.start())}"))
-    return "".join([*pieces, text[start:]]), token
-
-
-def _ready_schema(schema: object, line: str) -> str:
-    if not isinstance(schema, dict):
-        return json.dumps(schema)
-    try:
-        grammar = json_grammar(prepared(schema, lenient=False))
-    except GrammarError as error:
-        raise GrammarError(f"{line}: {error}") from None
-    return json.dumps(json.loads(grammar)["grammars"][0]["json_schema"])
-
-
-def _line(text: str, position: int) -> int:
-    return text.count("\n", 0, position) + 1
+            if isinstance(schema, dict):
+                try:
+                    document = json.loads(json_grammar(prepared(schema, lenient=False)))
+                except GrammarError as error:
+                    raise GrammarError(f"line {line}: {error}") from None
+                schema = document["grammars"][0]["json_schema"]
+            pieces.append(json.dumps(schema))
+    return "".join([*pieces, text[start:]])
 
 
 def main() -> None:

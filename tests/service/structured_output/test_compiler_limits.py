@@ -126,16 +126,16 @@ def test_names_and_notes_are_no_keywords() -> None:
     assert follows("json", {**INTEGER, "default": 2**70, "examples": [math.nan, 2**70]}, "12")
 
 
-TOKENS = "refers to a token; a grammar may only describe text"
+TOKENS = "a rule refers to a token, as in <|end|>; a grammar may only describe text"
 
 
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        ('start: <[256]> "a"', f"line 1: <[256]> {TOKENS}"),
-        ('start: "a"\n  | b\nb: <|im_end|>', f"line 3: <|im_end|> {TOKENS}"),
-        ("start: <[*]>", f"line 1: <[*]> {TOKENS}"),
-        ('start: "<[9]>" <[^1-5]>', f"line 1: <[^1-5]> {TOKENS}"),
+        ('start: <[256]> "a"', TOKENS),
+        ('start: "a"\n  | b\nb: <|im_end|>', TOKENS),
+        ("start: <[*]>", TOKENS),
+        ('start: "<[9]>" <[^1-5]>', TOKENS),
         ("start: start", "no tokens of this model can complete the text"),
         ('start: "a"\n  b\nb[temperature=0.5]: "c"', "line 3: a rule cannot set temperature; set it in the request"),
         ('start: "a"\n  %json {"const": 1e20}', f"line 2: at const: 1e+20 {BEYOND}"),
