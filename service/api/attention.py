@@ -16,13 +16,7 @@ from starlette.types import Receive
 from service.api.context import ApiContext
 from service.http.request_io import json_response, wait_for_disconnect
 from service.ipc.messages import AttentionQuery, AttentionResult
-from service.protocol.errors import (
-    ApiError,
-    ClientGone,
-    EngineFailed,
-    InvalidRequest,
-    Overloaded,
-)
+from service.protocol import errors
 from service.protocol.logprobs import format_token_name
 from service.protocol.request_model import RequestModel, TokenIds
 from service.requests.inflight import InflightQuery
@@ -34,7 +28,7 @@ MAX_INSPECTIONS = 4
 _DECIMALS = 6
 
 
-class RouteDisabled(ApiError, status=403, type="invalid_request_error", code="switched_off"):
+class RouteDisabled(errors.ApiError, status=403, type="invalid_request_error", code="switched_off"):
     """Rejection of a request to a route that is disabled on this server."""
 
 
@@ -108,7 +102,7 @@ class Inspection:
         query = self._plan(AttentionRequest.parse(await context.read_body(request)))
         context.reject_when_draining()
         if context.engine_client.num_queries >= MAX_INSPECTIONS:
-            raise Overloaded(
+            raise errors.Overloaded(
                 f"{MAX_INSPECTIONS} attention queries are in progress; try again later", retry_after_seconds=1.0
             )
         live = InflightQuery(
@@ -119,7 +113,7 @@ class Inspection:
         )
         result = await self._compute(live, request.receive)
         if result.weights is None:
-            raise EngineFailed("the engine failed on this request", retry=True)
+            raise errors.EngineFailed("the engine failed on this request", retry=True)
         # In a thread, because encoding is slow: 8 heads of 128 tokens are 131,000 numbers.
         return await asyncio.to_thread(self._encode, query, result, arrival_seconds)
 
@@ -137,7 +131,7 @@ class Inspection:
         heads = tuple(range(num_heads)) if asked.head in ("all", None) else (int(asked.head),)
         for name, index, count in (("layer", asked.layer, num_layers), ("head", heads[0], num_heads)):
             if index >= count:
-                raise InvalidRequest(
+                raise errors.InvalidRequest(
                     f"{name} {index} does not exist; this model has {name}s 0 to {count - 1}", param=name
                 )
         token_ids = processor.encode_prompt(
@@ -159,7 +153,7 @@ class Inspection:
             watch.cancel()
             self._context.engine_client.finish(live)
         if not live.answer.done():
-            raise ClientGone("the client closed the connection")
+            raise errors.ClientGone("the client closed the connection")
         return live.answer.result()
 
     def _encode(self, query: AttentionQuery, result: AttentionResult, arrival_seconds: float) -> Response:

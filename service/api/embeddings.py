@@ -27,8 +27,6 @@ from service.requests.inflight import Choice, InflightRequest
 
 # Prompt tokens per group. A larger group would delay other requests, and be rejected with 429 if requests wait already.
 _GROUP_TOKENS = 16_384
-# Responses with more numbers are encoded in a thread: a million numbers take 0.4 s.
-_MANY_NUMBERS = 20_000
 
 
 class Embeddings:
@@ -107,8 +105,8 @@ class EmbeddingBody(Delivery):
                     # The vector is the whole response, so the latency objective counts the vector as the first token.
                     self._first_token_seconds[choice.index] = time.monotonic()
                     self._observe_finish(choice, delta.finish)
-        is_long = len(self._vectors) * len(self._vectors[0]) > 4 * _MANY_NUMBERS
-        await self._send_body(send, await call(self._encode, in_thread=is_long))
+        # In a thread, because encoding is slow: a million numbers take 0.4 s.
+        await self._send_body(send, await asyncio.to_thread(self._encode))
 
     async def _submit(self, group: InflightRequest) -> None:
         """Submit the request's next group of texts as soon as there is capacity.

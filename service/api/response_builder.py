@@ -7,27 +7,14 @@ from msgspec import UNSET
 
 from model.tokenizer.interface import Tokenizer
 from service.ipc.messages import Finish, FinishReason, TokenDelta
+from service.protocol import responses
 from service.protocol.completions import GenerationRequest
 from service.protocol.logprobs import LogprobFormat, LogprobWriter, chat_logprobs, prompt_logprobs
-from service.protocol.responses import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    Completion,
-    CompletionChoice,
-    PromptLogprobs,
-    Timings,
-    Usage,
-    encode_event,
-)
+from service.protocol.responses import encode_event
 from service.requests.inflight import Choice, Deltas
 
-Event: TypeAlias = Completion | ChatCompletionChunk
-Body: TypeAlias = Completion | ChatCompletion
+Event: TypeAlias = responses.Completion | responses.ChatCompletionChunk
+Body: TypeAlias = responses.Completion | responses.ChatCompletion
 # Delta of the event that serves as a template for events that differ only in their text.
 _ANY_DELTA = TokenDelta(
     uid="", attempt=0, index=0, token_ids=(), text="\0text\0", logprobs=None, prompt_logprobs=None, finish=None
@@ -38,7 +25,7 @@ class ResponseBuilder(ABC):
     """Builder of the response to one completion request. The builder keeps state between the events of a stream."""
 
     id_prefix: ClassVar[str]
-    _event_type: ClassVar[type[Completion] | type[ChatCompletionChunk]]
+    _event_type: ClassVar[type[responses.Completion] | type[responses.ChatCompletionChunk]]
 
     def __init__(
         self, asked: GenerationRequest, *, response_id: str, created: int, model: str, tokenizer: Tokenizer
@@ -55,7 +42,7 @@ class ResponseBuilder(ABC):
         self._has_opened = False
 
     @abstractmethod
-    def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> Body:
+    def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> Body:
         """Return the JSON body of a response from one delta per choice."""
 
     @abstractmethod
@@ -74,7 +61,7 @@ class ResponseBuilder(ABC):
             frame = self._frames[choice.index] = before, after
         return encode_event(text, *frame)
 
-    def _prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
+    def _prompt_logprobs(self, choice: Choice) -> responses.PromptLogprobs:
         return prompt_logprobs(choice.prompt_logprobs, self._prompt_format)
 
 
@@ -82,20 +69,20 @@ class CompletionBuilder(ResponseBuilder):
     """Builder of the response to a `/v1/completions` request."""
 
     id_prefix = "cmpl-"
-    _event_type = Completion
+    _event_type = responses.Completion
 
-    def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> Completion:
+    def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.Completion:
         """Return the body of whole completions, numbered anew because `best_of` returns only some completions."""
         choices = [self._choice(index, choice, delta, is_first=True) for index, (choice, delta) in enumerate(wholes)]
-        return Completion(**self._head, choices=choices, usage=usage, timings=timings)
+        return responses.Completion(**self._head, choices=choices, usage=usage, timings=timings)
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return one event with the delta's text, and the requested logprobs and token ids."""
         return [self.event([self._choice(choice.index, choice, delta, is_first=is_first)])]
 
-    def _choice(self, index: int, choice: Choice, delta: TokenDelta, *, is_first: bool) -> CompletionChoice:
+    def _choice(self, index: int, choice: Choice, delta: TokenDelta, *, is_first: bool) -> responses.CompletionChoice:
         asked = self.asked
-        built = CompletionChoice(
+        built = responses.CompletionChoice(
             index=index,
             text=choice.prompt_text + delta.text if is_first else delta.text,
             logprobs=None,
@@ -119,22 +106,22 @@ class ChatBuilder(ResponseBuilder):
     """Builder of the response to a `/v1/chat/completions` request. The first choice has the prompt's logprobs."""
 
     id_prefix = "chatcmpl-"
-    _event_type = ChatCompletionChunk
+    _event_type = responses.ChatCompletionChunk
 
-    def body(self, wholes: Deltas, usage: Usage, timings: Timings) -> ChatCompletion:
+    def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.ChatCompletion:
         """Return the body of whole assistant messages."""
         first, _ = wholes[0]
         choices = [
-            ChatChoice(
+            responses.ChatChoice(
                 index=choice.index,
-                message=ChatMessage(content=delta.text),
+                message=responses.ChatMessage(content=delta.text),
                 logprobs=self._logprobs(delta),
                 **_end(delta.finish),
                 token_ids=delta.token_ids if self.asked.return_token_ids else UNSET,
             )
             for choice, delta in wholes
         ]
-        return ChatCompletion(
+        return responses.ChatCompletion(
             **self._head,
             choices=choices,
             usage=usage,
@@ -147,24 +134,25 @@ class ChatBuilder(ResponseBuilder):
         """Return the event of a delta. As in OpenAI's streams, an event with the role precedes a choice's first."""
         events: list[Event] = []
         if is_first:
-            role = ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
-            opening = ChatCompletionChunk(**self._head, choices=[role])
+            role = responses.ChatDelta(role="assistant", content="")
+            begin = responses.ChatChunkChoice(index=choice.index, delta=role)
+            opening = responses.ChatCompletionChunk(**self._head, choices=[begin])
             if self.asked.return_token_ids and not self._has_opened:
                 opening.prompt_token_ids = choice.submit.prompt_token_ids
             if self.asked.prompt_logprobs is not None and choice.index == 0:
                 opening.prompt_logprobs = self._prompt_logprobs(choice)
             self._has_opened = True
             events.append(opening)
-        built = ChatChunkChoice(
+        built = responses.ChatChunkChoice(
             index=choice.index,
-            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            delta=responses.ChatDelta(content=delta.text) if delta.text else responses.ChatDelta(),
             logprobs=self._logprobs(delta) if delta.logprobs else None,
             **_end(delta.finish),
             token_ids=delta.token_ids if self.asked.return_token_ids else UNSET,
         )
         return [*events, self.event([built])]
 
-    def _logprobs(self, delta: TokenDelta) -> ChatLogprobs | None:
+    def _logprobs(self, delta: TokenDelta) -> responses.ChatLogprobs | None:
         return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
 
 

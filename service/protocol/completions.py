@@ -6,16 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from model.sampling.params import (
-    LOGIT_BIAS_RANGE,
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
-    PENALTY_RANGE,
-    REPETITION_RANGE,
-)
+from model.sampling import params
 from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import (
     NUM_KEPT_ERROR,
@@ -31,17 +22,22 @@ from service.protocol.response_format import OutputConstraint, ResponseFormat, S
 # Each token's text is searched for every stop string, so stop strings are bounded.
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=params.MAX_LOGPROBS)]
 NumKept = Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)]
 MAX_STOPS = 16
 MAX_CHOICES = 128
 SEED_RANGE = (-(2**63), 2**64 - 1)
-Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])]
-LogitBias = Annotated[float, Field(ge=LOGIT_BIAS_RANGE[0], le=LOGIT_BIAS_RANGE[1])]
+Penalty = Annotated[float, Field(ge=params.PENALTY_RANGE[0], le=params.PENALTY_RANGE[1])]
+RepetitionPenalty = Annotated[float, Field(ge=params.REPETITION_RANGE[0], le=params.REPETITION_RANGE[1])]
+LogitBias = Annotated[float, Field(ge=params.LOGIT_BIAS_RANGE[0], le=params.LOGIT_BIAS_RANGE[1])]
+LogitBiases = Annotated[
+    dict[str, LogitBias], Field(max_length=params.MAX_LOGIT_BIASES, description="by token id, as a string")
+]
 BadWord = Annotated[str, Field(min_length=1, max_length=100)]
 Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds the request may wait in the queue")]
 # Limits starvation: a level is worth `AGEING_SECONDS` of waiting, and the whole range is 2,000 levels.
 MAX_PRIORITY = 1000
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are scheduled first")]
 
 
 class StreamOptions(RequestModel):
@@ -71,20 +67,17 @@ class GenerationRequest(RequestModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=params.MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
-    repetition_penalty: Annotated[float, Field(ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])] | None = 1.0
-    logit_bias: (
-        Annotated[dict[str, LogitBias], Field(max_length=MAX_LOGIT_BIASES, description="by token id, as a string")]
-        | None
-    ) = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    repetition_penalty: RepetitionPenalty | None = 1.0
+    logit_bias: LogitBiases | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=params.MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=params.MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
@@ -92,9 +85,7 @@ class GenerationRequest(RequestModel):
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: NumKept | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: (
-        Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are scheduled first")] | None
-    ) = 0
+    priority: Priority | None = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     timeout: Timeout | None = None
 

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
 from service.ipc.messages import TokenLogprob
-from service.protocol.responses import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    ChatTopLogprob,
-    Logprobs,
-    PromptLogprob,
-    PromptLogprobs,
-)
+from service.protocol import responses
 
 # JSON has no minus infinity. This is the value that OpenAI's API uses instead.
 _IMPOSSIBLE = -9999.0
@@ -44,12 +37,12 @@ class LogprobWriter:
         self._decoder = StreamDecoder(format.tokenizer)
         self._num_characters = 0
 
-    def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> Logprobs:
+    def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> responses.Logprobs:
         """Return the logprobs of a completion's next tokens, after the prompt's tokens.
 
         The completion does not continue an incomplete character at the end of the prompt.
         """
-        written = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        written = responses.Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if prompt:
             self._append(written, prompt)
             self._num_characters += len(self._decoder.flush())
@@ -57,7 +50,7 @@ class LogprobWriter:
         self._append(written, entries)
         return written
 
-    def _append(self, written: Logprobs, entries: Sequence[TokenLogprob]) -> None:
+    def _append(self, written: responses.Logprobs, entries: Sequence[TokenLogprob]) -> None:
         for entry in entries:
             name, logprob, top = self._format.name(entry.token_id), None, None
             if entry.logprob is not None:
@@ -80,38 +73,39 @@ class LogprobWriter:
         return before if text is None else self._num_characters - len(text)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> ChatLogprobs:
+def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> responses.ChatLogprobs:
     """Return the logprobs of a chat completion or of one chunk."""
     content = [
-        ChatTokenLogprob(
+        responses.ChatTokenLogprob(
             token=format.name(entry.token_id),
             logprob=_IMPOSSIBLE if entry.logprob is None else max(entry.logprob, _IMPOSSIBLE),
             bytes=_bytes(format.tokenizer, entry.token_id),
             top_logprobs=[
-                ChatTopLogprob(token=format.name(i), logprob=value, bytes=_bytes(format.tokenizer, i))
+                responses.ChatTopLogprob(token=format.name(i), logprob=value, bytes=_bytes(format.tokenizer, i))
                 for i, value in format.top(entry)
             ],
         )
         for entry in entries
     ]
-    return ChatLogprobs(content=content)
+    return responses.ChatLogprobs(content=content)
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> PromptLogprobs:
+def prompt_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> responses.PromptLogprobs:
     """Return the logprobs of a prompt's tokens, with the most likely tokens at each position."""
-    written: PromptLogprobs = []
+    written: responses.PromptLogprobs = []
     for entry in entries:
         if entry.logprob is None or entry.rank is None:
             written.append(None)
             continue
         logprob = max(entry.logprob, _IMPOSSIBLE)
-        own = PromptLogprob(logprob=logprob, rank=entry.rank, decoded_token=format.name(entry.token_id))
+        own = responses.PromptLogprob(logprob=logprob, rank=entry.rank, decoded_token=format.name(entry.token_id))
         at_position = {entry.token_id: own}
         rank, previous = 0, float("nan")
         for number, (token_id, value) in enumerate(format.top(entry), 1):
             if value != previous:  # equally likely tokens share a rank
                 rank, previous = number, value
-            at_position[token_id] = PromptLogprob(logprob=value, rank=rank, decoded_token=format.name(token_id))
+            name = format.name(token_id)
+            at_position[token_id] = responses.PromptLogprob(logprob=value, rank=rank, decoded_token=name)
         written.append(at_position)
     return written
 
