@@ -141,12 +141,12 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Detokenized(prompt=text))
 
     async def tokenizer_info(self) -> Response:
-        marks, template = self.context.served.marks, self.context.served.template
+        texts, template = self.context.served.special_tokens, self.context.served.template
         return json_response(
             responses.TokenizerInfo(
-                eos_token=marks.get("eos_token"),
-                bos_token=marks.get("bos_token"),
-                pad_token=marks.get("pad_token"),
+                eos_token=texts.get("eos_token"),
+                bos_token=texts.get("bos_token"),
+                pad_token=texts.get("pad_token"),
                 chat_template=None if template is None else template.source,
             )
         )

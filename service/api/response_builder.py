@@ -43,18 +43,18 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> Body:
-        """Return the JSON body of a response from one delta per choice."""
+        """Return a response's JSON body from one token delta per choice."""
 
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return the events of a delta. The prompt's token ids and logprobs are in a choice's first event."""
+        """Return the stream events of a token delta. A choice's first event has the prompt's token ids and logprobs."""
 
     def event(self, choices: list[Any]) -> Event:
-        """Return an event of a stream with these choices."""
+        """Return a stream event with the given choices."""
         return self._event_type(**self._head, choices=choices)
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
-        """Return the encoded event of a delta that is only text, from a cached template, since most deltas are."""
+        """Return the encoded stream event of a token delta that is only text, made from a cached template."""
         if (frame := self._frames.get(choice.index)) is None:
             (event,) = self.events(choice, _ANY_DELTA, is_first=False)
             before, _, after = encode_event(event).rpartition(encode_event(_ANY_DELTA.text, b"", b""))
@@ -72,12 +72,12 @@ class CompletionBuilder(ResponseBuilder):
     _event_type = responses.Completion
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.Completion:
-        """Return the body of whole completions, numbered anew because `best_of` returns only some completions."""
+        """Return the JSON body of whole completions, renumbered because `best_of` drops some completions."""
         choices = [self._choice(index, choice, delta, is_first=True) for index, (choice, delta) in enumerate(wholes)]
         return responses.Completion(**self._head, choices=choices, usage=usage, timings=timings)
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return one event with the delta's text, and the requested logprobs and token ids."""
+        """Return one stream event with a token delta's text and the requested logprobs and token ids."""
         return [self.event([self._choice(choice.index, choice, delta, is_first=is_first)])]
 
     def _choice(self, index: int, choice: Choice, delta: TokenDelta, *, is_first: bool) -> responses.CompletionChoice:
@@ -109,7 +109,7 @@ class ChatBuilder(ResponseBuilder):
     _event_type = responses.ChatCompletionChunk
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.ChatCompletion:
-        """Return the body of whole assistant messages."""
+        """Return the JSON body of whole assistant messages."""
         first, _ = wholes[0]
         choices = [
             responses.ChatChoice(
@@ -131,7 +131,7 @@ class ChatBuilder(ResponseBuilder):
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return the event of a delta. As in OpenAI's streams, an event with the role precedes a choice's first."""
+        """Return the stream event of a token delta, and before a choice's first event an event with the role."""
         events: list[Event] = []
         if is_first:
             role = responses.ChatDelta(role="assistant", content="")

@@ -50,7 +50,7 @@ class RequestDefaults:
 class ServedModel:
     """Facts about the model that the API process needs. `template` is None if chat is not served.
 
-    marks: texts of the special tokens `bos_token`, `eos_token` and `pad_token`, as far as the model has them.
+    special_tokens: texts of `bos_token`, `eos_token` and `pad_token`, as far as the model has them.
     """
 
     manifest: Manifest
@@ -59,7 +59,7 @@ class ServedModel:
     max_context_length: int
     defaults: RequestDefaults
     template: ChatTemplate | None
-    marks: Mapping[str, str]
+    special_tokens: Mapping[str, str]
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
         """Return the checkpoint's part of the start-up listing: resolved settings and special tokens, as text."""
@@ -95,16 +95,16 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
         SettingsError, ChatTemplateError, GenerationConfigError: a setting or file cannot be used.
     """
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
-    marks = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
-    marks |= read_special_tokens(manifest.directory)  # the files take precedence over the tokenizer
+    texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
+    texts |= read_special_tokens(manifest.directory)  # the files take precedence over the tokenizer
     return ServedModel(
         manifest=manifest,
         tokenizer=tokenizer,
         model_name=manifest.name if settings.model_name is None else settings.model_name,
         max_context_length=context_length(settings, manifest.config),
         defaults=read_defaults(settings, manifest.directory),
-        template=_template(settings, marks),
-        marks=marks,
+        template=_template(settings, texts),
+        special_tokens=texts,
     )
 
 
@@ -121,7 +121,7 @@ def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
     return RequestDefaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
 
 
-def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate | None:
+def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
     """Return the chat template that --chat-template selects, or None for "none". Raises ChatTemplateError."""
     origin = settings.chat_template
     template = None
@@ -133,7 +133,8 @@ def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate
         if not Path(origin).is_file():
             raise ChatTemplateError(f"--chat-template {origin}: no such file; give auto, plain, none or a Jinja file")
         template = ChatTemplate(source=read_text(Path(origin)), origin=origin)
-    template = dataclasses.replace(template or ChatTemplate(source=PLAIN_SOURCE, origin=origin), special_tokens=marks)
+    template = template or ChatTemplate(source=PLAIN_SOURCE, origin=origin)
+    template = dataclasses.replace(template, special_tokens=special_tokens)
     try:
         with closing(TemplateProcess(template.source)) as process:
             process.render(None)

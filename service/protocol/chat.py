@@ -79,7 +79,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: Annotated[Any, Unsupported()] = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for `top_logprobs` without `logprobs`, and for two limits on completion tokens."""
+        """Raise InvalidRequest for `top_logprobs` without `logprobs`, and for two different token limits."""
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")

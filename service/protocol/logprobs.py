@@ -21,7 +21,7 @@ class LogprobFormat:
     names_are_ids: bool = False
 
     def name(self, token_id: int) -> str:
-        """Return a token's name in the response."""
+        """Return the name of a token in logprobs."""
         return f"token_id:{token_id}" if self.names_are_ids else format_token_name(self.tokenizer, token_id)
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
@@ -60,17 +60,10 @@ class LogprobWriter:
             written.tokens.append(name)
             written.token_logprobs.append(logprob)
             written.top_logprobs.append(top)
-            written.text_offset.append(self._advance(entry.token_id))
-
-    def _advance(self, token_id: int) -> int:
-        """Count a token's characters, and return the number of characters before the token.
-
-        A token of whole characters also ends an incomplete character, which belongs to the earlier tokens.
-        """
-        before = self._num_characters
-        self._num_characters += len(self._decoder.push([token_id]))
-        text = _whole_text(self._format.tokenizer, token_id)
-        return before if text is None else self._num_characters - len(text)
+            before, text = self._num_characters, _whole_text(self._format.tokenizer, entry.token_id)
+            self._num_characters += len(self._decoder.push([entry.token_id]))
+            # A token of whole characters also ends an incomplete character, which belongs to the earlier tokens.
+            written.text_offset.append(before if text is None else self._num_characters - len(text))
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> responses.ChatLogprobs:

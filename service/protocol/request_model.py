@@ -74,8 +74,6 @@ class RequestModel(BaseModel):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         kind, place = first["type"], first["loc"]
         if kind == "json_invalid":
-            if not body.strip():
-                return InvalidRequest("the body is empty; it must be a JSON object")
             return InvalidRequest(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
         if not place:
             return InvalidRequest("the body must be a JSON object")

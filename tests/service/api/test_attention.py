@@ -160,7 +160,7 @@ def _with(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (b"", 400, "the body is empty"),
+        (b"", 400, "the body is not valid JSON: EOF"),
         (b"[]", 400, "must be a JSON object"),
         (b'{"prompt": "a"}', 400, "layer is required"),
         (b'{"layer": 0}', 400, "prompt is required"),

@@ -41,7 +41,7 @@ def test_a_checkpoint_alone_brings_its_tokenizers_marks_and_the_plain_template(c
     assert found.model_name == "tiny"
     assert found.max_context_length == 256
     assert found.defaults == RequestDefaults()
-    assert found.marks == {"eos_token": EOS}
+    assert found.special_tokens == {"eos_token": EOS}
     assert found.template is not None
     assert found.template.source == PLAIN_SOURCE
     assert found.warnings() == []
@@ -51,7 +51,7 @@ def test_template_and_marks_of_the_files_win(checkpoint: Path) -> None:
     config = {"chat_template": "{{ eos_token }}", "eos_token": "</s>", "bos_token": {"content": "<s>"}}
     write(checkpoint / "tokenizer_config.json", config)
     found = served(checkpoint)
-    assert found.marks == {"eos_token": "</s>", "bos_token": "<s>"}
+    assert found.special_tokens == {"eos_token": "</s>", "bos_token": "<s>"}
     assert found.template is not None
     assert found.template.render([]) == "</s>"
     plain = served(checkpoint, chat_template="plain")

@@ -116,7 +116,7 @@ def test_an_empty_prompt_is_refused(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"", "the body is empty"),
+        (b"", "the body is not valid JSON: EOF"),
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
         (b'{"prompt": "\\ud800"}', "not valid JSON"),
