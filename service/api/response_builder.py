@@ -1,7 +1,7 @@
 """Builders of the responses of `/v1/completions` and `/v1/chat/completions` from token deltas."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET
 
@@ -32,7 +32,10 @@ class ResponseBuilder(ABC):
     ) -> None:
         self.asked = asked
         self._num_logprobs = asked.num_logprobs
-        self._head: dict[str, Any] = {"id": response_id, "created": created, "model": model}
+        self._shows_ids = bool(asked.return_token_ids)
+        self._id = response_id
+        self._created = created
+        self._model = model
         self._logprob_format = LogprobFormat(
             tokenizer=tokenizer, num_top=self._num_logprobs or 0, names_are_ids=bool(asked.return_tokens_as_token_ids)
         )
@@ -51,7 +54,7 @@ class ResponseBuilder(ABC):
 
     def event(self, choices: list[Any]) -> Event:
         """Return a stream event with the given choices."""
-        return self._event_type(**self._head, choices=choices)
+        return self._event_type(id=self._id, created=self._created, model=self._model, choices=choices)
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
         """Return the encoded stream event of a token delta that is only text, made from a cached template."""
@@ -74,30 +77,30 @@ class CompletionBuilder(ResponseBuilder):
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.Completion:
         """Return the JSON body of whole completions, renumbered because `best_of` drops some completions."""
         choices = [self._choice(index, choice, delta, is_first=True) for index, (choice, delta) in enumerate(wholes)]
-        return responses.Completion(**self._head, choices=choices, usage=usage, timings=timings)
+        return responses.Completion(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
+        )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return one stream event with a token delta's text and the requested logprobs and token ids."""
         return [self.event([self._choice(choice.index, choice, delta, is_first=is_first)])]
 
     def _choice(self, index: int, choice: Choice, delta: TokenDelta, *, is_first: bool) -> responses.CompletionChoice:
-        asked = self.asked
+        reason, stop = _end(delta.finish)
+        text = choice.prompt_text + delta.text if is_first else delta.text
         built = responses.CompletionChoice(
-            index=index,
-            text=choice.prompt_text + delta.text if is_first else delta.text,
-            logprobs=None,
-            **_end(delta.finish),
+            index=index, text=text, logprobs=None, finish_reason=reason, stop_reason=stop
         )
         if self._num_logprobs is not None:
             if choice.index not in self._writers:
                 self._writers[choice.index] = LogprobWriter(self._logprob_format)
-            prompt = choice.prompt_logprobs if asked.echoes and is_first else ()
+            prompt = choice.prompt_logprobs if is_first and self.asked.echoes else ()
             built.logprobs = self._writers[choice.index].write(delta.logprobs or (), prompt=prompt)
-        if asked.return_token_ids:
+        if self._shows_ids:
             built.token_ids = delta.token_ids
             if is_first:
                 built.prompt_token_ids = choice.submit.prompt_token_ids
-        if is_first and asked.prompt_logprobs is not None:
+        if is_first and self.asked.prompt_logprobs is not None:
             built.prompt_logprobs = self._prompt_logprobs(choice)
         return built
 
@@ -111,56 +114,60 @@ class ChatBuilder(ResponseBuilder):
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.ChatCompletion:
         """Return the JSON body of whole assistant messages."""
         first, _ = wholes[0]
-        choices = [
-            responses.ChatChoice(
-                index=choice.index,
-                message=responses.ChatMessage(content=delta.text),
-                logprobs=self._logprobs(delta),
-                **_end(delta.finish),
-                token_ids=delta.token_ids if self.asked.return_token_ids else UNSET,
+        choices = []
+        for choice, delta in wholes:
+            reason, stop = _end(delta.finish)
+            choices.append(
+                responses.ChatChoice(
+                    index=choice.index,
+                    message=responses.ChatMessage(content=delta.text),
+                    logprobs=self._logprobs(delta),
+                    finish_reason=reason,
+                    stop_reason=stop,
+                    token_ids=delta.token_ids if self._shows_ids else UNSET,
+                )
             )
-            for choice, delta in wholes
-        ]
         return responses.ChatCompletion(
-            **self._head,
+            id=self._id,
+            created=self._created,
+            model=self._model,
             choices=choices,
             usage=usage,
             timings=timings,
-            prompt_token_ids=first.submit.prompt_token_ids if self.asked.return_token_ids else UNSET,
+            prompt_token_ids=first.submit.prompt_token_ids if self._shows_ids else UNSET,
             prompt_logprobs=UNSET if self.asked.prompt_logprobs is None else self._prompt_logprobs(first),
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the stream event of a token delta, and before a choice's first event an event with the role."""
-        events: list[Event] = []
-        if is_first:
-            role = responses.ChatDelta(role="assistant", content="")
-            begin = responses.ChatChunkChoice(index=choice.index, delta=role)
-            opening = responses.ChatCompletionChunk(**self._head, choices=[begin])
-            if self.asked.return_token_ids and not self._has_opened:
-                opening.prompt_token_ids = choice.submit.prompt_token_ids
-            if self.asked.prompt_logprobs is not None and choice.index == 0:
-                opening.prompt_logprobs = self._prompt_logprobs(choice)
-            self._has_opened = True
-            events.append(opening)
+        reason, stop = _end(delta.finish)
         built = responses.ChatChunkChoice(
             index=choice.index,
             delta=responses.ChatDelta(content=delta.text) if delta.text else responses.ChatDelta(),
             logprobs=self._logprobs(delta) if delta.logprobs else None,
-            **_end(delta.finish),
-            token_ids=delta.token_ids if self.asked.return_token_ids else UNSET,
+            finish_reason=reason,
+            stop_reason=stop,
+            token_ids=delta.token_ids if self._shows_ids else UNSET,
         )
-        return [*events, self.event([built])]
+        event = self.event([built])
+        if not is_first:
+            return [event]
+        role = responses.ChatDelta(role="assistant", content="")
+        opening = self.event([responses.ChatChunkChoice(index=choice.index, delta=role)])
+        assert isinstance(opening, responses.ChatCompletionChunk)
+        if self._shows_ids and not self._has_opened:
+            opening.prompt_token_ids = choice.submit.prompt_token_ids
+        if self.asked.prompt_logprobs is not None and choice.index == 0:
+            opening.prompt_logprobs = self._prompt_logprobs(choice)
+        self._has_opened = True
+        return [opening, event]
 
     def _logprobs(self, delta: TokenDelta) -> responses.ChatLogprobs | None:
         return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
 
 
-def _end(finish: Finish | None) -> dict[str, Any]:
-    """Return the fields of a choice that report why the completion ended."""
+def _end(finish: Finish | None) -> tuple[Literal["stop", "length"] | None, str | int | None]:
+    """Return the finish reason and the stop reason of a choice, as OpenAI's API names the reasons."""
     if finish is None:
-        return {"finish_reason": None, "stop_reason": None}
-    return {
-        "finish_reason": "stop" if finish.reason is FinishReason.STOP else "length",
-        "stop_reason": finish.stop_reason,
-    }
+        return None, None
+    return "stop" if finish.reason is FinishReason.STOP else "length", finish.stop_reason
