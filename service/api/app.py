@@ -100,10 +100,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def _model_card(self, name: str) -> responses.ModelCard:
         served = self.context.served
         return responses.ModelCard(
-            id=name,
-            created=served.manifest.created_seconds,
-            owned_by="kvasir",
-            max_model_len=served.max_context_length,
+            id=name, created=served.manifest.created_seconds, owned_by="kvasir", max_model_len=served.max_context_length
         )
 
     async def tokenize(self, request: Request) -> Response:

@@ -199,8 +199,7 @@ def _operation(route: RouteEntry) -> dict[str, Any]:
     kinds: Errors = (*_ALWAYS, *route.errors, *([errors.Unauthorized] if is_guarded else []))
     for error in kinds:
         answer = answers.setdefault(
-            str(error.status),
-            {"description": "", "headers": {**_REQUEST_ID}, "content": _json(responses.ErrorBody)},
+            str(error.status), {"description": "", "headers": {**_REQUEST_ID}, "content": _json(responses.ErrorBody)}
         )
         answer["description"] += f"{' or ' if answer['description'] else ''}`{error.code}`"
         for kind, headers in _ERROR_HEADERS.items():

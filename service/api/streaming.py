@@ -205,8 +205,7 @@ class CompletionStream(CompletionDelivery):
     def _write_at_once(self, body: ChunkedBody, arrived: Deltas) -> Callable[[], None] | None:
         """Return a function that writes one engine step's events without waking the response's task.
 
-        Return None if the task must send the events: when a choice ends, or if the client reads too slowly.
-        Call only after each choice's first event.
+        Return None when a choice ends, or if the client reads too slowly. Call only after each choice's first event.
         """
         if not body.is_writable:
             return None

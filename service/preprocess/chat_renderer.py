@@ -57,8 +57,7 @@ class ChatPrompts:
             add_special_tokens: begin with the begin-of-text token, unless the template has written one.
 
         Raises:
-            InvalidRequest: the server has no template, the template rejects the messages or fails with the additional
-                variables, or the text cannot be tokenized.
+            InvalidRequest: the server has no template, or the template or tokenizer rejects the conversation.
             EngineFailed: the template failed without additional variables.
             Overloaded: too many conversations wait to be encoded, or the conversation waited too long.
         """

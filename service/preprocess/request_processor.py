@@ -21,7 +21,7 @@ from service.protocol.logprobs import prompt_text
 from service.protocol.request_model import MAX_PROMPTS
 from service.requests.inflight import Choice
 
-# Longer texts, in characters, are tokenized in a thread: tiktoken encodes about 10 MB/s and releases the GIL.
+# A longer text, in characters, is tokenized in a thread: tiktoken encodes about 10 MB/s and releases the GIL.
 MAX_INLINE_CHARACTERS = 50_000
 _LONGEST_ID = 19  # digits; no vocabulary has longer ids
 # Value of `truncate_prompt_tokens` that keeps as many tokens as fit.
@@ -298,8 +298,7 @@ def truncate(
 def sample_seed(seed: int | None, sample: int) -> int:
     """Return the 64-bit seed of sample number `sample` of a request, random without a request's seed.
 
-    Sample 0 gets the request's seed, so the first completion does not depend on `n`. Later samples get a hash of the
-    seed and the sample number.
+    Sample 0 gets the request's seed, so that the first completion does not depend on `n`.
     """
     if seed is None:
         return secrets.randbits(64)
@@ -341,8 +340,7 @@ def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> Non
 def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of bad words, without duplicates.
 
-    As in vLLM, a word is forbidden as tokenized with and without a leading space: within a text, and at its beginning.
-    Other tokenizations of the word are allowed. Raises InvalidRequest for a word that cannot be tokenized.
+    As in vLLM, a word is forbidden as tokenized with and without a leading space: within a text, and at a text's start.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

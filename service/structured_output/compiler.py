@@ -24,8 +24,8 @@ class GrammarChecker:
 
     Args:
         max_waiting: maximum number of requests that wait for the child process, each at most `wait_seconds`.
-        observe: called for each request with the kind of format, "accepted" or "refused", and the seconds of the
-            compilation, or None if the grammar was cached.
+        observe: called for each request with the kind of constraint, "accepted" or "refused", and the seconds of
+            compilation, or None for a cached grammar.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequest: the constraint cannot be enforced.
-            Overloaded: too many requests wait for the child process, or this request waited too long.
+            Overloaded: too many requests wait for the child process, or the request waited too long.
             EngineFailed: the child process cannot be started.
         """
         if wanted is None:
