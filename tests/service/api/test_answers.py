@@ -1,4 +1,4 @@
-"""A stream says what the body says, whatever is asked for, however the engine cuts it, and whoever dies meanwhile."""
+"""Equality of streamed and whole responses, for any request fields, delta sizes and worker deaths."""
 
 import asyncio
 import json
@@ -40,17 +40,17 @@ SILENT: Any = SimpleNamespace(
 
 
 def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
-    """Some score, the same in each attempt."""
+    """Return a logprob that is the same in each attempt."""
     top = tuple(((token_id + number) % 256, -float(number + position % 3)) for number in range(num_top))
     return TokenLogprob(token_id=token_id, logprob=-float(position % 3), rank=1, top=top)
 
 
 @dataclass
 class Engine:
-    """What a worker does: it draws `texts[uid]`, and dies when it is told to.
+    """Simulated worker that generates `texts[uid]`. Every step is one delta.
 
-    Every step is one delta of some tokens. Prompts are scored with the first, and no sample overtakes the one that does
-    before a worker has died.
+    The first delta of a prompt's first sample has the prompt's logprobs. Before a worker death, no other sample of the
+    prompt comes earlier.
     """
 
     texts: dict[str, Sequence[int]]
@@ -64,7 +64,7 @@ class Engine:
                 self.running[command.uid] = (command, detokenizer, len(command.prior_token_ids))
 
     def next(self, turn: int) -> str:
-        """Whose turn it is."""
+        """Return the uid of the sequence that computes next."""
         uid = sorted(self.running)[turn % len(self.running)]
         first = uid.split(".")[0] + ".0"
         submit, _, start = self.running.get(first, self.running[uid])
@@ -100,7 +100,7 @@ class Engine:
 
 
 def make_choices(builder: type[ResponseBuilder], asked: CompletionRequest, num_samples: int) -> list[Choice]:
-    """As the request processor makes them."""
+    """Return choices as the request processor builds them."""
     prompts = PROMPTS if builder is CompletionBuilder else PROMPTS[:1]
     wanted = [asked.prompt_logprobs, asked.logprobs if asked.echo else None]
     choices = [
@@ -123,7 +123,7 @@ def make_choices(builder: type[ResponseBuilder], asked: CompletionRequest, num_s
 
 @dataclass(frozen=True)
 class Scene:
-    """One request, and what happens to it: whose turn it is, how much is drawn, before which turns the worker dies."""
+    """One request and its course: which choice gets how many tokens, and before which steps the worker dies."""
 
     builder: type[CompletionBuilder] | type[ChatBuilder]
     asked: CompletionRequest
@@ -133,7 +133,7 @@ class Scene:
     deaths: set[int]
 
     async def play(self, kind: Callable[..., Delivery], deaths: set[int]) -> str:
-        """What the client gets."""
+        """Return the bytes that the client receives."""
         choices = make_choices(self.builder, self.asked, self.num_samples)
         engine = Engine({choice.submit.uid: self.texts[choice.index] for choice in choices})
         engine_client = EngineClient(
@@ -206,7 +206,7 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 
 def check_usage(scene: Scene, chunks: list[dict[str, Any]], body: dict[str, Any]) -> None:
-    """It grows, comes with every chunk where that was asked for, and ends as the body's."""
+    """Check that streamed usage grows, is in every requested chunk, and ends like the body's usage."""
     told, options = [chunk["usage"] for chunk in chunks if "usage" in chunk], scene.asked.stream_options
     assert options is not None
     assert len(told) == (len(chunks) if options.continuous_usage_stats else int(bool(options.include_usage)))
@@ -219,7 +219,7 @@ def check_usage(scene: Scene, chunks: list[dict[str, Any]], body: dict[str, Any]
 
 @settings(max_examples=60, deadline=None)
 @given(scenes())
-def test_stream_and_body_say_the_same_with_and_without_deaths(scene: Scene) -> None:
+def test_a_stream_joined_equals_the_json_body_even_after_worker_deaths(scene: Scene) -> None:
     body = json.loads(asyncio.run(scene.play(CompletionBody, set())))
     expected = {name: body[name] for name in ("choices", "prompt_token_ids", "prompt_logprobs") if name in body}
     after_deaths = json.loads(asyncio.run(scene.play(CompletionBody, scene.deaths)))
@@ -232,7 +232,7 @@ def test_stream_and_body_say_the_same_with_and_without_deaths(scene: Scene) -> N
 
 
 def check_choices(scene: Scene, body: dict[str, Any]) -> None:
-    """The body tells each token of each text once, and nothing that nobody wants."""
+    """Check that the body has each token once, and only the requested fields."""
     asked = scene.asked
     for choice, ids in zip(body["choices"], scene.texts, strict=False):
         assert choice.get("token_ids") == (ids if asked.return_token_ids else None)

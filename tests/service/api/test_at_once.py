@@ -1,4 +1,4 @@
-"""Events that are written in the turn in which they came: the same bytes in the same order, and when they are not."""
+"""Direct writes: stream events that are written in the event-loop turn of their arrival."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from tests.service.wire import connect
 
 
 class Body:
-    """A body that others write to, at the client's other end."""
+    """Response body that records the written parts."""
 
     def __init__(self) -> None:
         self.is_writable = True
@@ -56,7 +56,7 @@ WANTS: list[dict[str, Any]] = [{}, USAGE, RUNNING_USAGE, {"return_token_ids": Tr
 
 @pytest.mark.parametrize("fields", WANTS, ids=str)
 @pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
-def test_the_bytes_are_those_that_the_task_sends(
+def test_direct_writes_send_the_same_bytes_as_the_response_task(
     tools: Any, builder: type[ResponseBuilder], fields: dict[str, Any]
 ) -> None:
     async def test() -> None:
@@ -83,7 +83,7 @@ def without_times(body: bytes) -> list[bytes]:
     return [event.partition(b'"timings"')[0] for event in body.split(b"\n\n")]
 
 
-def test_a_step_is_written_before_the_event_loop_turns(tools: Any) -> None:
+def test_events_of_a_step_are_written_in_the_same_event_loop_turn(tools: Any) -> None:
     async def test() -> None:
         body = Body()
         exchange = exchange_with(body, tools)
@@ -101,7 +101,7 @@ def test_a_step_is_written_before_the_event_loop_turns(tools: Any) -> None:
     run(test)
 
 
-def test_a_client_that_is_behind_gets_all_in_order_by_the_task(tools: Any) -> None:
+def test_the_response_task_sends_all_events_in_order_to_a_slow_client(tools: Any) -> None:
     async def test() -> None:
         body = Body()
         exchange = exchange_with(body, tools)
@@ -122,7 +122,7 @@ def test_a_client_that_is_behind_gets_all_in_order_by_the_task(tools: Any) -> No
     run(test)
 
 
-def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
+def test_a_failing_direct_write_affects_no_other_response() -> None:
     async def test() -> None:
         desk = Desk()
         written: list[Any] = []
@@ -148,7 +148,7 @@ def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
 
 @pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
 @pytest.mark.parametrize("text", ["a", 'say "hi"\\', "\x85\u2028\u2029", "\0text\0", "é😀\n"])
-def test_a_plain_event_is_the_event_of_its_piece(
+def test_a_plain_event_equals_the_encoded_event_of_its_delta(
     tokenizer: Tokenizer, builder: type[ResponseBuilder], text: str
 ) -> None:
     asked = CompletionRequest(prompt="a")
@@ -159,7 +159,7 @@ def test_a_plain_event_is_the_event_of_its_piece(
 
 
 async def twice(scope: Scope, receive: Receive, send: Send) -> None:
-    """Says the same both ways, and what the body's state was."""
+    """Send the same bytes by `send` and by direct writes, and record whether the body was writable."""
     body = chunked_body(scope)
     assert body is not None
     states = [body.is_writable]
@@ -190,17 +190,17 @@ def ask(version: str) -> tuple[list[bool], bytes]:
     return seen["states"], written.partition(b"\r\n\r\n")[2]
 
 
-def test_a_part_is_framed_as_by_send() -> None:
+def test_a_direct_write_is_framed_like_a_send() -> None:
     chunk = b"14\r\n" + b"a" * 20 + b"\r\n"
     assert ask("1.1") == ([False, True, False], chunk + chunk + b"0\r\n\r\n")
 
 
-def test_who_knows_no_chunks_is_answered_by_send_alone() -> None:
+def test_http_1_0_clients_get_no_direct_writes() -> None:
     assert ask("1.0") == ([False, False, False], b"a" * 20)
 
 
 @pytest.mark.parametrize("trouble", ["behind", "gone", "closing"])
-def test_a_body_is_not_writable_while_its_client_is(trouble: str) -> None:
+def test_a_body_is_not_writable_when_the_client_is_slow_or_gone(trouble: str) -> None:
     states: list[bool] = []
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""The same pieces in the words of completions and of conversations: exact shapes."""
+"""Exact JSON of completions and chat completions from the same deltas."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ def tools(tokenizer: Tokenizer, metrics: Metrics) -> tuple[Tokenizer, Metrics]:
 
 
 def likely(token_id: int, logprob: float = -0.5) -> TokenLogprob:
-    """A token with itself and another one as the most likely ones."""
+    """Return a token whose alternatives are the token itself and one other token."""
     return TokenLogprob(token_id=token_id, logprob=logprob, rank=1, top=((token_id, logprob), (120, -1.5)))
 
 
@@ -33,7 +33,7 @@ def chat_entry(token: str, byte: int) -> dict[str, Any]:
     return {**own, "top_logprobs": [own, {"token": "x", "logprob": -1.5, "bytes": [120]}]}
 
 
-def test_a_conversation_tells_role_then_text_with_its_tokens(tools: Any) -> None:
+def test_a_chat_stream_sends_the_role_then_text_with_logprobs_and_ids(tools: Any) -> None:
     async def test() -> None:
         fields: dict[str, Any] = {"logprobs": 2, "return_token_ids": True, "prompt_logprobs": 0}
         choice = make_choice(prompt=(97, 98))
@@ -64,8 +64,8 @@ def test_a_conversation_tells_role_then_text_with_its_tokens(tools: Any) -> None
     run(test)
 
 
-def test_an_answer_without_tokens_has_a_list_without_entries(tools: Any) -> None:
-    """Clients go through `logprobs.content` without asking whether it is there."""
+def test_a_chat_completion_without_tokens_has_an_empty_logprobs_list(tools: Any) -> None:
+    """Clients iterate over `logprobs.content` without a check."""
 
     async def test() -> None:
         exchange = Exchange(CompletionBody, make_request(make_choice(max_tokens=0)), tools, ChatBuilder, logprobs=0)
@@ -78,7 +78,7 @@ def test_an_answer_without_tokens_has_a_list_without_entries(tools: Any) -> None
     run(test)
 
 
-def test_ids_come_with_the_first_half_of_a_character_and_text_with_the_second(tools: Any) -> None:
+def test_token_ids_of_an_incomplete_character_are_sent_before_its_text(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice()), tools, return_token_ids=True)
         exchange.push(ids=(0xC3,))
@@ -92,7 +92,7 @@ def test_ids_come_with_the_first_half_of_a_character_and_text_with_the_second(to
     run(test)
 
 
-def test_what_nobody_asked_for_is_not_there(tools: Any) -> None:
+def test_optional_fields_are_absent_unless_requested(tools: Any) -> None:
     async def test() -> None:
         for kind, builder in (
             (CompletionBody, CompletionBuilder),
@@ -148,7 +148,7 @@ def test_the_time_to_the_first_token_counts_from_arrival(kind: Any, builder: Any
 
 @pytest.mark.parametrize("kind", [CompletionBody, CompletionStream])
 @pytest.mark.parametrize("num_scores", [MAX_INLINE_LOGPROBS, MAX_INLINE_LOGPROBS + 1])
-def test_many_scores_are_not_written_where_all_streams_are(kind: Any, num_scores: int, tools: Any) -> None:
+def test_many_prompt_logprobs_are_encoded_in_a_thread(kind: Any, num_scores: int, tools: Any) -> None:
     threads = set()
 
     class Watched(CompletionBuilder):

@@ -1,4 +1,4 @@
-"""What a request may ask of a completion's form, what is refused and where, and that asking costs a bounded time."""
+"""Output constraints of requests: parsing, rejection and bounded compile time."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ def schema_format(**fields: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_asked_for(fields: dict[str, Any], wanted: OutputConstraint | None) -> None:
+def test_request_fields_become_an_output_constraint(fields: dict[str, Any], wanted: OutputConstraint | None) -> None:
     assert parse(**fields).output_constraint == wanted
 
 
@@ -93,7 +93,7 @@ def test_what_is_asked_for(fields: dict[str, Any], wanted: OutputConstraint | No
         ),
     ],
 )
-def test_what_is_refused_names_its_field(fields: dict[str, Any], param: str, message: str) -> None:
+def test_an_invalid_output_constraint_names_the_field(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert caught.value.param == param
@@ -142,7 +142,7 @@ def checked(checker: GrammarChecker, kind: ConstraintKind, content: Any, *, leni
         ("json", json.loads('{"items":' * 300 + "{}" + "}" * 300), "recursion limit"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_and_says_where(
+def test_a_constraint_that_cannot_be_enforced_is_rejected_with_a_reason(
     checker: GrammarChecker, kind: ConstraintKind, content: Any, message: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -154,14 +154,14 @@ def test_what_cannot_be_followed_is_refused_and_says_where(
     assert checked(checker, "regex", "a+") is not None
 
 
-def test_lenient_passes_over_what_cannot_be_enforced(checker: GrammarChecker) -> None:
+def test_lenient_ignores_schema_keywords_that_cannot_be_enforced(checker: GrammarChecker) -> None:
     schema = {"type": "array", "uniqueItems": True}
     with pytest.raises(InvalidRequest, match="uniqueItems"):
         checked(checker, "json", schema)
     assert checked(checker, "json", schema, lenient=True) is not None
 
 
-def test_every_kind_becomes_a_grammar(checker: GrammarChecker) -> None:
+def test_every_kind_of_constraint_becomes_a_grammar(checker: GrammarChecker) -> None:
     kinds: dict[ConstraintKind, Any] = {
         "json": SCHEMA,
         "regex": r"\d{3}",
@@ -174,7 +174,7 @@ def test_every_kind_becomes_a_grammar(checker: GrammarChecker) -> None:
     assert asyncio.run(checker.grammar(None)) is None
 
 
-def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered() -> None:
+def test_each_request_is_observed_with_the_compile_time_unless_cached() -> None:
     told: list[tuple[str, str, float | None]] = []
     checker = GrammarChecker(tiny_tokenizer(), observe=lambda *observed: told.append(observed))
     asked: list[tuple[ConstraintKind, Any]] = [("regex", "a"), ("regex", "a"), ("json", {"type": "x"})]
@@ -187,7 +187,7 @@ def test_each_request_is_told_of_and_how_long_it_took_unless_it_was_remembered()
     assert [seconds is None for _, _, seconds in told] == [False, True, False]
 
 
-def test_who_waits_too_long_is_told_to_come_back() -> None:
+def test_a_request_that_waits_too_long_for_the_compiler_is_rejected() -> None:
     checker = GrammarChecker(tiny_tokenizer(), ProcessLimits(cpu_seconds=1.0, memory_bytes=2**30), wait_seconds=0.01)
 
     async def ask_two() -> list[Any]:
