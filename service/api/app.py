@@ -26,7 +26,7 @@ from service.api.openapi import ROUTES
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response
 from service.ipc.channel import Channel
-from service.ipc.messages import API_PATH, Command, CommandBatch, WorkerReady, decode_events, encode_commands
+from service.ipc.messages import Command, CommandBatch, WorkerReady, decode_events, encode_commands
 from service.ipc.shared_state import Lifecycle
 from service.metrics.recorder import EngineState, Metrics
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
@@ -55,7 +55,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self, settings: ServeSettings, *, served: ServedModel, channel: Channel, lifecycle: Lifecycle, metrics: Metrics
     ) -> None:
         super().__init__()
-        self.api_path = API_PATH
+        self.api_path = "/v1/completions"  # LitServe requires a route; Kvasir registers all routes itself
         self._channel = channel
         self._metrics = metrics
         self._epoch = 0  # of the worker that gets the commands
@@ -70,7 +70,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             admission=admission,
             on_worker_ready=self._set_worker,
             on_engine=metrics.observe_engine,
-            on_replay=metrics.count_replay,
+            on_replay=partial(metrics.count, "requests_replayed"),
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
             on_count=partial(setattr, lifecycle.num_active, "value"),  # a drain waits for 0
         )
@@ -214,9 +214,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def count_error(self, error: ApiError) -> None:
         """Count a rejected or failed request in the metrics."""
         if isinstance(error, Overloaded | Draining):
-            self._metrics.count_rejection(error.code)
+            self._metrics.count("admission_rejections", error.code)
         else:
-            self._metrics.count_failure(error.status, error.type)
+            self._metrics.count("request_failures", str(error.status), error.type)
 
     def reject_from_headers(self, scope: Scope) -> None:
         """Raise an `ApiError` if the server is draining or overloaded, or if the timeout header is invalid.

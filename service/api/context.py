@@ -66,7 +66,7 @@ class ApiContext:
         )
         self.response_store = ResponseStore(
             keep_seconds=settings.resume_seconds,
-            count=self.metrics.count_resumption,
+            count=partial(self.metrics.count, "requests_resumed"),
             waste=partial(self.metrics.count_wasted_tokens, "unclaimed"),
         )
 

@@ -55,7 +55,7 @@ class Delivery(Response, ABC):
             await self._deliver(send, chunked_body(scope))
         except ClientGone:
             has_started = any(choice.has_started for choice in self._request.choices)
-            self._metrics.count_cancellation("running" if has_started else "waiting")
+            self._metrics.count("requests_cancelled", "running" if has_started else "waiting")
             self._metrics.count_wasted_tokens("cancelled", self._num_undelivered())
         except ApiError:
             self._record_failure()
@@ -198,7 +198,7 @@ class CompletionStream(CompletionDelivery):
             if not is_started:
                 raise
             self._record_failure()
-            self._metrics.count_failure(error.status, error.type)
+            self._metrics.count("request_failures", str(error.status), error.type)
             await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -1,11 +1,8 @@
-"""Unix socket between the API process and the worker, which carries commands to the worker and events back.
+"""Unix socket that carries commands from the API process to the worker, and events from the worker back.
 
-The event loop of the API process reads a message and delivers it in the same iteration. The worker's engine loop reads
-commands before each step. No other process or thread handles a message.
-
-The socket uses sequenced packets (unix(7)), which are written whole or not at all. A process that dies while it writes
-therefore leaves no partial packet. A longer message is split into packets; its first packet is marked, so that the
-reader drops a message whose beginning or end is missing.
+The socket uses sequenced packets (unix(7)), which are written whole or not at all, even by a process that is killed.
+A long message is split into packets. The first and the last packet are marked, so that the reader drops a message of
+which a part is missing.
 """
 
 import asyncio
@@ -26,10 +23,9 @@ _MAX_PACKETS_A_TURN = 16
 
 
 class Channel:
-    """The API process's end of the socket, and the worker's end, which main keeps for the next worker.
+    """Socket pair: the API process's end with its methods, and the worker's end, which main keeps for the next worker.
 
-    Created in main before the processes. The API process calls `submit`, `discard_unsent` and `deliver_to`, in one
-    event loop. Only one worker uses its end at a time: a replacement begins after the worker that it replaces.
+    Only one worker uses its end at a time: a replacement worker begins after the worker that it replaces has died.
     """
 
     def __init__(self) -> None:
@@ -43,13 +39,13 @@ class Channel:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, message: bytes) -> None:
-        """Send a message to the worker. Packets that the socket cannot take now wait in this process, in order."""
+        """Send a message to the worker. Packets that do not fit into the socket now wait in the API process."""
         self._unsent.extend(_packets(message))
         if not self._is_full:
             self._flush()
 
     def discard_unsent(self) -> None:
-        """Drop the packets that wait in this process, because the worker that they were meant for has died."""
+        """Drop the packets that wait in the API process for a worker that has died."""
         self._unsent.clear()
 
     def _flush(self) -> None:
@@ -70,21 +66,17 @@ class Channel:
             self._unsent.popleft()
 
     def deliver_to(self, deliver: Callable[[bytes], None]) -> None:
-        """Call `deliver` with each message of a worker, in the running event loop. `deliver` must not raise."""
+        """Call `deliver` in the running event loop with each message of a worker. `deliver` must not raise."""
         self._deliver, self._loop = deliver, asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._read)
 
     def _read(self) -> None:
-        """Read one message and deliver it. The event loop calls again for the next message or the rest of a long one.
-
-        An unfinished message of a dead worker is dropped.
-        """
         if (message := self._events.read()) is not None:
             assert self._deliver is not None
             self._deliver(message)
 
     def close(self) -> None:
-        """Stop sending and receiving in this process. Other processes have their own copies of the socket ends."""
+        """Close both ends of the socket in this process. Other processes have their own copies of the ends."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
@@ -93,7 +85,7 @@ class Channel:
 
 
 class WorkerChannel:
-    """The worker's end of the channel."""
+    """Worker's end of the channel to the API process."""
 
     def __init__(self, worker_end: socket.socket) -> None:
         self._socket = worker_end
@@ -122,7 +114,7 @@ class WorkerChannel:
 
 
 class _MessageReader:
-    """Reader that joins the packets of a socket into messages, and never blocks."""
+    """Non-blocking reader that joins the packets of a socket into messages."""
 
     def __init__(self, source: socket.socket) -> None:
         self._source = source
@@ -131,10 +123,7 @@ class _MessageReader:
         self._is_gathering = False
 
     def read(self) -> bytes | None:
-        """Return the next message; None if it has not arrived whole, or is longer than `_MAX_PACKETS_A_TURN`.
-
-        In the second case the next calls read on.
-        """
+        """Return the next whole message of the socket; None if some of its packets are still to be read."""
         for _ in range(_MAX_PACKETS_A_TURN):
             try:
                 num_bytes = self._source.recv_into(self._packet, 0, socket.MSG_DONTWAIT)
@@ -154,7 +143,7 @@ class _MessageReader:
 
 
 def _packets(message: bytes) -> Iterator[list[bytes | memoryview]]:
-    """Yield the packets of a message, as buffers for `sendmsg`."""
+    """Yield the packets of a message, each as buffers for `sendmsg`."""
     view = memoryview(message)
     for start in range(0, max(1, len(view)), _PACKET_BYTES):
         end = start + _PACKET_BYTES

@@ -1,7 +1,6 @@
-"""Messages between the API process and the worker: frozen structs without torch, and their msgpack encoding.
+"""Messages between the API process (sends commands) and the worker (sends events), and their msgpack encoding.
 
-Commands travel API -> worker, events travel worker -> API (`service.ipc.channel`). Times are `time.monotonic()`
-seconds: on Linux all processes of a machine share this clock.
+Times are `time.monotonic()` seconds: on Linux all processes of a machine share this clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,43 +34,31 @@ class Pooling(StrEnum):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Command to compute one completion. Each choice of a request is one `Submit` with its own uid.
-
-    `prior_token_ids`: completion tokens that the API process already has from an earlier attempt. Generation continues
-    after them.
-    `attempt`: grows with each resubmission. Events of older attempts are ignored.
-    `priority`: the lowest value runs first, see `service.engine.scheduling.sequence`.
-    `cache_salt`, `cache_namespace`: sequences share prefixes only if both are equal. The client chooses the salt; the
-    API key determines the namespace.
-    `pooling`: compute the prompt's embedding and sample nothing. `params.max_tokens` is then 0.
-    `grammar`: the grammar that the completion must follow, see `model.structured_output.grammar`.
-    `deadline_seconds`: a sequence that has not begun by this time ends with `FinishReason.ABORT`.
-    `tenant`: name of the API key, or address of the client. Slots are shared fairly among tenants.
-    """
+    """Command to compute one completion. Each choice of a request is one `Submit` with its own uid."""
 
     uid: str
-    attempt: int
+    attempt: int  # grows with each resubmission; the API process ignores events of older attempts
     prompt_token_ids: tuple[int, ...]
-    prior_token_ids: tuple[int, ...]
+    prior_token_ids: tuple[int, ...]  # completion tokens of an earlier attempt, after which generation continues
     params: SamplingParams
     arrival_seconds: float
-    deadline_seconds: float | None
-    priority: int = 0
-    cache_salt: str = ""
-    cache_namespace: str = ""
-    pooling: Pooling | None = None
-    grammar: str | None = None
-    tenant: str = ""
+    deadline_seconds: float | None  # a sequence that has not begun by this time ends with `FinishReason.ABORT`
+    priority: int = 0  # the lowest value runs first
+    cache_salt: str = ""  # chosen by the client; sequences share prefixes only if salt and namespace are equal
+    cache_namespace: str = ""  # determined by the API key
+    pooling: Pooling | None = None  # set to compute the prompt's embedding; `params.max_tokens` is then 0
+    grammar: str | None = None  # grammar of the completion, see `model.structured_output.grammar`
+    tenant: str = ""  # name of the API key, or address of the client; slots are shared fairly among tenants
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Command to stop computing this uid. Unknown uids are ignored."""
+    """Command to stop computing the sequence of a uid. The worker ignores unknown uids."""
 
     uid: str
 
 
 class AttentionQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Command to compute the attention weights of these heads of one layer for a prompt. Samples no token."""
+    """Command to compute the attention weights of some heads of one layer for a prompt, without sampling a token."""
 
     uid: str
     token_ids: tuple[int, ...]
@@ -82,75 +69,59 @@ class AttentionQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
 
 Command: TypeAlias = Submit | Cancel | AttentionQuery
 
-# Route that LitServe requires of an application. Kvasir registers all routes itself.
-API_PATH = "/v1/completions"
-
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Logprob of a token before temperature and filters, and the most likely alternatives.
 
     `logprob` and `rank` are None for the first token of a prompt, because no token precedes it.
-    `rank` is 1 for the most likely token; equally likely tokens share a rank. `top` is (token id, logprob), most likely
-    first.
     """
 
     token_id: int
     logprob: float | None
-    rank: int | None
-    top: tuple[tuple[int, float], ...]
+    rank: int | None  # 1 for the most likely token; equally likely tokens share a rank
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """End of a sequence, with its token counts and timings.
-
-    `stop_reason` is the stop string or stop token id that matched, None for end-of-text and length.
-    `queue_seconds`: arrival to first scheduled. `prefill_seconds`: from there to the first token, or to the end of the
-    prompt if no token is sampled. `decode_seconds`: from there to the last token. A phase that never began lasts 0.
-    """
+    """End of a sequence, with token counts and timings. A phase that never began lasts 0 seconds."""
 
     reason: FinishReason
-    stop_reason: str | int | None
+    stop_reason: str | int | None  # matched stop string or stop token id; None for end-of-text and length
     error: str | None
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
     num_preemptions: int
-    queue_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
+    queue_seconds: float  # arrival to first scheduled
+    prefill_seconds: float  # first scheduled to first token, or to the end of the prompt if no token is sampled
+    decode_seconds: float  # first token to last token
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: the worker is about to compute this uid. Sent first, so that a crash can be attributed to the request."""
+    """Event: the worker is about to compute a sequence. A crash can therefore be attributed to the sequence."""
 
     uid: str
     attempt: int
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Output of one step for one sequence: usually one token, and the text that can be sent now.
-
-    `index` is the number of completion tokens before this delta, prior tokens included. The receiver uses it to detect
-    missing or repeated deltas. `token_ids` is empty if only `text`, `prompt_logprobs` or `finish` is new.
-    `embedding`: float32 in native byte order, normalized to length 1. Comes with `finish`, if the request has
-    `pooling`.
-    """
+    """Event: output of one engine step for one sequence, usually one token and the text that can be sent now."""
 
     uid: str
     attempt: int
-    index: int
-    token_ids: tuple[int, ...]
+    index: int  # number of earlier completion tokens, prior tokens included; reveals missing and repeated deltas
+    token_ids: tuple[int, ...]  # empty if only `text`, `prompt_logprobs` or `finish` is new
     text: str
     logprobs: tuple[TokenLogprob, ...] | None
     prompt_logprobs: tuple[TokenLogprob, ...] | None
     finish: Finish | None
-    embedding: bytes | None = None
+    embedding: bytes | None = None  # float32 in native byte order, of length 1; with `finish`, after `Submit.pooling`
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: a worker is ready and has no requests. Every unfinished request must be resubmitted.
+    """Event: a worker is ready and has no requests, so the API process resubmits every unfinished request.
 
-    device, dtype, attention, kernel_level, kv_cache_dtype: as in `service.worker.engine_factory.EngineFacts`.
+    The values are those of `service.worker.engine_factory.EngineFacts`.
     """
 
     epoch: int
@@ -165,10 +136,9 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_lik
 
 
 class AttentionResult(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Response to a `AttentionQuery`.
+    """Event: response to an `AttentionQuery`.
 
-    `weights` are float32 in native byte order: for each head the lower triangle, row by row. Weights above the diagonal
-    are 0 and omitted. None if the computation failed.
+    `weights` are float32 in native byte order: for each head the lower triangle, row by row. None after a failure.
     """
 
     uid: str
@@ -177,16 +147,13 @@ class AttentionResult(msgspec.Struct, frozen=True, kw_only=True, tag=True, array
 
 
 class RunningLimitChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: the engine now runs at most this many sequences at once, see `RunningLimit`."""
+    """Event: new limit of sequences that the engine runs at once."""
 
     max_num_running: int
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: statistics of one engine step, for metrics.
-
-    Counters are increments of this step; `kv_usage` is 0..1.
-    """
+    """Event: statistics of one engine step, for metrics. Counters are increments; `kv_usage` is 0 to 1."""
 
     num_running: int
     max_num_running: int
@@ -209,24 +176,20 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
 
 
 class EngineIdle(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Event: the engine has no work left. Cancelled work ends between steps, so no step reports its end."""
+    """Event: the engine has no work left. Cancelled work ends between steps, so no `StepStats` reports the end."""
 
 
 Event: TypeAlias = TokenDelta | WorkerReady | AttentionResult | Started | RunningLimitChanged | StepStats | EngineIdle
 
 
 class CommandBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Commands that are sent together. Only the worker of this epoch obeys them.
-
-    The API process sends all unfinished requests again to a new worker. So a new worker ignores what a dead worker has
-    not read.
-    """
+    """Commands in one message. A worker of another epoch ignores the message, since it gets all requests anew."""
 
     epoch: int
     commands: list[Command]
 
 
-# The encoders return bytes. The decoders raise `msgspec.DecodeError` on bytes of any other message.
+# The decoders raise `msgspec.DecodeError` on the bytes of any other message.
 encode_commands: Callable[[CommandBatch], bytes] = msgspec.msgpack.Encoder().encode
 decode_commands: Callable[[bytes], CommandBatch] = msgspec.msgpack.Decoder(CommandBatch).decode
 encode_events: Callable[[Sequence[Event]], bytes] = msgspec.msgpack.Encoder().encode

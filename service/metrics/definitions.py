@@ -1,9 +1,8 @@
 """Table of all metrics: name, kind, unit, help, labels, buckets. docs/metrics.md is generated from this table.
 
-Every series has the labels `model_name` and `engine`. No label holds an id, a user or a prompt, because each label
-value creates a permanent series. A metric that vLLM also has (https://docs.vllm.ai/en/stable/usage/metrics/) has vLLM's
-name after the prefix and is exposed under both prefixes. Dashboards, autoscalers and benchmark tools for vLLM
-therefore work unchanged.
+A metric that vLLM also has (https://docs.vllm.ai/en/stable/usage/metrics/) has vLLM's name after the prefix and is
+exposed under both prefixes, so that dashboards and benchmark tools for vLLM work unchanged. No label holds an id, a
+user or a prompt, because each label value creates a permanent series.
 """
 
 import itertools
@@ -39,17 +38,14 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Definition of one metric, without values.
-
-    `labels`: label names, after the common labels. `known`: label values that are known beforehand. A counter has the
-    series of these values from the start, at 0, because Prometheus sees no increase in a series that appears later.
-    """
+    """Definition of one metric, without values."""
 
     name: str
     kind: Kind
     unit: str
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # names, after the common labels
+    # Values of `labels` that a counter has from the start, at 0: Prometheus sees no increase in a series that is new.
     known: tuple[tuple[str, ...], ...] = ((),)
     buckets: tuple[float, ...] = ()
     in_vllm: bool = False

@@ -1,7 +1,4 @@
-"""Prometheus metrics of the service, recorded and exposed by the API process.
-
-The worker's statistics arrive as events, and main's counters in shared memory.
-"""
+"""Prometheus metrics of the service, recorded and exposed by the API process."""
 
 import importlib.metadata
 import os
@@ -43,8 +40,6 @@ _STEP_COUNTERS = {
 for _variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
     os.environ.pop(_variable, None)
 values.ValueClass = values.MutexValue
-
-
 # Service-level objectives. They are histogram bucket bounds, so histograms show attainment too.
 TTFT_OBJECTIVE_SECONDS: Final = 0.5
 TPOT_OBJECTIVE_SECONDS: Final = 0.05
@@ -80,10 +75,7 @@ class HistogramBuffer:
 
 
 class Metrics:
-    """Metrics of one engine.
-
-    Statistics of steps and token gaps are buffered until a scrape, since writing them costs more than a token.
-    """
+    """Metrics of one engine. Step statistics and token gaps are buffered until a scrape, as writing them is slow."""
 
     def __init__(self, model_name: str) -> None:
         self._common = (model_name, "0")  # one engine
@@ -105,17 +97,13 @@ class Metrics:
         self._metric("build_info", version, platform.python_version(), torch, litserve).set(1)
 
     def _metric(self, name: str, *label_values: str) -> Any:
-        """Return the counter, gauge or histogram with these label values.
-
-        The object is kept, because prometheus_client's `labels` costs more than an observation.
-        """
-        key = (name, *label_values)
+        """Return the counter, gauge or histogram with these label values."""
+        key = (name, *label_values)  # kept, because prometheus_client's `labels` costs more than an observation
         if key not in self._children:
             self._children[key] = self._instruments[name].labels(*self._common, *label_values)
         return self._children[key]
 
     def _clear(self, name: str) -> None:
-        """Drop all series of a metric."""
         self._instruments[name].clear()
         self._children = {key: child for key, child in self._children.items() if key[0] != name}
 
@@ -138,7 +126,6 @@ class Metrics:
             self._write_steps()
 
     def _write_steps(self) -> None:
-        """Write the buffered steps to the metrics."""
         if not self._steps:
             return
         steps, self._steps = self._steps, []
@@ -160,7 +147,6 @@ class Metrics:
                 self._metric(name).inc(number)
 
     def _set_load(self, num_running: int, num_waiting: int, kv_usage: float) -> None:
-        """Set the gauges that fall to 0 when the engine has no work."""
         self._metric("num_requests_running").set(num_running)
         self._metric("num_requests_waiting").set(num_waiting)
         self._metric("kv_cache_usage_perc").set(kv_usage)
@@ -207,9 +193,9 @@ class Metrics:
         for slo, met in (("ttft", ttft_met), ("tpot", tpot_met), ("all", ttft_met and tpot_met)):
             self._metric("slo_requests", slo, str(met).lower()).inc()
 
-    def count_rejection(self, reason: str) -> None:
-        """Count a request that was rejected before any work was done for it."""
-        self._metric("admission_rejections", reason).inc()
+    def count(self, name: str, *label_values: str) -> None:
+        """Increment the counter of `FAMILIES` with this name, in the series with these label values."""
+        self._metric(name, *label_values).inc()
 
     def observe_retry_after_error(self, seconds: float) -> None:
         """Record the error of a Retry-After: the time at which room appeared minus the announced time, in seconds."""
@@ -221,14 +207,6 @@ class Metrics:
         if compile_seconds is not None:
             self._metric("grammar_compile_seconds").observe(compile_seconds)
 
-    def count_failure(self, status: int, error_type: str) -> None:
-        """Count a request that ended with an error response."""
-        self._metric("request_failures", str(status), error_type).inc()
-
-    def count_cancellation(self, phase: str) -> None:
-        """Count a client that disconnected while its request was in `phase`."""
-        self._metric("requests_cancelled", phase).inc()
-
     def count_wasted_tokens(self, reason: str, n: int) -> None:
         """Count `n` completion tokens that were computed but not delivered."""
         self._metric("wasted_tokens", reason).inc(n)
@@ -239,26 +217,18 @@ class Metrics:
             self._metric("worker_restarts", reason).inc(number - self._num_restarts.get(reason, 0))
             self._num_restarts[reason] = number
 
-    def count_replay(self, outcome: str) -> None:
-        """Count a request that a dead worker left unfinished: "resubmitted" or "gave_up"."""
-        self._metric("requests_replayed", outcome).inc()
-
-    def count_resumption(self, by: str) -> None:
-        """Count a connection that resumed a buffered response by "event_id" or by "key"."""
-        self._metric("requests_resumed", by).inc()
-
     def observe_api(self, *, num_requests: int, num_tasks: int) -> None:
-        """Record the API process' current numbers of requests and asyncio tasks."""
+        """Record the current numbers of requests and asyncio tasks of the API process."""
         self._metric("api_requests").set(num_requests)
         self._metric("api_tasks").set(num_tasks)
 
     def set_engine_state(self, state: EngineState) -> None:
-        """Set the state gauge."""
+        """Record the state of the service for new requests."""
         for candidate in EngineState:
             self._metric("engine_state", candidate).set(candidate == state)
 
     def render(self) -> tuple[bytes, str]:
-        """Return the metrics in Prometheus' text format, and the content type."""
+        """Return all metrics in Prometheus' text format, and the content type of this format."""
         self._write_steps()
         self._gaps.flush()
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
@@ -269,7 +239,7 @@ class _Exposition(Collector):
         self._instruments = instruments
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each family, followed by the same values under vLLM's name if vLLM has this metric."""
+        """Yield each metric, followed by the same values under vLLM's name if vLLM has this metric."""
         found = [metric for instrument in self._instruments for metric in instrument.collect()]
         for metric in sorted(found, key=lambda metric: str(metric.name)):
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]

@@ -27,7 +27,7 @@ class ProcessEnded(Exception):
 
 
 class ProcessKilled(ProcessEnded):
-    """The child was killed by SIGKILL: by this process at the reply timeout, or from outside, but not by its limits."""
+    """The child was killed by SIGKILL: at the reply timeout or from outside, but not by its own limits."""
 
 
 class ProcessNotStarted(ProcessEnded):
@@ -46,7 +46,7 @@ class ProcessLimits:
 
 
 class BoundedProcess:
-    """Python child process. A command starts the process if the process is not running.
+    """Python child process for untrusted input. A command starts the process if it is not running.
 
     Args:
         module: module whose `main` calls `run_command_loop`.
@@ -60,9 +60,9 @@ class BoundedProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a command and return the reply. Blocks, so call it from a thread.
+        """Send a command to the child and return the reply. Blocks, so call it from a thread.
 
-        If the child was killed, which its limits never do, a new child gets the command once more.
+        If the child was killed from outside, a new child gets the command once more.
 
         Raises:
             ProcessNotStarted: a new child ended before it was ready.
@@ -124,9 +124,7 @@ class BoundedProcess:
 
 
 def run_command_loop(prepare: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """Reply to the commands of `BoundedProcess` in the child, until the parent closes the pipe or a limit ends it.
-
-    RLIMIT_AS limits memory. A timer's signal ends the process even inside one long instruction.
+    """Reply in the child to the commands of `BoundedProcess`, until the parent closes the pipe or a limit ends it.
 
     Args:
         prepare: gets the first command, which is not limited. Returns the function that handles the later commands.

@@ -11,13 +11,11 @@ T = TypeVar("T")
 
 
 class SerialExecutor:
-    """Work queue of one thread. Work that hangs delays only the queued work, and that for at most `wait_seconds`.
+    """Work queue of one thread, bounded in length and in waiting time.
 
     Args:
-        things: plural noun for the queued work, used in error messages ("conversations").
-        what: noun for what the work waits for, used in error messages ("the chat template").
-        max_waiting: maximum number of queued pieces of work.
-        wait_seconds: longest wait in the queue.
+        things: plural noun for the queued work in error messages, such as "conversations".
+        what: noun for what runs the work in error messages, such as "the chat template".
     """
 
     def __init__(self, things: str, what: str, *, max_waiting: int, wait_seconds: float) -> None:
@@ -30,11 +28,7 @@ class SerialExecutor:
         self._wait_seconds = wait_seconds
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in the thread and return its result.
-
-        Raises:
-            Overloaded: the queue is full, or the work waited too long.
-        """
+        """Run `work` in the queue's thread and return its result. Raises `Overloaded` if the queue is full or slow."""
         await self._wait()
         working = asyncio.get_running_loop().run_in_executor(self._thread, work)
         working.add_done_callback(lambda _: self._turn.release())

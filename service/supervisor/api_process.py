@@ -1,7 +1,6 @@
 """API process: LitServe's application with Kvasir's routes, forked from main.
 
-LitServe's own `run` is not used: it needs a manager process, does not handle SIGTERM, and does not notice the death of
-the API process.
+LitServe's own `run` is not used, as it needs a manager process and ignores SIGTERM and the death of the API process.
 """
 
 import asyncio
@@ -24,7 +23,6 @@ from service.http.connection import BoundedHttpProtocol, ConnectionLimits, limit
 from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
 from service.ipc.channel import Channel
-from service.ipc.messages import API_PATH
 from service.ipc.shared_state import Lifecycle, Phase, name_thread
 from service.supervisor.supervisor import API_CLOSE_SECONDS, bind_port
 
@@ -36,23 +34,23 @@ _KEEP_ALIVE_SECONDS = 75
 
 
 class _RouteOwner(LitAPI):  # type: ignore[misc]  # litserve has no types
-    """LitAPI that has the routes of a LitSpec and no engine: the worker is not LitServe's."""
+    """LitAPI with the routes of the API process and without a model, because the worker is not LitServe's."""
 
     def setup(self, device: str) -> None:
-        """Do nothing."""
+        """Load nothing: the worker holds the model."""
 
     async def authorize(self) -> None:
-        """Allow every request. LitServe's own dependency is not async, and so costs each request a thread."""
+        """Allow every request, without the thread per request that LitServe's synchronous dependency costs."""
 
 
 class ApiServer(LitServer):  # type: ignore[misc]
-    """LitServe application of the API process. `start` forks the process."""
+    """LitServe application of the API process, which `start` forks from main."""
 
     def __init__(
         self, settings: ServeSettings, *, frontend: Frontend, channel: Channel, keys: ApiKeys, lifecycle: Lifecycle
     ) -> None:
         super().__init__(
-            _RouteOwner(spec=frontend, api_path=API_PATH),
+            _RouteOwner(spec=frontend, api_path=frontend.api_path),
             accelerator="cpu",
             timeout=False,
             middlewares=middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers),
@@ -70,14 +68,10 @@ class ApiServer(LitServer):  # type: ignore[misc]
         self.app.router.routes = [r for r in self.app.router.routes if getattr(r, "path", "") not in _FOREIGN_PAGES]
 
     def _register_internal_endpoints(self) -> None:
-        """Register nothing: Kvasir's own routes replace LitServe's `/`, `/health` and `/info`."""
+        """Register none of LitServe's routes `/`, `/health` and `/info`, which Kvasir's own routes replace."""
 
     def start(self) -> BaseProcess:
-        """Fork the API process, which listens on the port of the settings.
-
-        Raises:
-            OSError: the port cannot be bound, or no process can be started.
-        """
+        """Fork the API process. Raises `OSError` if the port is in use or no process can be started."""
         with bind_port(self._settings.host, self._settings.port) as listener:
             processes: dict[int, BaseProcess] = self._start_server(
                 self._settings.port,
@@ -94,7 +88,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Run the frontend around the requests. uvicorn has set its signal handlers by now."""
+        """Run the frontend while uvicorn, which has set its signal handlers by now, serves requests."""
         self._lifecycle.die_with_main()
         name_thread("kvasir-api")
         loop = asyncio.get_running_loop()

@@ -1,7 +1,6 @@
 """Main process: starts, watches, replaces and ends the API process and the worker, in one thread.
 
-A dead worker is replaced. If the API process dies, the service ends, since a restart could not restore the clients'
-connections. A process that hangs is killed. Both processes write heartbeats to shared memory.
+If the API process dies, the service ends, since a new API process could not restore the clients' connections.
 """
 
 import errno
@@ -20,7 +19,7 @@ from types import FrameType
 from service.config.settings import ServeSettings
 from service.ipc.shared_state import Lifecycle, Phase, Watchdog, name_thread
 from service.supervisor.worker_process import WorkerProcess
-from service.worker.worker import EXIT_SETTINGS, EXIT_START_FAILED
+from service.worker.worker import EXIT_CHECKPOINT_CHANGED, EXIT_SETTINGS, EXIT_START_FAILED
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +38,9 @@ API_CLOSE_SECONDS = 5
 
 
 class StartError(RuntimeError):
-    """The service cannot start. The message is one line; it is empty if the worker has printed the reason.
+    """The service cannot start. The message is one line, or empty if the worker has printed the reason.
 
-    Args:
-        exit_code: exit code of the command; 2 if a setting cannot be used.
+    The exit code of the command is 2 if a setting cannot be used.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
@@ -51,15 +49,12 @@ class StartError(RuntimeError):
 
 
 class Supervisor:
-    """Supervisor of the child processes.
+    """Supervisor of the API process, the worker and the standby worker.
 
     Args:
-        worker: first worker, which has been started.
-        start_worker: starts a worker; True starts a standby, which imports at low priority.
-        begin: lets a worker load the model and serve.
-        start_api: starts the API process.
-        settings: standby, hang_seconds and drain_seconds are used.
-        clock: returns seconds.
+        worker: first worker process, which imports already.
+        start_worker: starts another worker process; True starts a standby, which imports at low priority.
+        begin: lets a worker process load the model and serve.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class Supervisor:
         """Run the service until a signal or a failure ends it. Return 0 after a drain, 1 after a failure.
 
         Raises:
-            StartError: the first worker ended before it was ready, or a process cannot be started.
+            StartError: the first worker ended before it was ready, or the system lacks processes or memory.
         """
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGINT, self.on_signal)
@@ -123,7 +118,7 @@ class Supervisor:
         return self._exit_code
 
     def _wait(self, api: BaseProcess) -> None:
-        """Wait for a signal, for the end of a child process, or until the next check is due."""
+        """Wait for a signal, the end of a child process, or the time of the next heartbeat check."""
         is_draining = self._lifecycle.phase.value == Phase.DRAINING
         self._worker.has_imported()  # reads the report, so that the sentinel means the end of the process
         sentinels = [self._signalled, api.sentinel, self._worker.sentinel]
@@ -132,7 +127,7 @@ class Supervisor:
             os.eventfd_read(self._signalled)
 
     def check(self, api: BaseProcess) -> None:
-        """Check all child processes once, and replace a dead worker or standby."""
+        """Check all child processes once: replace a dead worker or standby, and kill a process that hangs."""
         lifecycle = self._lifecycle
         if lifecycle.phase.value == Phase.DRAINING and self._is_drained():
             logger.info("stopping: %s", _requests(lifecycle.num_active.value, "cut off"))
@@ -159,6 +154,9 @@ class Supervisor:
         cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead.exitcode)
         if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < 60.0:
             self._fail(f"the worker died {len(self._deaths) + 1} times within a minute ({cause}); giving up")
+            return
+        if dead.exitcode == EXIT_CHECKPOINT_CHANGED:
+            self._fail("the worker cannot be replaced, because the checkpoint has changed; restart the service")
             return
         self._deaths.append(now)
         logger.error("the worker %s; starting another worker, which resumes the unfinished requests", cause)
@@ -194,7 +192,7 @@ class Supervisor:
                 logger.warning("no standby worker can be started: %s", error)
 
     def _end_hung(self, api: BaseProcess) -> bool:
-        """Kill a process that has been silent for too long. Return True if there was one."""
+        """Kill a process without heartbeats for --hang-seconds. Return True if a process was killed."""
         limit = self._settings.hang_seconds
         if self._api_watchdog.silence() > limit and self._lifecycle.num_api_beats.value:
             self._fail(f"the API process sent no heartbeat for {limit:g} s")
@@ -241,12 +239,9 @@ class Supervisor:
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that the service can listen on this port, before the model is loaded.
+    """Check that the service can listen on its port, before the model is loaded. Raises `StartError` if not.
 
     Listens for a moment, because bind() alone succeeds even while another server is loading on the same port.
-
-    Raises:
-        StartError: the service cannot listen.
     """
     try:
         with bind_port(host, port) as probe:
@@ -257,11 +252,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def bind_port(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the port, and does not listen yet.
-
-    Raises:
-        OSError: the port cannot be bound.
-    """
+    """Return a socket that is bound to the port and does not listen yet. Raises `OSError` if the port is in use."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -273,8 +264,8 @@ def bind_port(host: str, port: int) -> socket.socket:
 
 
 def failed_start(worker: WorkerProcess) -> StartError:
-    """Return the error for a worker that ended before it was ready."""
-    if worker.exitcode in (EXIT_START_FAILED, EXIT_SETTINGS):
+    """Return the error of a service whose first worker ended before it was ready."""
+    if worker.exitcode in (EXIT_START_FAILED, EXIT_SETTINGS, EXIT_CHECKPOINT_CHANGED):
         return StartError("", exit_code=2 if worker.exitcode == EXIT_SETTINGS else 1)
     return StartError(f"the worker {cause_of_death(worker.exitcode)} while starting")
 

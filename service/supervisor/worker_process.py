@@ -1,8 +1,7 @@
-"""Worker process as seen by main. The first worker, a replacement and the standby start in the same way.
+"""Worker process as seen by main. First worker, replacement and standby worker start in the same way.
 
-A worker is a new Python process that first imports torch and the engine. It then waits for `begin`, loads the model and
-serves. The command line starts the first worker before main imports the rest of the service. A standby is a worker
-without `begin`: it holds neither weights nor KV-cache.
+A worker process imports torch and the engine, waits for `begin`, loads the model and serves. A standby worker is a
+worker process before `begin`: it holds neither weights nor KV-cache.
 """
 
 import os
@@ -18,7 +17,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from service.worker.worker impor
 
 
 class WorkerProcess:
-    """Worker process, started by the constructor. The calling thread must live as long as main.
+    """Worker process, started by the constructor, whose thread must live as long as main.
 
     Args:
         checkpoint: checkpoint whose weights the process reads ahead; None for a standby, which imports at low priority.
@@ -40,45 +39,45 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the worker."""
         return self._process.pid
 
     @property
     def exitcode(self) -> int | None:
-        """Exit code, negative for a signal; None while the process runs."""
+        """Exit code of the worker process, negative for a signal; None while the process runs."""
         return self._process.poll()
 
     @property
     def sentinel(self) -> int:
-        """File descriptor that becomes readable when the process ends, or has a report for `has_imported`."""
+        """File descriptor that becomes readable when the worker process has completed its imports or ended."""
         return self._socket.fileno()
 
     def has_imported(self) -> bool:
-        """Return whether the process runs and has reported that its imports are done."""
+        """Return whether the worker process runs and has completed its imports."""
         if not self._has_imported:
             with suppress(OSError):  # no report yet, or the process has ended
                 self._has_imported = self._socket.recv(1, socket.MSG_DONTWAIT) != b""
         return self._has_imported and self.exitcode is None
 
     def begin(self, order: bytes, descriptors: Sequence[int]) -> None:
-        """Let the process load the model and serve. A dead process is ignored here: main notices its end.
+        """Let the worker process load the model and serve. Ignores a dead process, whose end main notices.
 
         Args:
-            order: pickled `service.worker.worker.WorkerOrder`. A memory file carries the order, so that a process that
-                still imports does not block main.
-            descriptors: file descriptors for the process.
+            order: pickled `service.worker.worker.WorkerOrder`.
+            descriptors: shared memory and socket for the process.
         """
+        # A memory file carries the order: writing to a process that still imports could block main.
         with os.fdopen(os.memfd_create("kvasir-order"), "wb") as memory, suppress(ConnectionError):
             memory.write(order)
             memory.flush()
             socket.send_fds(self._socket, [b"b"], [memory.fileno(), *descriptors])
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the worker process."""
         self._process.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the worker process and wait for its end."""
         self.kill()
         self._process.wait()
         self._socket.close()

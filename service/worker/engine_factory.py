@@ -52,28 +52,21 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """Values in force of the engine's settings, with "auto" resolved.
-
-    attention: native, paged (with its parts), sdpa or eager.
-    kernel_level: instruction level of the native kernels, where they compute every step whole; else None.
-    matrices: plain, packed, int8 or fp8, see `model.nn.linear`, `model.gpu.quantization`.
-    reasons: reason for the value, by the setting's name.
-    has_standby: true if a standby worker is wanted and fits into memory.
-    """
+    """Values of the engine's settings, with "auto" resolved."""
 
     device: str
-    attention: str
-    kernel_level: str | None
+    attention: str  # native, paged (with its parts), sdpa or eager
+    kernel_level: str | None  # instruction level of the native kernels, if they compute every step whole
     dtype: str
-    matrices: str
+    matrices: str  # plain, packed, int8 or fp8, see `model.nn.linear`, `model.gpu.quantization`
     threads: int
     max_context_length: int
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
     kv_cache_dtype: str
-    reasons: Mapping[str, str]
-    has_standby: bool = True
+    reasons: Mapping[str, str]  # of a value that was chosen, by the setting's name
+    has_standby: bool = True  # a standby worker is wanted and fits into memory
 
     def __str__(self) -> str:
         return (
@@ -84,12 +77,12 @@ class EngineFacts:
 
     @property
     def kv_cache(self) -> str:
-        """Size of the KV-cache as text."""
+        """Size of the KV-cache as text: blocks, MiB and dtype."""
         size = f"{self.kv_cache_bytes / _MIB:.4g} MiB of {self.kv_cache_dtype}"
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
     def found(self) -> dict[str, object]:
-        """Return the value in force of each setting that may be "auto", with the reason where there is a choice."""
+        """Return the resolved value of each setting that may be "auto", with the reason if a value was chosen."""
         values: dict[str, object] = {
             "device": self.device,
             "attention": self.attention if self.kernel_level is None else f"{self.attention} ({self.kernel_level})",
@@ -104,26 +97,21 @@ class EngineFacts:
 
 
 class _ResolvedSettings(NamedTuple):
-    """Values that are resolved before the model is loaded.
-
-    library: None if PyTorch's kernels compute.
-    packs: the loaded matrices are the file's own pages until they are packed.
-    reasons: reason for the value, by the setting's name.
-    """
+    """Settings of the engine that are resolved before the model is loaded."""
 
     context: KernelContext
-    library: KernelLibrary | None
+    library: KernelLibrary | None  # None if PyTorch's kernels compute the model
     attending: Attending
     cache_dtype: torch.dtype
     quantization: Quantization | None
-    packs: bool
+    packs: bool  # the loaded matrices are the file's own pages until they are packed
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block of the KV-cache."""
+        """Size of a KV-cache block."""
         return self.context.block_size * self.context.config.kv_bytes_per_token(self.cache_dtype.itemsize)
 
 
@@ -133,7 +121,7 @@ def build_engine(
     """Load the model and build its engine. Native kernels are compiled first if they are missing.
 
     Args:
-        server: memory needs of the server's other processes, if there is a server.
+        server: memory needs of the server's other processes; None outside a server.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -153,7 +141,12 @@ def build_engine(
     fuse_for_gpu(loaded)
     model = to_native(loaded)
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.recordable else None
-    largest = _largest_step(settings, resolved.max_context_length)
+    largest = LargestStep(
+        block_size=settings.block_size,
+        num_tokens=settings.max_batched_tokens,
+        num_sampled=settings.max_num_running,
+        max_context_length=resolved.max_context_length,
+    )
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
     num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
     num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
@@ -188,7 +181,7 @@ def build_engine(
 
 
 def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
-    """Resolve the settings that are "auto". Raises `SettingsError` if a setting does not fit the model or device."""
+    """Resolve the settings that may be "auto". Raises `SettingsError` if a setting does not fit model or device."""
     max_context_length, device = context_length(settings, manifest.config), find_device(settings.device)
     library = _load_kernels(settings, device)
     dtype, dtype_reason = _choose_dtype(settings, manifest, device, library)
@@ -219,11 +212,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
 def _plan(
     server: ServerNeeds | None, settings: ModelSettings, manifest: Manifest, resolved: _ResolvedSettings
 ) -> MemoryPlan:
-    """Return the memory that the first worker of a server on a CPU leaves to the rest of the server.
-
-    Raises:
-        ValueError: the server does not fit into memory.
-    """
+    """Return the memory that the first worker of a server on a CPU leaves to the rest of the server."""
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
     dtype = resolved.context.dtype
@@ -238,24 +227,12 @@ def _plan(
     return plan_memory(loaded, settings, standby=server.standby)
 
 
-def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
-    return LargestStep(
-        block_size=settings.block_size,
-        num_tokens=settings.max_batched_tokens,
-        num_sampled=settings.max_num_running,
-        max_context_length=max_context_length,
-    )
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
-    """Load the native kernels if the settings use them; compile them first if they are missing.
-
-    Returns None if PyTorch's kernels are used instead. A warning gives the reason if the native kernels cannot be had.
-    """
+    """Return the native kernels, compiled first if they are missing; None if PyTorch's kernels are used instead."""
     is_wanted = settings.attention == "native" or (settings.attention == "auto" and has_vector_level())
     if device != "cpu" or not is_wanted:
         return None
@@ -271,8 +248,7 @@ def _choose_dtype(
 ) -> tuple[torch.dtype, str]:
     """Return the dtype to compute in, and the reason.
 
-    On a CPU, "auto" is bfloat16 if the checkpoint is bfloat16 and the native kernels compute the model. The kernels
-    then read half the bytes, and are batch-invariant. PyTorch's CPU kernels are so only in float32, up to rounding.
+    On a CPU, "auto" is bfloat16 only with native kernels: PyTorch's CPU kernels are not batch-invariant in bfloat16.
     """
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype], "as set"
@@ -289,9 +265,8 @@ def _choose_dtype(
 def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, str]:
     """Return the number of CPU threads of the model, and the reason.
 
-    Native kernels use all CPUs: their threads share out the work of a step dynamically, so a CPU that another process
-    uses delays no other thread. PyTorch's OpenMP threads wait for the slowest thread, so one CPU is left to the API
-    process (figures: docs/performance-log.md).
+    Native kernels use all CPUs: their threads share out the work of a step dynamically, so that a busy CPU delays no
+    other thread. PyTorch's OpenMP threads wait for the slowest thread, so one CPU is left to the API process.
     """
     cpus = usable_cpus()
     if settings.threads != "auto":
@@ -302,9 +277,9 @@ def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, s
 
 
 def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
-    """Convert a loaded model's matrices to the requested or the fastest format, and return the format's name.
+    """Convert a loaded model's matrices to the requested or fastest format, and return the format's name.
 
-    Float matrices for native kernels are left as they are: `to_native` packs them.
+    Float matrices for native kernels are left to `to_native`, which packs them.
     """
     weight = model.token_embedding.weight
     if quantize == "none" and library_for(model) is not None:
@@ -318,17 +293,15 @@ def prepare_matrices(model: Transformer, quantize: str, quantization: Quantizati
 
 
 def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """Return the format that a loaded model's matrices are converted to."""
     if quantize != "none":
         return quantize
     return "packed" if can_pack(device, dtype) else "plain"
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep freed memory for later steps instead of returning it to the kernel.
+    """Let the allocator keep freed memory for later steps instead of returning it to the operating system.
 
-    By default, glibc maps and unmaps every large block anew, and the first access to each page causes a page fault.
-    With the memory kept, a step of 64 sequences takes 27 ms instead of 54 ms.
+    Without page faults of newly mapped memory, a step of 64 sequences takes 27 ms instead of 54 ms.
     """
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
@@ -337,11 +310,7 @@ def keep_freed_memory() -> None:
 
 
 def find_device(wanted: str) -> str:
-    """Return the device of a --device setting on this machine.
-
-    Raises:
-        SettingsError: the device is missing.
-    """
+    """Return the device of a --device setting. Raises `SettingsError` if this machine has no such device."""
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise SettingsError("--device cuda: no CUDA device is available; check the driver, or give --device cpu")
@@ -349,11 +318,7 @@ def find_device(wanted: str) -> str:
 
 
 def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV-cache of a --kv-cache-dtype setting.
-
-    Raises:
-        SettingsError: the KV-cache dtype does not fit the model's dtype or the device.
-    """
+    """Return the dtype of a --kv-cache-dtype setting. Raises `SettingsError` if model or device do not support it."""
     if wanted == "auto":
         return dtype
     if device != "cpu" or dtype is not torch.float32:
@@ -366,11 +331,7 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
 
 
 def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantization | None:
-    """Return the quantized matrix products of a --quantize setting on a GPU; None elsewhere.
-
-    Raises:
-        SettingsError: the GPU does not support this quantization.
-    """
+    """Return the matrix products of a --quantize setting; None on a CPU. Raises `SettingsError` if unsupported."""
     try:
         return choose_quantization(quantize, torch.device(device), dtype)
     except ValueError as error:
@@ -382,15 +343,9 @@ def _num_blocks(
 ) -> int:
     """Return the number of KV-cache blocks: as requested, or as many as are useful and fit into memory.
 
-    On a CPU, "auto" leaves half of the free memory to other uses, if one full context allows.
-
     Args:
         reserved_bytes: memory of a CPU that the rest of the server needs.
         profiled_bytes: memory of a GPU for the KV-cache; None on a CPU.
-
-    Raises:
-        SettingsError: the requested KV-cache is too small for one sequence at full length; suggests settings.
-        ValueError: the memory is too small for the requested KV-cache, or for one sequence at full length.
     """
     if profiled_bytes is None:
         free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes)
@@ -424,10 +379,9 @@ def _num_blocks(
 
 
 def _length_advice(fitting: int) -> str:
-    """Return the advice for a context that does not fit; `fitting` is the number of tokens that would."""
     return f"set --max-context-length {fitting}" if fitting else "use a smaller model or --block-size"
 
 
 def free_bytes(device: str) -> int:
-    """Return the memory that can still be allocated: the device's, or what this process may use of the machine's."""
+    """Return the free memory of a GPU ("cuda"), or the memory that this process may still use of the machine's."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()

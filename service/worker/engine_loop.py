@@ -1,7 +1,4 @@
-"""Engine loop of the worker's thread: pass commands to the engine, run steps, send events.
-
-The loop knows no processes or transports, so that a test can call each iteration.
-"""
+"""Engine loop of the worker: pass commands to the engine, run steps, send events. Knows no processes or sockets."""
 
 import logging
 import math
@@ -40,14 +37,13 @@ Send: TypeAlias = Callable[[list[Event]], None]
 
 
 class EngineLoop:
-    """Engine loop. Its thread is the only one that uses the engine.
+    """Loop of the only thread that uses the engine.
 
     Args:
-        receive: returns the next commands; None if none arrive within the given seconds.
+        receive: returns the next commands; None if no command arrives within the given seconds.
         send: sends events to the API process, in order.
         send_now: sends events like `send`, and returns only when the events have left this process.
-        beat: heartbeat; called in every iteration, and every second of a wait.
-        clock: seconds, to share the time between steps and attention queries.
+        beat: records a heartbeat; called in every iteration, and every second of a wait.
     """
 
     def __init__(
@@ -72,7 +68,7 @@ class EngineLoop:
         self._max_num_running = engine.max_num_running  # last value sent to the API process
 
     def run_once(self) -> None:
-        """Run one iteration: wait for work, take all commands, run at most one step and one query, send the events.
+        """Run one iteration: wait for work, take all commands, run at most one step and one attention query.
 
         Raises:
             RuntimeError: the engine failed twice in a row, the second time after all its sequences were aborted.
@@ -95,7 +91,7 @@ class EngineLoop:
                 return commands
 
     def _answer_query(self) -> None:
-        """Compute the oldest request for attention weights. Streams wait meanwhile, so steps then run for a while."""
+        """Compute the oldest attention query. Streams wait meanwhile, so the next query waits for some steps."""
         uid = next(iter(self._queries))
         query = self._queries.pop(uid)
         self._send_now([Started(uid=uid, attempt=query.attempt)])
@@ -141,8 +137,5 @@ class EngineLoop:
                     self._engine.cancel(command.uid)
 
     def _report_started(self, sequences: list[tuple[str, int]]) -> None:
-        """Report the uids and attempts of sequences before the engine computes them for the first time.
-
-        If the worker then crashes, the API process knows which requests may have caused the crash.
-        """
+        """Report (uid, attempt) of new sequences before their first step, so that a crash can be attributed to them."""
         self._send_now([Started(uid=uid, attempt=attempt) for uid, attempt in sequences])

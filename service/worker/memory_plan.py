@@ -1,14 +1,8 @@
 """Memory that a server on a CPU needs besides the KV-cache. This module does not import torch.
 
-The processes of a server share one memory limit. The worker plans for all processes, because only the worker knows the
-device and the dtype. The plan is made after the worker's imports and before the weights are read. Memory in use is
-measured. Memory needed later is computed from the model and the settings:
-
-    weights          in the dtype of computation, a tied embedding twice, plus copies packed for native kernels
-    largest step     --max-batched-tokens rows of hidden states and logits, see `step_bytes`
-    one context      KV-cache of one context of at most 1,024 tokens
-    API process      forked from main after this plan
-    standby worker   as much as this worker's imports; omitted if it does not fit
+The processes of a server share one memory limit, and the first worker plans for all. Memory in use after the worker's
+imports is measured. To this the plan adds weights, the largest step, the KV-cache of one context of at most 1,024
+tokens, the API process, and a standby worker as large as the worker's imports.
 """
 
 import logging
@@ -49,32 +43,20 @@ class MemoryPlan(NamedTuple):
 
 
 class ServerNeeds(NamedTuple):
-    """Memory needs of the server around the worker.
+    """Memory needs of the server around a worker."""
 
-    standby: a standby worker is wanted.
-    num_blocks: KV-cache blocks on a CPU, as planned by the first worker; 0 for the first worker. A replacement worker
-        must get as many blocks as the first worker.
-    """
-
-    standby: bool
-    num_blocks: int
+    standby: bool  # a standby worker is wanted
+    num_blocks: int  # KV-cache blocks of the first worker on a CPU, which a replacement gets too; 0 for the first
 
 
 class LoadedModel(NamedTuple):
-    """Model with the dtypes it is to be loaded in.
-
-    value_bytes: size of one weight.
-    cache_value_bytes: size of one number in the KV-cache.
-    num_copies: copies of every matrix; 2 if native kernels pack matrices besides the loaded ones. Packing a model of
-        168 million parameters took 2.1 (bfloat16) to 2.5 times (float32) its weights at the peak.
-    max_context_length: maximum tokens of prompt and completion together.
-    """
+    """Model with the sizes it is to be loaded in."""
 
     config: ModelConfig
-    value_bytes: int
-    cache_value_bytes: int
-    num_copies: int
-    max_context_length: int
+    value_bytes: int  # of one weight
+    cache_value_bytes: int  # of one number in the KV-cache
+    num_copies: int  # of every matrix; 2 if native kernels pack matrices besides the loaded matrices
+    max_context_length: int  # tokens of prompt and completion together
 
     @property
     def weight_bytes(self) -> int:
@@ -98,13 +80,12 @@ def step_bytes(config: ModelConfig, max_batched_tokens: int) -> int:
 
 
 def plan_memory(model: LoadedModel, settings: ModelSettings, *, standby: bool) -> MemoryPlan:
-    """Return the memory plan of a server. Call in the worker, after its imports and before it loads the model.
+    """Return the memory plan of a server, called in the first worker before it loads the model.
 
-    Args:
-        standby: a standby worker is wanted. It is omitted, with a warning, if it does not fit.
+    A wanted standby worker that does not fit is omitted, with a warning.
 
     Raises:
-        ValueError: the server would run out of memory. The message has the memory that it needs.
+        ValueError: the server would run out of memory.
     """
     available, limit = available_memory_bytes(), memory_limit_bytes()
     reserved = step_bytes(model.config, settings.max_batched_tokens) + _SERVICE_BYTES
@@ -123,7 +104,7 @@ def plan_memory(model: LoadedModel, settings: ModelSettings, *, standby: bool) -
 
 
 def _too_little(needed: int, available: int, limit: int | None) -> str:
-    """Return the error message of a server that does not fit, with remedies."""
+    """Return the error message of a server that does not fit into memory, with remedies."""
     smaller = "lower --max-batched-tokens, or use a smaller model"
     if limit is None:
         return (

@@ -1,7 +1,6 @@
 """Worker process: imports torch, waits for its order from main, builds the engine and runs the engine loop.
 
-The engine loop reads commands from the channel before each step, and waits there while there is no work. The loop puts
-the events of each step into an outbox, from which a carrier thread sends them to the API process.
+A carrier thread sends the events of a step to the API process while the engine loop computes the next step.
 """
 
 import gc
@@ -39,9 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Exit codes of a worker that cannot start and has printed the reason, so that main prints nothing more. The second code
-# means that a setting cannot be used.
-EXIT_START_FAILED, EXIT_SETTINGS = 3, 4
+# Exit codes of a worker process that cannot start and has printed the reason.
+EXIT_START_FAILED, EXIT_SETTINGS, EXIT_CHECKPOINT_CHANGED = 3, 4, 5
 # Text of torch's error for exhausted CPU memory, which is a plain RuntimeError.
 _CPU_MEMORY = "can't allocate memory"
 # Tokens of the warm-up step on a CPU. A longer step takes seconds with a large model and has no further use.
@@ -65,23 +63,18 @@ class CheckpointChanged(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrder:
-    """Order that lets a worker load a model and serve.
+    """Order of main that lets a worker process load a model and serve."""
 
-    worker_class: "module:class" of the `Worker`.
-    stamps: weight files as they were when the service started.
-    found: resolved values of settings that main knows, by name.
-    """
-
-    worker_class: str
+    worker_class: str  # "module:class" of the `Worker`
     settings: ServeSettings
     manifest: Manifest
-    stamps: Stamps
-    found: Mapping[str, object]
+    stamps: Stamps  # of the weight files, when the service started
+    found: Mapping[str, object]  # resolved values of settings that main knows, by name
     main_pid: int
 
 
 def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
-    """Run a worker process: import, wait for the order, and serve. The process ends with its parent.
+    """Run a worker process: import torch, wait for the order of main, and serve. The process ends with its parent.
 
     Args:
         descriptor: socket to main.
@@ -123,7 +116,7 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
 
 
 class Worker:
-    """Engine of a worker process, and its loop."""
+    """Engine of a worker process and the engine loop."""
 
     def __init__(self, order: WorkerOrder, lifecycle: Lifecycle, channel: WorkerChannel) -> None:
         self.order = order
@@ -131,7 +124,7 @@ class Worker:
         self.lifecycle, self._channel = lifecycle, channel
 
     def run(self) -> NoReturn:
-        """Build the engine and serve until the process ends."""
+        """Build the engine and serve requests until the process ends."""
         log_setup.configure(self.settings.log_level)
         started_seconds = self.lifecycle.epoch_seconds.value
         engine, facts = self._build_or_exit()
@@ -150,7 +143,7 @@ class Worker:
         self._serve(engine, ready)
 
     def _build_or_exit(self) -> "tuple[Engine, EngineFacts]":
-        """Build the engine, or print in one line why that failed and end the process."""
+        """Build the engine, or print the reason of a failure in one line and end the process."""
         try:
             import torch  # main imports this module too, and torch takes 2 s and 217 MiB
         except (ImportError, MemoryError, OSError) as error:  # a library that cannot be mapped is an ImportError
@@ -209,10 +202,7 @@ class Worker:
 
 
 def _carry(outbox: SimpleQueue[list[Event]], channel: WorkerChannel) -> NoReturn:
-    """Send events to the API process while the next step computes. Sending blocks while the API process is behind.
-
-    Events that arrive between two messages are sent together, since a step may be shorter than the cost of a message.
-    """
+    """Send events to the API process, waiting while its socket is full. Events of short steps share a message."""
     name_thread("kvasir-carrier")
     try:
         while True:
@@ -232,20 +222,19 @@ def _send(channel: WorkerChannel, events: list[Event]) -> None:
 
 
 def _end_start(error: Exception, *, is_memory: bool) -> NoReturn:
-    """Print in one line why the engine cannot be built, and end this process.
-
-    The process ends without the interpreter's finalization, which would abort it while a thread is inside torch.
-    """
+    """Print the reason why the engine cannot be built in one line, and end the worker process."""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     first_line = first_line[max(0, first_line.find(_CPU_MEMORY)) :]  # skip torch's source file and line number
     advice = "; lower --kv-cache-memory or --max-context-length, or use a smaller model" if is_memory else ""
     with suppress(OSError):  # stderr may be closed
         print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
-    os._exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_START_FAILED)
+    exit_codes = {SettingsError: EXIT_SETTINGS, CheckpointChanged: EXIT_CHECKPOINT_CHANGED}
+    # Skips the interpreter's finalization, which would abort the process while a thread is inside torch.
+    os._exit(exit_codes.get(type(error), EXIT_START_FAILED))
 
 
 def gathered(outbox: SimpleQueue[list[Event]]) -> list[Event]:
-    """Return all events of the outbox, in order. Block until there is an event."""
+    """Return all events of the worker's outbox, in order. Block until there is an event."""
     events = list(outbox.get())
     with suppress(Empty):
         while True:
@@ -254,30 +243,19 @@ def gathered(outbox: SimpleQueue[list[Event]]) -> list[Event]:
 
 
 def _ignore_signals() -> None:
-    """Ignore SIGINT and SIGTERM: terminals and systemd signal every process, but the worker runs on while main drains.
-
-    SIGTERM has a handler, since the compiler that this process may start would inherit an ignored SIGTERM.
-    """
+    """Ignore SIGINT and SIGTERM, which terminals and systemd send to every process: a drain needs the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # a compiler process would inherit SIG_IGN
 
 
 def stamps_of(paths: Iterable[Path]) -> Stamps:
-    """Return the size and modification time of each file.
-
-    Raises:
-        OSError: a file is missing.
-    """
+    """Return the size and modification time of each file. Raises `OSError` if a file is missing."""
     stats = {path: path.stat() for path in paths}
     return {path: (status.st_size, status.st_mtime_ns) for path, status in stats.items()}
 
 
 def check_unchanged(stamps: Stamps) -> None:
-    """Compare earlier stamps with the files as they are now.
-
-    Raises:
-        CheckpointChanged: a file has changed or is missing.
-    """
+    """Raise `CheckpointChanged` if a file has changed since its stamp was taken, or is missing."""
     for path, stamp in stamps.items():
         try:
             is_same = stamps_of([path]) == {path: stamp}
@@ -288,7 +266,7 @@ def check_unchanged(stamps: Stamps) -> None:
 
 
 def importable_name(cls: type) -> str:
-    """Return "module:class", by which another process can import the class, even a class of `__main__`."""
+    """Return "module:class", by which another process can import a class, even a class of `__main__`."""
     module = cls.__module__
     if module == "__main__":
         module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
@@ -296,11 +274,8 @@ def importable_name(cls: type) -> str:
 
 
 def read_ahead(directory: Path) -> None:
-    """Read a checkpoint's weights into the page cache, unless twice the weights exceed the available memory.
-
-    Errors are ignored, since the loader reports them.
-    """
-    with suppress(OSError, ValueError):
+    """Read a checkpoint's weights into the page cache, unless twice the weights exceed the available memory."""
+    with suppress(OSError, ValueError):  # the loader reports errors
         paths = [path for path in sorted(directory.glob("*.safetensors")) if stat.S_ISREG(path.stat().st_mode)]
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if 2 * sum(path.stat().st_size for path in paths) > room:
@@ -311,7 +286,7 @@ def read_ahead(directory: Path) -> None:
 
 
 def _import_at_low_priority() -> None:
-    """Import at the lowest priority, which only this thread gets: a process cannot raise its priority again."""
+    """Import torch at the lowest priority, which only this thread gets: a process cannot raise its priority again."""
     with suppress(OSError):  # forbidden in some sandboxes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     _import_engine()

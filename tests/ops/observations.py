@@ -148,7 +148,7 @@ OBSERVATIONS = (
     Observation(name="finish", make=finished, changes=_STOPPED),
     Observation(
         name="rejection",
-        make=lambda metrics: metrics.count_rejection("queue_full"),
+        make=lambda metrics: metrics.count("admission_rejections", "queue_full"),
         changes={'admission_rejections_total{reason="queue_full"}': 1},
     ),
     Observation(
@@ -164,12 +164,12 @@ OBSERVATIONS = (
     ),
     Observation(
         name="failure",
-        make=lambda metrics: metrics.count_failure(500, "server_error"),
+        make=lambda metrics: metrics.count("request_failures", "500", "server_error"),
         changes={'request_failures_total{error_type="server_error",status="500"}': 1},
     ),
     Observation(
         name="cancellation",
-        make=lambda metrics: metrics.count_cancellation("running"),
+        make=lambda metrics: metrics.count("requests_cancelled", "running"),
         changes={'requests_cancelled_total{phase="running"}': 1},
     ),
     Observation(
@@ -184,12 +184,12 @@ OBSERVATIONS = (
     ),
     Observation(
         name="replay",
-        make=lambda metrics: metrics.count_replay("resubmitted"),
+        make=lambda metrics: metrics.count("requests_replayed", "resubmitted"),
         changes={'requests_replayed_total{outcome="resubmitted"}': 1},
     ),
     Observation(
         name="resumption",
-        make=lambda metrics: metrics.count_resumption("key"),
+        make=lambda metrics: metrics.count("requests_resumed", "key"),
         changes={'requests_resumed_total{by="key"}': 1},
     ),
     Observation(

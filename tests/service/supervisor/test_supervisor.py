@@ -13,7 +13,7 @@ import pytest
 
 from service.ipc.shared_state import Lifecycle, Phase
 from service.supervisor.supervisor import StartError, Supervisor, check_port, failed_start
-from service.worker.worker import EXIT_SETTINGS, EXIT_START_FAILED
+from service.worker.worker import EXIT_CHECKPOINT_CHANGED, EXIT_SETTINGS, EXIT_START_FAILED
 
 
 class FakeProcess:
@@ -129,6 +129,7 @@ def _handlers_as_before() -> Iterator[None]:
     [
         (EXIT_START_FAILED, "", 1),
         (EXIT_SETTINGS, "", 2),
+        (EXIT_CHECKPOINT_CHANGED, "", 1),
         (-9, "the worker was killed by SIGKILL (out of memory?) while starting", 1),
         (1, "the worker ended with exit code 1 while starting", 1),
     ],
@@ -228,6 +229,15 @@ def test_worker_deaths_older_than_a_minute_do_not_count(bench: Bench) -> None:
         bench.die()
         bench.now += 13.0
     assert not bench.is_over
+
+
+def test_service_ends_at_once_if_the_checkpoint_has_changed(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.die()
+    bench.die(EXIT_CHECKPOINT_CHANGED)
+    assert bench.is_over
+    assert caplog.messages[-1] == (
+        "the worker cannot be replaced, because the checkpoint has changed; restart the service"
+    )
 
 
 def test_service_ends_if_no_worker_can_be_started(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
