@@ -235,7 +235,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self._channel.submit(encode_commands(CommandBatch(self._epoch, list(commands))))
 
     def _set_worker(self, worker: WorkerReady) -> None:
-        """Send later commands to the worker process that has started."""
+        """Record the worker process that has started, and send later commands to that process."""
         if worker.epoch != self._epoch:
             self._epoch = worker.epoch
             self._channel.discard_unsent()

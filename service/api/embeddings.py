@@ -52,9 +52,10 @@ class Embeddings:
         processor.check_model(asked.model)
         inputs = split_prompts(asked.input, "input")
         processor.check_num_prompts(len(inputs), "input")
-        width = self._context.served.manifest.config.hidden_size
-        if asked.dimensions is not None and asked.dimensions > width:
-            raise InvalidRequest(f"dimensions={asked.dimensions} is over the {width} of this model", param="dimensions")
+        width, dimensions = self._context.served.manifest.config.hidden_size, asked.dimensions
+        if dimensions is not None and dimensions > width:
+            message = f"dimensions={dimensions} is over the {width} of this model; lower dimensions"
+            raise InvalidRequest(message, param="dimensions")
         choices = []
         for index, text in enumerate(inputs):
             token_ids = processor.encode_prompt(
@@ -140,7 +141,7 @@ class EmbeddingBody(Delivery):
 
 
 def group_choices(choices: Sequence[Choice], max_group: int) -> list[list[Choice]]:
-    """Return groups of neighbouring choices: at most `max_group` each, and `_GROUP_TOKENS` tokens if several."""
+    """Return groups of at most `max_group` choices and `_GROUP_TOKENS` prompt tokens. A longer prompt is alone."""
     groups: list[list[Choice]] = []
     num_tokens = 0
     for choice in choices:

@@ -1,4 +1,4 @@
-"""Table of the API's routes, which registers the handlers and is documented in `/openapi.json`."""
+"""Table of the API's routes. The table registers the handlers and defines `/openapi.json`."""
 
 import functools
 import importlib.metadata

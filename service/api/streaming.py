@@ -68,7 +68,7 @@ class Delivery(Response, ABC):
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None: ...
 
     def _num_undelivered(self) -> int:
-        """Return the number of completion tokens that arrived and were not sent."""
+        """Return the number of completion tokens that the engine has sampled and the client has not been sent."""
         return sum(len(choice.token_ids) for choice in self._request.choices) - self.num_sent_tokens
 
     async def _watch(self, receive: Receive) -> None:

@@ -19,7 +19,7 @@ WAIT_SECONDS = 5.0
 
 
 class ChatPrompts:
-    """Encoder of chat conversations, one at a time, in a thread. Without a template, every conversation is rejected.
+    """Converter of chat conversations into token ids, one at a time, in a thread. Without a template, all are rejected.
 
     Args:
         max_waiting: limit on conversations that wait to be encoded, each at most `wait_seconds`.

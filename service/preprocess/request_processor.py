@@ -45,7 +45,7 @@ class RequestProcessor:
     max_prompts: int = MAX_PROMPTS
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound for a name that is neither the model's name nor an alias. None: the served model."""
+        """Raise ModelNotFound unless `name` is the served model's name, an alias or None."""
         if name is not None and name != self.model_name and name not in self.aliases:
             raise ModelNotFound(
                 f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", param="model"
@@ -179,7 +179,7 @@ class RequestProcessor:
             )
 
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:
-        """Return a text's token ids, after the begin-of-text token if `begin`. Raises InvalidRequest about `param`."""
+        """Return a text's token ids, with the begin-of-text token first if `begin`. Raises InvalidRequest."""
         try:
             token_ids = self.tokenizer.encode(text)
         except TokenizerError as error:
@@ -243,7 +243,7 @@ class RequestProcessor:
         return max_tokens
 
     def _sampling_params(self, request: GenerationRequest) -> SamplingParams:
-        """Return the sampling parameters that all prompts of a request share, with `min_tokens` as maximum length."""
+        """Return the sampling parameters that all prompts of a request share. `plan` replaces `max_tokens`."""
         value, defaults = request.value, self.defaults.sampling
         return SamplingParams(
             max_tokens=value("min_tokens"),
@@ -323,7 +323,7 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float]:
 
 
 def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
-    """Raise InvalidRequest if token rules forbid every first token. A later dead end only ends the completion."""
+    """Raise InvalidRequest if a request's token rules forbid every first token of the completion."""
     if not params.allowed_token_ids or not params.max_tokens:
         return
     forbidden = {word[0] for word in params.bad_word_ids if len(word) == 1}

@@ -21,7 +21,7 @@ class TemplateProcess:
         self._process = BoundedProcess(__name__, limits, lambda: opening)
 
     def render(self, variables: Mapping[str, Any] | None) -> str:
-        """Return the rendered text of a conversation. With None, only compile the template. Blocks.
+        """Return the text of a conversation, rendered by the child process. With None, only compile the template.
 
         Raises:
             TemplateFailure: the template is invalid, raised an error, or exceeded a limit. The message is one line.

@@ -167,7 +167,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Prompts of the request in order. Raises InvalidRequest for an empty list or an empty prompt."""
+        """Prompts of a completion request, in order. Raises InvalidRequest for an empty list or an empty prompt."""
         return split_prompts(self.prompt, "prompt")
 
 

@@ -14,7 +14,7 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobFormat:
-    """Format options of logprobs: at most `num_top` alternatives per token, and "token_id:N" if `names_are_ids`."""
+    """Format options of logprobs. With `names_are_ids`, tokens are named "token_id:N" instead of by their texts."""
 
     tokenizer: Tokenizer
     num_top: int

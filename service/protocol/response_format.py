@@ -87,9 +87,8 @@ def _checked_schema(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     """Return a JSON Schema from a request as a dict. Raises InvalidRequest for an invalid or too long schema."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     if len(text) > MAX_SCHEMA_CHARACTERS:
-        raise InvalidRequest(
-            f"{param} has {len(text)} characters, at most {MAX_SCHEMA_CHARACTERS} are allowed", param=param
-        )
+        message = f"{param} has {len(text)} characters; shorten it to at most {MAX_SCHEMA_CHARACTERS}"
+        raise InvalidRequest(message, param=param)
     if isinstance(schema, dict):
         return schema
     try:

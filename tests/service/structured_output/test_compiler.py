@@ -80,7 +80,7 @@ def test_request_fields_become_an_output_constraint(fields: dict[str, Any], want
         (
             {"structured_outputs": {"json": {"enum": ["x" * MAX_SCHEMA_CHARACTERS]}}},
             "structured_outputs.json",
-            f"at most {MAX_SCHEMA_CHARACTERS}",
+            f"shorten it to at most {MAX_SCHEMA_CHARACTERS}",
         ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must not be empty"),
         ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "must not be empty"),
