@@ -1,7 +1,7 @@
 """Builders of the responses of `/v1/completions` and `/v1/chat/completions` from token deltas."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET
 
@@ -52,9 +52,9 @@ class ResponseBuilder(ABC):
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the stream events of a token delta. A choice's first event has the prompt's token ids and logprobs."""
 
-    def event(self, choices: list[Any]) -> Event:
-        """Return a stream event with the given choices."""
-        return self._event_type(id=self._id, created=self._created, model=self._model, choices=choices)
+    def summary(self) -> Event:
+        """Return a stream event without choices."""
+        return self._event_type(id=self._id, created=self._created, model=self._model, choices=[])
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
         """Return the encoded stream event of a token delta that is only text, made from a cached template."""
@@ -76,20 +76,22 @@ class CompletionBuilder(ResponseBuilder):
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.Completion:
         """Return the JSON body of whole completions, renumbered because `best_of` drops some completions."""
-        choices = [self._choice(index, choice, delta, is_first=True) for index, (choice, delta) in enumerate(wholes)]
+        choices: list[responses.CompletionChoice] = []
+        for index, (choice, delta) in enumerate(wholes):
+            (event,) = self.events(choice, delta, is_first=True)
+            assert isinstance(event, responses.Completion)
+            event.choices[0].index = index
+            choices += event.choices
         return responses.Completion(
             id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, timings=timings
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return one stream event with a token delta's text and the requested logprobs and token ids."""
-        return [self.event([self._choice(choice.index, choice, delta, is_first=is_first)])]
-
-    def _choice(self, index: int, choice: Choice, delta: TokenDelta, *, is_first: bool) -> responses.CompletionChoice:
         reason, stop = _end(delta.finish)
         text = choice.prompt_text + delta.text if is_first else delta.text
         built = responses.CompletionChoice(
-            index=index, text=text, logprobs=None, finish_reason=reason, stop_reason=stop
+            index=choice.index, text=text, logprobs=None, finish_reason=reason, stop_reason=stop
         )
         if self._num_logprobs is not None:
             if choice.index not in self._writers:
@@ -102,7 +104,7 @@ class CompletionBuilder(ResponseBuilder):
                 built.prompt_token_ids = choice.submit.prompt_token_ids
         if is_first and self.asked.prompt_logprobs is not None:
             built.prompt_logprobs = self._prompt_logprobs(choice)
-        return built
+        return [responses.Completion(id=self._id, created=self._created, model=self._model, choices=[built])]
 
 
 class ChatBuilder(ResponseBuilder):
@@ -149,12 +151,12 @@ class ChatBuilder(ResponseBuilder):
             stop_reason=stop,
             token_ids=delta.token_ids if self._shows_ids else UNSET,
         )
-        event = self.event([built])
+        event = responses.ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[built])
         if not is_first:
             return [event]
         role = responses.ChatDelta(role="assistant", content="")
-        opening = self.event([responses.ChatChunkChoice(index=choice.index, delta=role)])
-        assert isinstance(opening, responses.ChatCompletionChunk)
+        begin = responses.ChatChunkChoice(index=choice.index, delta=role)
+        opening = responses.ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[begin])
         if self._shows_ids and not self._has_opened:
             opening.prompt_token_ids = choice.submit.prompt_token_ids
         if self.asked.prompt_logprobs is not None and choice.index == 0:

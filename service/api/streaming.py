@@ -249,7 +249,7 @@ class CompletionStream(CompletionDelivery):
             events.append(encode_event(event))
         if not self._num_unfinished:
             if self._sends_usage:
-                summary = self._builder.event([])
+                summary = self._builder.summary()
                 summary.usage, summary.timings = self._usage(), times
                 events.append(encode_event(summary))
             events.append(DONE)
