@@ -1,8 +1,4 @@
-"""API process: composition of the routes, periodic work, messages of the worker. Imports no torch.
-
-LitServe runs this spec in the API process. One LitAPI and one worker serve all routes. Commands and events pass through
-`service.ipc.channel`, with one message of events per engine step.
-"""
+"""LitServe spec of the API process: routes, periodic work, and the messages to and from the worker process."""
 
 import asyncio
 import gc
@@ -24,19 +20,22 @@ from starlette.types import Scope
 from service.admission.controller import Admission
 from service.api.attention import Inspection
 from service.api.completions import Completions
-from service.api.context import ApiContext
+from service.api.context import ApiContext, call
 from service.api.embeddings import Embeddings
 from service.api.openapi import ROUTES
-from service.api.tokenization import TokenizerRoutes
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response
 from service.ipc.channel import Channel
 from service.ipc.messages import Command, CommandBatch, WorkerReady, decode_events, encode_commands
 from service.ipc.shared_state import Lifecycle
 from service.metrics.recorder import EngineState, Metrics
+from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.preprocess.served_model import ServedModel
 from service.protocol import responses
+from service.protocol.chat import TokenizeRequest
+from service.protocol.completions import DetokenizeRequest
 from service.protocol.errors import ApiError, Draining, Overloaded
+from service.protocol.logprobs import format_token_name
 from service.requests.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -48,20 +47,15 @@ _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 
 
 class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
-    """Routes and state of the API process."""
+    """Routes and state of the API process. One LitServe API and one worker process serve all routes."""
+
+    stream = True  # LitServe passes every message on at once
 
     def __init__(
-        self,
-        settings: ServeSettings,
-        *,
-        served: ServedModel,
-        channel: Channel,
-        lifecycle: Lifecycle,
-        metrics: Metrics,
+        self, settings: ServeSettings, *, served: ServedModel, channel: Channel, lifecycle: Lifecycle, metrics: Metrics
     ) -> None:
         super().__init__()
         self.api_path = "/v1/completions"  # LitServe requires a route; Kvasir registers all routes itself
-        self.model_name = served.model_name
         self._channel = channel
         self._metrics = metrics
         self._epoch = 0  # of the worker that gets the commands
@@ -80,60 +74,85 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
             on_count=partial(setattr, lifecycle.num_active, "value"),  # a drain waits for 0
         )
-        self.context = context = ApiContext(
-            settings, served, admission=admission, engine_client=engine_client, lifecycle=lifecycle, metrics=metrics
-        )
+        self.context = context = ApiContext(settings, served, admission, engine_client, lifecycle, metrics)
         self.completions = Completions(context)
         self.embeddings = Embeddings(context)
         self.inspection = Inspection(context)
-        self.tokenizer_routes = TokenizerRoutes(context)
-
-    @property
-    def stream(self) -> bool:
-        """Always True, so that LitServe passes every message on at once."""
-        return True
 
     def pre_setup(self, lit_api: Any) -> None:
-        """Register the routes."""
+        """Register all routes in LitServe."""
         for route in ROUTES:
             if route.handler:
-                self.add_endpoint(route.path, attrgetter(route.handler)(self), route.methods)
+                # Metric collectors and probes send HEAD to test a route.
+                methods = ["GET", "HEAD"] if route.method == "GET" else [route.method]
+                self.add_endpoint(route.path, attrgetter(route.handler)(self), methods)
 
-    def decode_request(self, request: Any, context_kwargs: Any) -> Any:
-        """Not used: the worker's loop reads commands."""
-        raise AssertionError("only LitServe's built-in loops call this")
-
-    def encode_response(self, output: Any, context_kwargs: Any) -> Any:
-        """Not used: the worker's loop writes events."""
-        raise AssertionError("only LitServe's built-in loops call this")
-
-    # Routes without request bodies.
+    # Routes that need no engine.
 
     async def models(self) -> Response:
-        """Handle `GET /v1/models`."""
-        names = (self.model_name, *self.context.settings.model_alias)
+        names = (self.context.served.model_name, *self.context.settings.model_alias)
         return json_response(responses.ModelList(data=[self._model_card(name) for name in names]))
 
     async def model(self, model_id: str) -> Response:
-        """Handle `GET /v1/models/{id}`."""
         self.context.processor.check_model(model_id)
         return json_response(self._model_card(model_id))
 
     def _model_card(self, name: str) -> responses.ModelCard:
         served = self.context.served
         return responses.ModelCard(
-            id=name,
-            created=served.manifest.created_seconds,
-            owned_by="kvasir",
-            max_model_len=served.max_context_length,
+            id=name, created=served.manifest.created_seconds, owned_by="kvasir", max_model_len=served.max_context_length
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        """Handle `POST /tokenize`. Return the token ids of a text or of a conversation."""
+        asked = TokenizeRequest.parse(await self.context.read_body(request))
+        processor, tokenizer = self.context.processor, self.context.served.tokenizer
+        processor.check_model(asked.model)
+        match asked.subject():
+            case str() as text if asked.add_special_tokens is False and text in tokenizer.special_tokens:
+                # lm-evaluation-harness asks this way for the id of a special token from /tokenizer_info.
+                token_ids = [tokenizer.special_tokens[text]]
+            case str() as text:
+                encode = partial(processor.encode, text, begin=asked.add_special_tokens is not False)
+                token_ids = await call(encode, in_thread=len(text) > MAX_INLINE_CHARACTERS)
+            case messages:
+                token_ids = await self.context.chat.encode(
+                    messages,
+                    add_generation_prompt=asked.add_generation_prompt is not False,
+                    more=asked.chat_template_kwargs,
+                    add_special_tokens=asked.add_special_tokens is True,
+                )
+        names = [format_token_name(tokenizer, i) for i in token_ids] if asked.return_token_strs else None
+        return json_response(
+            responses.Tokenized(
+                count=len(token_ids), max_model_len=processor.max_context_length, tokens=token_ids, token_strs=names
+            )
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = DetokenizeRequest.parse(await self.context.read_body(request))
+        self.context.processor.check_model(asked.model)
+        self.context.processor.check_ids(asked.tokens, "tokens")
+        decode = partial(self.context.served.tokenizer.decode, asked.tokens)
+        text = await call(decode, in_thread=len(asked.tokens) > MAX_INLINE_CHARACTERS)
+        return json_response(responses.Detokenized(prompt=text))
+
+    async def tokenizer_info(self) -> Response:
+        texts, template = self.context.served.special_tokens, self.context.served.template
+        return json_response(
+            responses.TokenizerInfo(
+                eos_token=texts.get("eos_token"),
+                bos_token=texts.get("bos_token"),
+                pad_token=texts.get("pad_token"),
+                chat_template=None if template is None else template.source,
+            )
         )
 
     async def health(self) -> Response:
-        """Handle `GET /health`: 200 while this process responds."""
         return json_response(responses.Health())
 
     async def ready(self) -> Response:
-        """Handle `GET /ready`: 200 if a request would be served now, else 503 with Retry-After."""
+        """Handle `GET /ready`: status 200 if a request would be served now, else 503 with Retry-After."""
         readiness = self.context.readiness()
         if readiness.state == "ready":
             return json_response(readiness)
@@ -141,34 +160,29 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(readiness, 503, {"retry-after": retry_after})
 
     async def version(self) -> Response:
-        """Handle `GET /version`."""
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """Handle `GET /metrics`. Renders in a thread, because rendering takes milliseconds."""
+        """Handle `GET /metrics`. A thread renders the metrics, because rendering takes milliseconds."""
         lifecycle = self.context.lifecycle
         if lifecycle.ready_epoch.value != lifecycle.epoch.value:
             self._metrics.forget_engine()
-        state = self.context.readiness().state
+        state: str = self.context.readiness().state
         if state == "loading":
-            self._metrics.set_engine_state(
-                EngineState.STARTING if self.context.worker is None else EngineState.RESTARTING
-            )
-        else:
-            self._metrics.set_engine_state(EngineState(state))
+            state = EngineState.STARTING if self.context.worker is None else EngineState.RESTARTING
+        self._metrics.set_engine_state(EngineState(state))
         self._metrics.set_worker_restarts(signal=lifecycle.num_killed.value, exit=lifecycle.num_exited.value)
         self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
         body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
 
     async def playground(self) -> Response:
-        """Handle `GET /playground` and `GET /`: the page to try the model."""
         return HTMLResponse(_PLAYGROUND.read_bytes())
 
     # Periodic work and shutdown.
 
     async def run_periodic_work(self) -> None:
-        """Do the periodic work: heartbeat, keep-alives, queue timeouts, metrics; exit if main is gone."""
+        """Send heartbeats and keep-alives, and expire requests, once a second. Exit if the main process is gone."""
         context = self.context
         gc.freeze()  # scanning the startup objects for garbage would stall every stream
         while True:
@@ -180,17 +194,17 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             context.engine_client.expire(time.monotonic(), is_stalled=context.readiness().state == "stalled")
 
     def close(self) -> None:
-        """Close the helpers that this process started."""
+        """End the threads, child processes and buffered responses of the API process."""
         self.context.chat.close()
-        self.completions.close()
+        self.context.grammar_checker.close()
         self.context.response_store.close()
 
     def end_all(self) -> None:
-        """Fail all unfinished requests, because the drain time is over."""
+        """Fail all unfinished requests when the drain time is over."""
         self.context.engine_client.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
 
     def receive(self, message: bytes) -> None:
-        """Process one message of a worker. Never raises; an error fails all requests."""
+        """Process one message of a worker process. An invalid message fails all requests; nothing is raised."""
         try:
             self.context.engine_client.receive(decode_events(message))
         except Exception:
@@ -198,32 +212,30 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self.context.engine_client.fail_all(ApiError("internal error"))
 
     def count_error(self, error: ApiError) -> None:
-        """Count a request that was rejected or failed."""
+        """Count a rejected or failed request in the metrics."""
         if isinstance(error, Overloaded | Draining):
             self._metrics.count("admission_rejections", error.code)
         else:
             self._metrics.count("request_failures", str(error.status), error.type)
 
     def reject_from_headers(self, scope: Scope) -> None:
-        """Reject a request by its headers, if no request body (except a `timeout`) could change the rejection.
+        """Raise an `ApiError` if the server is draining or overloaded, or if the timeout header is invalid.
 
-        Raises:
-            Draining, Overloaded: the request is rejected.
-            InvalidRequest: the timeout header is not a valid timeout.
+        The request body could not change the rejection, except by its `timeout`.
         """
         self.context.reject_when_draining()
         self.context.admission.reject_by_headers(self.context.queue_limits.terms(Request(scope), None))
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Send commands to the last worker that sent `WorkerReady`, or to the first worker before that.
+        """Send commands to the latest ready worker process, and none to a dead worker process.
 
-        Nothing is sent to a dead worker: the next worker gets all unfinished requests again.
+        The next worker process gets all unfinished requests again.
         """
         if self.context.lifecycle.epoch.value <= self._epoch:
             self._channel.submit(encode_commands(CommandBatch(self._epoch, list(commands))))
 
     def _set_worker(self, worker: WorkerReady) -> None:
-        """Send later commands to this worker."""
+        """Record the worker process that has started, and send later commands to that process."""
         if worker.epoch != self._epoch:
             self._epoch = worker.epoch
             self._channel.discard_unsent()

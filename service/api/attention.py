@@ -1,8 +1,4 @@
-"""Routes of `/inspect/attention`: attention weights of a prompt, computed by the worker between two steps.
-
-An attention query changes no state and uses no KV-cache. Three limits bound the delay of other requests:
-`--max-inspect-tokens` per prompt, `MAX_INSPECTIONS` queries in progress, and one query per step.
-"""
+"""Routes of `/inspect/attention`: attention weights of a prompt, computed by the worker between two engine steps."""
 
 import asyncio
 import time
@@ -20,28 +16,20 @@ from starlette.types import Receive
 from service.api.context import ApiContext
 from service.http.request_io import json_response, wait_for_disconnect
 from service.ipc.messages import AttentionQuery, AttentionResult
-from service.protocol.errors import (
-    ApiError,
-    ClientGone,
-    ContextLengthExceeded,
-    EngineFailed,
-    InvalidRequest,
-    Overloaded,
-)
+from service.protocol import errors
 from service.protocol.logprobs import format_token_name
 from service.protocol.request_model import RequestModel, TokenIds
 from service.requests.inflight import InflightQuery
 
-# Limit of queries in progress. The worker computes one query between two steps.
+# Limit of attention queries in progress. Two more limits bound the delay of other requests: `--max-inspect-tokens` of a
+# prompt, and one query between two engine steps.
 MAX_INSPECTIONS = 4
 # Decimals of a weight in the response: a row of 512 weights sums to 1 within 3e-4.
 _DECIMALS = 6
 
 
-class RouteDisabled(ApiError):
-    """Rejection by a route that is disabled on this server."""
-
-    status, type, code = 403, "invalid_request_error", "switched_off"
+class RouteDisabled(errors.ApiError, status=403, type="invalid_request_error", code="switched_off"):
+    """Rejection of a request to a route that is disabled on this server."""
 
 
 class AttentionRequest(RequestModel):
@@ -90,7 +78,7 @@ class AttentionWeights(msgspec.Struct, kw_only=True):
 
 
 class Inspection:
-    """Handlers of the routes. Runs in the API process' event loop only."""
+    """Handlers of the attention inspection routes."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -98,7 +86,6 @@ class Inspection:
         self._max_tokens = min(context.settings.max_inspect_tokens, context.processor.max_context_length)
 
     async def limits(self) -> Response:
-        """Handle `GET /inspect/attention`."""
         self._check_enabled()
         return json_response(
             AttentionLimits(
@@ -110,13 +97,12 @@ class Inspection:
         )
 
     async def attention(self, request: Request) -> Response:
-        """Handle `POST /inspect/attention`."""
         arrival_seconds, context = time.monotonic(), self._context
         self._check_enabled()
         query = self._plan(AttentionRequest.parse(await context.read_body(request)))
         context.reject_when_draining()
         if context.engine_client.num_queries >= MAX_INSPECTIONS:
-            raise Overloaded(
+            raise errors.Overloaded(
                 f"{MAX_INSPECTIONS} attention queries are in progress; try again later", retry_after_seconds=1.0
             )
         live = InflightQuery(
@@ -127,7 +113,7 @@ class Inspection:
         )
         result = await self._compute(live, request.receive)
         if result.weights is None:
-            raise EngineFailed("the engine failed on this request", retry=True)
+            raise errors.EngineFailed("the engine failed on this request", retry=True)
         # In a thread, because encoding is slow: 8 heads of 128 tokens are 131,000 numbers.
         return await asyncio.to_thread(self._encode, query, result, arrival_seconds)
 
@@ -138,33 +124,27 @@ class Inspection:
             )
 
     def _plan(self, asked: AttentionRequest) -> AttentionQuery:
-        """Build the worker's command. Raises InvalidRequest for an invalid prompt, layer or head."""
+        """Return the worker's attention query. Raises InvalidRequest for an invalid prompt, layer or head."""
         processor = self._context.processor
         processor.check_model(asked.model)
         num_layers, num_heads = self._config.num_layers, self._config.num_heads
-        if asked.layer >= num_layers:
-            raise InvalidRequest(
-                f"layer {asked.layer} does not exist; this model has layers 0 to {num_layers - 1}", param="layer"
-            )
         heads = tuple(range(num_heads)) if asked.head in ("all", None) else (int(asked.head),)
-        if heads[0] >= num_heads:
-            raise InvalidRequest(
-                f"head {asked.head} does not exist; this model has heads 0 to {num_heads - 1}", param="head"
-            )
+        for name, index, count in (("layer", asked.layer, num_layers), ("head", heads[0], num_heads)):
+            if index >= count:
+                raise errors.InvalidRequest(
+                    f"{name} {index} does not exist; this model has {name}s 0 to {count - 1}", param=name
+                )
         token_ids = processor.encode_prompt(
-            asked.prompt, "prompt", max_tokens=self._max_tokens, too_long=self._too_long
+            asked.prompt,
+            "prompt",
+            max_tokens=self._max_tokens,
+            limit=f"attention inspection takes at most {self._max_tokens} tokens",
+            clause="; shorten it",
         )
         return AttentionQuery(uid=uuid.uuid4().hex, token_ids=tuple(token_ids), layer=asked.layer, heads=heads)
 
-    def _too_long(self, num_tokens: int, prefix: str) -> ContextLengthExceeded:
-        return ContextLengthExceeded(
-            f"the prompt has {prefix}{num_tokens} tokens, but inspection takes at most {self._max_tokens}; "
-            "shorten the prompt",
-            param="prompt",
-        )
-
     async def _compute(self, live: InflightQuery, receive: Receive) -> AttentionResult:
-        """Send the query to the worker and wait for the result. Raises ClientGone if the client disconnects."""
+        """Send an attention query to the worker and wait for the result. Raises ClientGone after a disconnect."""
         self._context.engine_client.submit(live)
         watch = asyncio.create_task(wait_for_disconnect(receive))
         try:
@@ -173,12 +153,16 @@ class Inspection:
             watch.cancel()
             self._context.engine_client.finish(live)
         if not live.answer.done():
-            raise ClientGone("the client closed the connection")
+            raise errors.ClientGone("the client closed the connection")
         return live.answer.result()
 
     def _encode(self, query: AttentionQuery, result: AttentionResult, arrival_seconds: float) -> Response:
         assert result.weights is not None
-        processor = self._context.processor
+        processor, num_heads, num_tokens = self._context.processor, len(query.heads), len(query.token_ids)
+        # The worker sends the lower triangle of each head's matrix, as float32.
+        squares = np.zeros((num_heads, num_tokens, num_tokens))
+        rows, columns = np.tril_indices(num_tokens)
+        squares[:, rows, columns] = np.frombuffer(result.weights, dtype=np.float32).reshape(num_heads, -1)
         return json_response(
             AttentionWeights(
                 model=processor.model_name,
@@ -188,19 +172,10 @@ class Inspection:
                 num_heads=self._config.num_heads,
                 token_ids=list(query.token_ids),
                 tokens=[format_token_name(processor.tokenizer, token_id) for token_id in query.token_ids],
-                weights=_squares(result.weights, len(query.heads), len(query.token_ids)),
+                weights=squares.round(_DECIMALS).tolist(),
                 timings=AttentionTimings(
                     total_ms=round(1000 * (time.monotonic() - arrival_seconds), 3),
                     compute_ms=round(1000 * result.compute_seconds, 3),
                 ),
             )
         )
-
-
-def _squares(triangles: bytes, num_heads: int, num_tokens: int) -> list[list[list[float]]]:
-    """Return rounded square matrices from the heads' lower triangles (float32), stored one after another."""
-    squares = np.zeros((num_heads, num_tokens, num_tokens))
-    rows, columns = np.tril_indices(num_tokens)
-    squares[:, rows, columns] = np.frombuffer(triangles, dtype=np.float32).reshape(num_heads, -1)
-    rounded: list[list[list[float]]] = squares.round(_DECIMALS).tolist()
-    return rounded

@@ -1,44 +1,31 @@
-"""Handlers of `/v1/completions` and `/v1/chat/completions`: from a request body to the engine and the response."""
+"""Handlers of `/v1/completions` and `/v1/chat/completions`."""
 
-import asyncio
 import time
 from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
 
-from service.api.context import ApiContext
-from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
+from service.api.context import ApiContext, call
+from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest
 from service.requests.inflight import InflightRequest
-from service.structured_output.compiler import GrammarChecker
 
 
 class Completions:
-    """Handlers of the completion routes."""
+    """Handlers that submit completion requests to the engine and return the streamed or whole responses."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
-        self._grammar_checker = GrammarChecker(
-            context.served.tokenizer,
-            max_waiting=context.processor.max_num_choices,
-            observe=context.metrics.observe_structured,
-        )
 
     async def complete_prompt(self, request: Request) -> Response:
-        """Handle `POST /v1/completions`."""
         return await self._context.respond(request, partial(self._respond, CompletionRequest, CompletionBuilder))
 
     async def complete_chat(self, request: Request) -> Response:
-        """Handle `POST /v1/chat/completions`."""
         return await self._context.respond(request, partial(self._respond, ChatCompletionRequest, ChatBuilder))
-
-    def close(self) -> None:
-        """End the grammar checker."""
-        self._grammar_checker.close()
 
     async def _respond(
         self,
@@ -48,7 +35,7 @@ class Completions:
         body: bytes,
         arrival_seconds: float,
     ) -> Response:
-        """Submit the request to the engine and return the response that delivers its tokens."""
+        """Submit a completion request to the engine and return the response that delivers the tokens."""
         context, processor = self._context, self._context.processor
         asked = model.parse(body)
         processor.check(asked)
@@ -59,17 +46,17 @@ class Completions:
                 add_generation_prompt=asked.value("add_generation_prompt"),
                 more=asked.chat_template_kwargs,
             )
-        grammar = await self._grammar_checker.grammar(asked.output_constraint)
+        grammar = await context.grammar_checker.grammar(asked.output_constraint)
         plan = partial(processor.plan, asked, conversation_ids, arrival_seconds=arrival_seconds, grammar=grammar)
-        choices = await asyncio.to_thread(plan) if len(body) > MAX_INLINE_CHARACTERS else plan()
+        choices = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
         live = InflightRequest(
             choices=choices, arrival_seconds=arrival_seconds, terms=context.queue_limits.terms(request, asked.timeout)
         )
         response_builder = builder(
+            asked,
             response_id=builder.id_prefix + choices[0].submit.uid,
             created=int(time.time()),
             model=context.served.model_name,
-            options=ResponseOptions.of(asked),
             tokenizer=context.served.tokenizer,
         )
         delivery = CompletionStream if asked.stream else CompletionBody

@@ -1,9 +1,11 @@
-"""State of the API process that the route handlers share: the processor, the engine client, readiness, admission."""
+"""State of the API process that the route handlers share."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,38 +24,31 @@ from service.protocol.errors import Draining
 from service.protocol.responses import Readiness
 from service.requests.engine_client import EngineClient
 from service.requests.response_store import ResponseStore
+from service.structured_output.compiler import GrammarChecker
 
 # A worker without a heartbeat for this long is stalled. Heartbeats come after each step, and each second while idle.
 # The alert fires within 60 s of a hang: this time, plus a scrape (5 s), plus an evaluation of the rules (15 s).
 STALL_SECONDS = 20.0
 
+T = TypeVar("T")
 # Function from a request, the request body and the arrival time in seconds to the response.
 Respond: TypeAlias = Callable[[Request, bytes, float], Awaitable[Response]]
 
 
+@dataclass(eq=False)
 class ApiContext:
-    """Shared state of the route handlers.
+    """Shared state of the route handlers. `worker` is the start-up message of the latest worker process."""
 
-    worker: start-up message of the latest worker; None before the first worker is up.
-    """
+    settings: ServeSettings
+    served: ServedModel
+    admission: Admission
+    engine_client: EngineClient
+    lifecycle: Lifecycle
+    metrics: Metrics
+    worker: WorkerReady | None = None
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        served: ServedModel,
-        *,
-        admission: Admission,
-        engine_client: EngineClient,
-        lifecycle: Lifecycle,
-        metrics: Metrics,
-    ) -> None:
-        self.settings = settings
-        self.served = served
-        self.admission = admission
-        self.engine_client = engine_client
-        self.lifecycle = lifecycle
-        self.metrics = metrics
-        self.worker: WorkerReady | None = None
+    def __post_init__(self) -> None:
+        settings, served, admission, lifecycle = self.settings, self.served, self.admission, self.lifecycle
         self.worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
         self.queue_limits = queue_limits(settings)
         self.processor = RequestProcessor(
@@ -66,22 +61,21 @@ class ApiContext:
             max_prompts=settings.max_prompts,
         )
         self.chat = ChatPrompts(served.template, served.tokenizer, max_waiting=admission.max_num_sequences)
+        self.grammar_checker = GrammarChecker(
+            served.tokenizer, max_waiting=admission.max_num_sequences, observe=self.metrics.observe_structured
+        )
         self.response_store = ResponseStore(
             keep_seconds=settings.resume_seconds,
-            count=partial(metrics.count, "requests_resumed"),
-            waste=partial(metrics.count_wasted_tokens, "unclaimed"),
+            count=partial(self.metrics.count, "requests_resumed"),
+            waste=partial(self.metrics.count_wasted_tokens, "unclaimed"),
         )
 
     async def read_body(self, request: Request) -> bytes:
-        """Read a request's body, of at most `--max-body-size` bytes. Raises an `ApiError` for an unusable body."""
+        """Read a request's body, of at most `--max-body-size` bytes. Raises an `ApiError` for a body over the limit."""
         return await read_body(request, max_bytes=self.settings.max_body_size)
 
     async def respond(self, request: Request, respond: Respond) -> Response:
-        """Return the engine's response to a request, or a buffered response to an earlier attempt at the request.
-
-        Raises:
-            Draining: the service accepts no new requests.
-        """
+        """Return the engine's response to a request, or the buffered response to an earlier attempt at the request."""
         arrival_seconds = time.monotonic()
         body = await self.read_body(request)
 
@@ -98,27 +92,31 @@ class ApiContext:
             raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
 
     def readiness(self) -> Readiness:
-        """Return the service's state for new requests, and the expected time until ready."""
+        """Return the service's state for new requests, and the expected seconds until the service is ready."""
         now, lifecycle, worker = time.monotonic(), self.lifecycle, self.worker
         serving = worker if worker is not None and worker.epoch >= lifecycle.epoch.value else None
-        report = (
-            Readiness
-            if serving is None
-            else partial(Readiness, level=serving.kernel_level, attention=serving.attention, dtype=serving.dtype)
-        )
+        state: Literal["ready", "loading", "draining", "stalled"] = "ready"
+        phase, elapsed = "serving", now - lifecycle.epoch_seconds.value
+        eta: float | None = 0.0
         if lifecycle.phase.value >= Phase.DRAINING:
             elapsed = now - lifecycle.phase_seconds.value
-            return report(
-                state="draining",
-                phase="finishing running requests",
-                elapsed_s=round(elapsed, 3),
-                eta_s=round(max(0.0, self.settings.drain_seconds - elapsed), 3),
-            )
-        elapsed = now - lifecycle.epoch_seconds.value
-        if serving is None:
-            usual = None if worker is None else round(max(0.0, worker.startup_seconds - elapsed), 3)
-            return report(state="loading", phase="starting a worker", elapsed_s=round(elapsed, 3), eta_s=usual)
-        silence = self.worker_watchdog.silence()
-        if silence > STALL_SECONDS:
-            return report(state="stalled", phase="the worker hangs", elapsed_s=round(silence, 3), eta_s=None)
-        return report(state="ready", phase="serving", elapsed_s=round(elapsed, 3), eta_s=0.0)
+            state, phase, eta = "draining", "finishing running requests", self.settings.drain_seconds - elapsed
+        elif serving is None:
+            state, phase = "loading", "starting a worker"
+            eta = None if worker is None else worker.startup_seconds - elapsed
+        elif (silence := self.worker_watchdog.silence()) > STALL_SECONDS:
+            state, phase, elapsed, eta = "stalled", "the worker hangs", silence, None
+        return Readiness(
+            state=state,
+            phase=phase,
+            elapsed_s=round(elapsed, 3),
+            eta_s=None if eta is None else round(max(0.0, eta), 3),
+            level=None if serving is None else serving.kernel_level,
+            attention=None if serving is None else serving.attention,
+            dtype=None if serving is None else serving.dtype,
+        )
+
+
+async def call(function: Callable[[], T], *, in_thread: bool) -> T:
+    """Return a function's result. With `in_thread` a thread calls the function, so that streams do not wait."""
+    return await asyncio.to_thread(function) if in_thread else function()

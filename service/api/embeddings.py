@@ -1,14 +1,11 @@
-"""Route `/v1/embeddings`: texts as vectors, pooled by the engine in the same steps as completions.
-
-A request with many texts is submitted in groups, so that the request takes no more capacity than a few completions.
-After the first group has been admitted, later groups wait for capacity instead of being rejected.
-"""
+"""Route `/v1/embeddings`: vectors of texts, computed by the engine in the same steps as completions."""
 
 import asyncio
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from fastapi import Request
 from msgspec import Raw
@@ -17,96 +14,74 @@ from starlette.types import Send
 
 from model.sampling.params import SamplingParams
 from service.admission.queue_policy import QueuePolicy
-from service.api.context import ApiContext
+from service.api.context import ApiContext, call
 from service.api.streaming import Delivery
 from service.http.connection import ChunkedBody
 from service.ipc.messages import Pooling, Submit
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
-from service.protocol.errors import ClientGone, ContextLengthExceeded, InvalidRequest, Overloaded
+from service.protocol.errors import ClientGone, InvalidRequest, Overloaded
+from service.protocol.request_model import split_prompts
 from service.protocol.responses import encode
 from service.requests.inflight import Choice, InflightRequest
 
 # Prompt tokens per group. A larger group would delay other requests, and be rejected with 429 if requests wait already.
 _GROUP_TOKENS = 16_384
-# Responses with more numbers are encoded in a thread: a million numbers take 0.4 s.
-_MANY_NUMBERS = 20_000
 
 
 class Embeddings:
-    """Handler of the embeddings route."""
+    """Handler of the embeddings route. A request with many texts is submitted to the engine in groups."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     async def embed(self, request: Request) -> Response:
-        """Handle `POST /v1/embeddings`."""
         return await self._context.respond(request, self._respond)
 
     async def _respond(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = EmbeddingRequest.parse(body)
         terms = self._context.queue_limits.terms(request, asked.timeout)
-        if len(body) > MAX_INLINE_CHARACTERS:
-            groups = await asyncio.to_thread(self._plan, asked, terms, arrival_seconds)
-        else:
-            groups = self._plan(asked, terms, arrival_seconds)
+        plan = partial(self._plan, asked, terms, arrival_seconds)
+        groups = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
         self._context.engine_client.submit(groups[0])
         return EmbeddingBody(groups, asked, self._context)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
-        """Return the request's texts as groups of sequences. Only the first group has the request's timeout."""
+        """Return an embeddings request as groups of sequences. Only the first group has the request's timeout."""
         processor, settings = self._context.processor, self._context.settings
         processor.check_model(asked.model)
-        inputs = asked.inputs
+        inputs = split_prompts(asked.input, "input")
         processor.check_num_prompts(len(inputs), "input")
-        width = self._context.served.manifest.config.hidden_size
-        if asked.dimensions is not None and asked.dimensions > width:
-            raise InvalidRequest(f"dimensions={asked.dimensions} is over the {width} of this model", param="dimensions")
-        choices = [
-            Choice(
-                index=index,
-                prompt_index=index,
-                prompt_text="",
-                submit=Submit(
-                    uid=uuid.uuid4().hex,
-                    attempt=0,
-                    prompt_token_ids=tuple(
-                        processor.encode_prompt(
-                            text,
-                            "input",
-                            max_tokens=processor.max_context_length,
-                            num_kept=asked.truncate_prompt_tokens,
-                            too_long=self._too_long,
-                        )
-                    ),
-                    prior_token_ids=(),
-                    params=SamplingParams(max_tokens=0),
-                    arrival_seconds=arrival_seconds,
-                    deadline_seconds=None,
-                    pooling=Pooling(settings.embedding_pooling),
-                ),
+        width, dimensions = self._context.served.manifest.config.hidden_size, asked.dimensions
+        if dimensions is not None and dimensions > width:
+            message = f"dimensions={dimensions} is over the {width} of this model; lower dimensions"
+            raise InvalidRequest(message, param="dimensions")
+        choices = []
+        for index, text in enumerate(inputs):
+            token_ids = processor.encode_prompt(
+                text, "input", max_tokens=processor.max_context_length, num_kept=asked.truncate_prompt_tokens
             )
-            for index, text in enumerate(inputs)
-        ]
-        return [
-            InflightRequest(
-                choices=group,
+            submit = Submit(
+                uid=uuid.uuid4().hex,
+                attempt=0,
+                prompt_token_ids=tuple(token_ids),
+                prior_token_ids=(),
+                params=SamplingParams(max_tokens=0),
                 arrival_seconds=arrival_seconds,
-                terms=replace(terms, timeout_seconds=float("inf")) if number else terms,
+                deadline_seconds=None,
+                pooling=Pooling(settings.embedding_pooling),
             )
-            for number, group in enumerate(group_choices(choices, settings.max_num_running))
+            choices.append(Choice(index=index, prompt_index=index, prompt_text="", submit=submit))
+        groups = group_choices(choices, settings.max_num_running)
+        later_terms = replace(terms, timeout_seconds=float("inf"))
+        return [
+            InflightRequest(choices=group, arrival_seconds=arrival_seconds, terms=later_terms if number else terms)
+            for number, group in enumerate(groups)
         ]
-
-    def _too_long(self, num_tokens: int, prefix: str) -> ContextLengthExceeded:
-        return ContextLengthExceeded(
-            f"this model's maximum context length is {self._context.processor.max_context_length} tokens, "
-            f"but a text has {prefix}{num_tokens}; shorten it, or set truncate_prompt_tokens",
-            param="input",
-        )
 
 
 class EmbeddingBody(Delivery):
-    """JSON response, sent when every text is pooled. The first group has been submitted already."""
+    """ASGI response to an embeddings request, sent as JSON when the engine has computed all vectors."""
 
     media_type = "application/json"
 
@@ -131,11 +106,11 @@ class EmbeddingBody(Delivery):
                     # The vector is the whole response, so the latency objective counts the vector as the first token.
                     self._first_token_seconds[choice.index] = time.monotonic()
                     self._observe_finish(choice, delta.finish)
-        is_long = len(self._vectors) * len(self._vectors[0]) > 4 * _MANY_NUMBERS
-        await self._send_body(send, await asyncio.to_thread(self._encode) if is_long else self._encode())
+        # In a thread, because encoding is slow: a million numbers take 0.4 s.
+        await self._send_body(send, await asyncio.to_thread(self._encode))
 
     async def _submit(self, group: InflightRequest) -> None:
-        """Submit the next group as soon as there is capacity.
+        """Submit the request's next group of texts as soon as there is capacity.
 
         The finished group stays open until then, so that a drain waits for the request.
         """
@@ -166,7 +141,7 @@ class EmbeddingBody(Delivery):
 
 
 def group_choices(choices: Sequence[Choice], max_group: int) -> list[list[Choice]]:
-    """Group neighbouring choices: at most `max_group` each, and `_GROUP_TOKENS` tokens in a group of several."""
+    """Return groups of at most `max_group` choices and `_GROUP_TOKENS` prompt tokens. A longer prompt is alone."""
     groups: list[list[Choice]] = []
     num_tokens = 0
     for choice in choices:

@@ -1,7 +1,4 @@
-"""Routes of the API process. One table registers the handlers and documents the routes in `/openapi.json`.
-
-The schemas come from the pydantic models that validate requests and from the structs that are encoded as responses.
-"""
+"""Table of the API's routes. The table registers the handlers and defines `/openapi.json`."""
 
 import functools
 import importlib.metadata
@@ -44,13 +41,12 @@ _GREEDY = {"max_tokens": 8, "temperature": 0}
 
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
-    """One operation of the API.
+    """One route of the API.
 
     handler: path of the handler's attributes from `Frontend`; empty for FastAPI's own route.
-    request: model of the request body; None without a body.
     content: struct of the JSON response, or the media type of another response.
     event: struct of the data of an event stream.
-    errors: errors besides those of every route.
+    errors: errors besides the errors of every route.
     examples: request bodies by name.
     """
 
@@ -63,11 +59,6 @@ class RouteEntry:
     event: type[msgspec.Struct] | None = None
     errors: Errors = ()
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def methods(self) -> list[str]:
-        """Return the HTTP methods. Metric collectors and probes send HEAD to test a route."""
-        return ["GET", "HEAD"] if self.method == "GET" else [self.method]
 
 
 ROUTES = (
@@ -103,19 +94,19 @@ ROUTES = (
         errors=(errors.ModelNotFound,),
     ),
     RouteEntry(
-        *("POST", "/tokenize", "tokenizer_routes.tokenize", "Convert a text or a conversation to token ids"),
+        *("POST", "/tokenize", "tokenize", "Convert a text or a conversation to token ids"),
         *(responses.Tokenized, chat.TokenizeRequest),
         errors=(*_BODY, errors.EngineFailed),
         examples={"text": {"prompt": _PROMPT, "return_token_strs": True}, "conversation": {"messages": _MESSAGES}},
     ),
     RouteEntry(
-        *("POST", "/detokenize", "tokenizer_routes.detokenize", "Convert token ids to text"),
+        *("POST", "/detokenize", "detokenize", "Convert token ids to text"),
         *(responses.Detokenized, completions.DetokenizeRequest),
         errors=_BODY,
         examples={"text": {"tokens": [104, 105]}},
     ),
     RouteEntry(
-        *("GET", "/tokenizer_info", "tokenizer_routes.info", "Get the special tokens and the chat template"),
+        *("GET", "/tokenizer_info", "tokenizer_info", "Get the special tokens and the chat template"),
         responses.TokenizerInfo,
     ),
     RouteEntry(
@@ -143,23 +134,15 @@ def _parameter(name: str, description: str, *, place: str = "header", **schema: 
     return {"name": name, "in": place, "required": place == "path", "description": description, "schema": schema}
 
 
+_KEY = "A retry with the same key gets the response of the first attempt."
+_LAST_EVENT = "Resumes a stream after the event with this id. Empty: the same as no header."
+_API_KEY = "An API key, if the server requires one."
+_TIMEOUT = "Limit of the queue time in seconds, as timeout in the body. The shorter limit counts."
 _RESUME_HEADERS = [
-    _parameter(
-        *("Idempotency-Key", "A retry with the same key gets the response of the first attempt."),
-        type="string",
-        pattern="^[!-~]{1,255}$",
-    ),
-    _parameter(
-        *("Last-Event-ID", "Resumes a stream after the event with this id. Empty: the same as no header."),
-        type="string",
-        pattern="^([0-9a-f]{32}/[0-9]{1,9})?$",
-    ),
+    _parameter("Idempotency-Key", _KEY, type="string", pattern="^[!-~]{1,255}$"),
+    _parameter("Last-Event-ID", _LAST_EVENT, type="string", pattern="^([0-9a-f]{32}/[0-9]{1,9})?$"),
 ]
-_TIMEOUT_HEADER = _parameter(
-    *("x-request-timeout", "Limit of the queue time in seconds, as timeout in the body. The shorter limit counts."),
-    type="number",
-    exclusiveMinimum=0,
-)
+_TIMEOUT_HEADER = _parameter("x-request-timeout", _TIMEOUT, type="number", exclusiveMinimum=0)
 
 
 def _header(name: str, description: str, **schema: Any) -> dict[str, Any]:
@@ -179,7 +162,7 @@ _ERROR_HEADERS = {
 
 @functools.cache
 def openapi_document() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all routes."""
+    """Return the OpenAPI 3.1 document of all routes. The request models and response structs are its schemas."""
     requests = [(route.request, "validation") for route in ROUTES if route.request is not None]
     _, request_schemas = models_json_schema(requests, ref_template=_REF + "{model}")  # type: ignore[arg-type]
     structs = [struct for route in ROUTES for struct in (route.content, route.event) if isinstance(struct, type)]
@@ -202,13 +185,7 @@ def openapi_document() -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": {**request_schemas["$defs"], **response_schemas},
-            "securitySchemes": {
-                "apiKey": {
-                    "type": "http",
-                    "scheme": "bearer",
-                    "description": "An API key, if the server requires one.",
-                }
-            },
+            "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer", "description": _API_KEY}},
         },
     }
 
@@ -222,23 +199,16 @@ def _operation(route: RouteEntry) -> dict[str, Any]:
     kinds: Errors = (*_ALWAYS, *route.errors, *([errors.Unauthorized] if is_guarded else []))
     for error in kinds:
         answer = answers.setdefault(
-            str(error.status),
-            {"description": "", "headers": {**_REQUEST_ID}, "content": _json(responses.ErrorBody)},
+            str(error.status), {"description": "", "headers": {**_REQUEST_ID}, "content": _json(responses.ErrorBody)}
         )
         answer["description"] += f"{' or ' if answer['description'] else ''}`{error.code}`"
         for kind, headers in _ERROR_HEADERS.items():
             if issubclass(error, kind):
                 answer["headers"] |= headers
     parameters = [_parameter("model_id", "Name of a model", place="path", type="string")] if "{" in route.path else []
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "parameters": [
-            *parameters,
-            *(_RESUME_HEADERS if errors.ResponseGone in route.errors else ()),
-            *([_TIMEOUT_HEADER] if errors.QueueTimeout in route.errors else ()),
-        ],
-        "responses": answers,
-    }
+    parameters += _RESUME_HEADERS if errors.ResponseGone in route.errors else []
+    parameters += [_TIMEOUT_HEADER] if errors.QueueTimeout in route.errors else []
+    operation: dict[str, Any] = {"summary": route.summary, "parameters": parameters, "responses": answers}
     if route.request is not None:
         content = _json(route.request)
         content["application/json"]["examples"] = {name: {"value": body} for name, body in route.examples.items()}

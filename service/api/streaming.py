@@ -1,19 +1,19 @@
-"""Responses of the engine's routes: a stream of server-sent events, or one JSON body, made from the same deltas.
-
-Plain ASGI without further layers, since every wrapper around `send` costs time for every token.
-"""
+"""Responses of the engine's routes: a stream of server-sent events, or one JSON body, made from the same deltas."""
 
 import asyncio
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.api.context import call
 from service.api.response_builder import ResponseBuilder
 from service.http.connection import ChunkedBody, chunked_body
 from service.http.request_io import wait_for_disconnect
@@ -28,7 +28,10 @@ MAX_INLINE_LOGPROBS = 500
 
 
 class Delivery(Response, ABC):
-    """Response of one inflight request. `finish` removes the request whenever the response ends."""
+    """ASGI response to one inflight request. `finish` removes the request whenever the response ends.
+
+    num_sent_tokens: completion tokens in the events sent so far and in the event that is sent next.
+    """
 
     def __init__(
         self, request: InflightRequest, *, metrics: Metrics, finish: Callable[[InflightRequest], object]
@@ -40,16 +43,13 @@ class Delivery(Response, ABC):
         self._request = request
         self._metrics = metrics
         self._finish = finish
+        self.num_sent_tokens = 0
         self._has_client = True
         self._first_token_seconds: dict[int, float] = {}  # by the choice's index
         self._last_token_seconds: dict[int, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. A disconnect of the client ends the request at once.
-
-        Raises:
-            ApiError: the request failed before anything was sent.
-        """
+        """Send the response. Raises an `ApiError` if the request failed before anything was sent."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._deliver(send, chunked_body(scope))
@@ -68,8 +68,8 @@ class Delivery(Response, ABC):
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None: ...
 
     def _num_undelivered(self) -> int:
-        """Return the number of completion tokens that arrived and were not sent."""
-        return sum(len(choice.token_ids) for choice in self._request.choices)
+        """Return the number of completion tokens that the engine has sampled and the client has not been sent."""
+        return sum(len(choice.token_ids) for choice in self._request.choices) - self.num_sent_tokens
 
     async def _watch(self, receive: Receive) -> None:
         await wait_for_disconnect(receive)
@@ -82,7 +82,7 @@ class Delivery(Response, ABC):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _observe(self, arrived: Deltas, now: float) -> None:
-        """Record the latency metrics of deltas that are being sent."""
+        """Record the latency metrics of token deltas that are being sent."""
         for choice, delta in arrived:
             if count := len(delta.token_ids):
                 last = self._last_token_seconds.get(choice.index)
@@ -114,39 +114,21 @@ class Delivery(Response, ABC):
 
 
 class CompletionDelivery(Delivery):
-    """Response of a completion or a chat completion, whose events or body a builder builds."""
+    """ASGI response to a completion or chat completion request, whose events or body a builder builds."""
 
-    def __init__(
-        self,
-        request: InflightRequest,
-        builder: ResponseBuilder,
-        *,
-        metrics: Metrics,
-        finish: Callable[[InflightRequest], object],
-    ) -> None:
-        super().__init__(request, metrics=metrics, finish=finish)
+    def __init__(self, request: InflightRequest, builder: ResponseBuilder, **delivery: Any) -> None:
+        super().__init__(request, **delivery)
         self._builder = builder
-        self._options = options = builder.options
-        self._shows_tokens = options.token_ids or options.logprobs is not None
-        # Between the first and the last event of a choice, only text has to be sent.
-        self._is_plain = not (self._shows_tokens or options.running_usage)
-        self._unbegun = {choice.index for choice in request.choices}
         self._num_unfinished = len(request.choices)
         self._first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
         self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)
-        self._num_completion_tokens = 0
-
-    @property
-    def num_sent_tokens(self) -> int:
-        """Number of completion tokens in the events sent so far and in the event that is sent next."""
-        return self._num_completion_tokens
 
     def _usage(self) -> Usage:
-        """Return the token counts so far. The cached prompt tokens are known once all choices are finished."""
+        """Return a request's token counts so far. Cached prompt tokens are known once all choices are finished."""
         usage = Usage(
             prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=self._num_completion_tokens,
-            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
+            completion_tokens=self.num_sent_tokens,
+            total_tokens=self._num_prompt_tokens + self.num_sent_tokens,
         )
         if not self._num_unfinished:
             cached = sum(choice.finish.num_cached_tokens for choice in self._first_samples if choice.finish)
@@ -158,7 +140,7 @@ class CompletionDelivery(Delivery):
         choices = self._request.choices
         finishes = [choice.finish for choice in choices if choice.finish]
         earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds)
-        now = time.monotonic() if self._num_completion_tokens else None  # the first tokens are about to be sent
+        now = time.monotonic() if self.num_sent_tokens else None  # the first tokens are about to be sent
         first = min(self._first_token_seconds.values(), default=now)
         decode_seconds = max(finish.decode_seconds for finish in finishes)
         num_later_tokens = sum(max(0, len(choice.token_ids) - 1) for choice in choices)
@@ -172,9 +154,19 @@ class CompletionDelivery(Delivery):
 
 
 class CompletionStream(CompletionDelivery):
-    """Stream of server-sent events. The HTTP status is sent with the first event or keep-alive comment."""
+    """Completion response as server-sent events. The HTTP status is sent with the first event or keep-alive comment."""
 
     media_type = "text/event-stream"
+
+    def __init__(self, request: InflightRequest, builder: ResponseBuilder, **delivery: Any) -> None:
+        super().__init__(request, builder, **delivery)
+        self._unbegun = {choice.index for choice in request.choices}
+        asked, options = builder.asked, builder.asked.stream_options
+        self._sends_usage = options is not None and bool(options.include_usage)
+        self._sends_running_usage = options is not None and bool(options.continuous_usage_stats)
+        self._shows_tokens = bool(asked.return_token_ids) or asked.num_logprobs is not None
+        # Between the first and the last event of a choice, only text has to be sent.
+        self._is_plain = not (self._shows_tokens or self._sends_running_usage)
 
     def init_headers(self, headers: object = None) -> None:
         # X-Accel-Buffering: nginx would otherwise buffer events.
@@ -190,7 +182,9 @@ class CompletionStream(CompletionDelivery):
                 # The first event of a choice has the prompt's logprobs.
                 unbegun = [self._request.choices[index] for index in self._unbegun]
                 num_logprobs = sum(len(choice.prompt_logprobs) for choice in unbegun)
-                events = await _run(partial(self._events, arrived), num_logprobs) if arrived else KEEP_ALIVE
+                encode_events = partial(self._events, arrived)
+                is_long = num_logprobs > MAX_INLINE_LOGPROBS
+                events = await call(encode_events, in_thread=is_long) if arrived else KEEP_ALIVE
                 if events and not is_started:
                     is_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -209,10 +203,9 @@ class CompletionStream(CompletionDelivery):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _write_at_once(self, body: ChunkedBody, arrived: Deltas) -> Callable[[], None] | None:
-        """Return a callback that writes a step's events within the event-loop turn in which the events came.
+        """Return a function that writes one engine step's events without waking the response's task.
 
-        Return None if the task must send the events instead: when a choice ends, or if the client reads too slowly.
-        Every choice must have had its first event.
+        Return None when a choice ends, or if the client reads too slowly. Call only after each choice's first event.
         """
         if not body.is_writable:
             return None
@@ -222,22 +215,22 @@ class CompletionStream(CompletionDelivery):
         events, now = self._events(arrived), time.monotonic()
         self._observe(arrived, now)
         if not events:
-            return _write_nothing
+            return lambda: None  # the step brought no complete character
         self._request.record_sent(now)
         return partial(body.write, events)
 
     def _events(self, arrived: Deltas) -> bytes:
-        """Return the encoded events of these deltas, and the end of the stream once all choices are finished."""
+        """Return token deltas as encoded events, and the end of the stream once all choices are finished."""
         events: list[bytes] = []
         times: Timings | UnsetType = UNSET
         for choice, delta in arrived:
             is_first = choice.index in self._unbegun
             if self._is_plain and delta.text and delta.finish is None and not is_first:
-                self._num_completion_tokens += len(delta.token_ids)
+                self.num_sent_tokens += len(delta.token_ids)
                 events.append(self._builder.plain_event(choice, delta.text))
                 continue
-            before = self._usage() if self._options.running_usage else UNSET
-            self._num_completion_tokens += len(delta.token_ids)
+            before = self._usage() if self._sends_running_usage else UNSET
+            self.num_sent_tokens += len(delta.token_ids)
             # A delta without tokens carries logprobs of the prompt, which `choice` has already collected.
             has_visible_tokens = delta.token_ids and (self._shows_tokens or (is_first and choice.prompt_text))
             if not (delta.text or delta.finish or has_visible_tokens):
@@ -249,25 +242,22 @@ class CompletionStream(CompletionDelivery):
             for opening in built:
                 opening.usage = before
                 events.append(encode_event(opening))
-            if self._options.running_usage:
+            if self._sends_running_usage:
                 event.usage = self._usage()
             if not self._num_unfinished:
                 times = event.timings = self._timings()
             events.append(encode_event(event))
         if not self._num_unfinished:
-            if self._options.usage:
+            if self._sends_usage:
                 summary = self._builder.summary()
                 summary.usage, summary.timings = self._usage(), times
                 events.append(encode_event(summary))
             events.append(DONE)
         return b"".join(events)
 
-    def _num_undelivered(self) -> int:
-        return super()._num_undelivered() - self._num_completion_tokens
-
 
 class CompletionBody(CompletionDelivery):
-    """JSON body, sent when every choice of the request is finished."""
+    """Completion response as one JSON body, sent when every choice of the request is finished."""
 
     media_type = "application/json"
 
@@ -277,18 +267,20 @@ class CompletionBody(CompletionDelivery):
             arrived = await self._request.next_deltas()
             for choice, delta in arrived:
                 parts[choice.index].append(delta)
-                self._num_completion_tokens += len(delta.token_ids)
                 self._num_unfinished -= delta.finish is not None
             self._observe(arrived, time.monotonic())
-        wholes = [(choice, join_deltas(parts[choice.index])) for choice in self._request.choices]
-        if self._options.num_best is not None:
-            wholes = best(wholes, self._options.num_best)
+        self.num_sent_tokens = self._num_undelivered()
+        wholes = [(choice, _join(parts[choice.index])) for choice in self._request.choices]
+        if self._builder.asked.is_ranked:
+            wholes = best(wholes, self._builder.asked.value("n"))
         num_logprobs = sum(len(choice.prompt_logprobs) + len(whole.logprobs or ()) for choice, whole in wholes)
         usage, times = self._usage(), self._timings()
-        await self._send_body(send, await _run(lambda: encode(self._builder.body(wholes, usage, times)), num_logprobs))
+        is_long = num_logprobs > MAX_INLINE_LOGPROBS
+        written = await call(lambda: encode(self._builder.body(wholes, usage, times)), in_thread=is_long)
+        await self._send_body(send, written)
 
 
-def join_deltas(deltas: list[TokenDelta]) -> TokenDelta:
+def _join(deltas: list[TokenDelta]) -> TokenDelta:
     """Return all deltas of a choice as one delta."""
     return msgspec.structs.replace(
         deltas[-1],
@@ -298,27 +290,14 @@ def join_deltas(deltas: list[TokenDelta]) -> TokenDelta:
     )
 
 
-async def _run(write: Callable[[], bytes], num_logprobs: int) -> bytes:
-    """Return the result of `write`. With many logprobs a thread runs `write`, so that other streams do not wait."""
-    return await asyncio.to_thread(write) if num_logprobs > MAX_INLINE_LOGPROBS else write()
-
-
-def _write_nothing() -> None:
-    """Write nothing, because a step brought no complete character to a stream."""
-
-
 def best(wholes: Deltas, num_returned: int) -> Deltas:
     """Return the `num_returned` most likely completions of each prompt, most likely first, prompt by prompt.
 
     Completions are ranked by mean logprob per token, as OpenAI documents `best_of`. Ties go to the earlier sample.
     """
-    by_prompt: dict[int, Deltas] = {}
-    for choice, whole in wholes:
-        by_prompt.setdefault(choice.prompt_index, []).append((choice, whole))
-    ranked = (
-        sorted(samples, key=lambda sample: _mean_logprob(sample[1]), reverse=True) for samples in by_prompt.values()
-    )
-    return [sample for samples in ranked for sample in samples[:num_returned]]
+    ranked = sorted(wholes, key=lambda whole: (whole[0].prompt_index, -_mean_logprob(whole[1])))
+    by_prompt = itertools.groupby(ranked, key=lambda whole: whole[0].prompt_index)
+    return [whole for _, samples in by_prompt for whole in itertools.islice(samples, num_returned)]
 
 
 def _mean_logprob(whole: TokenDelta) -> float:

@@ -1,4 +1,4 @@
-"""Conversion of conversations into prompt token ids: chat template, special tokens, tokenizer."""
+"""Conversion of chat conversations into prompt token ids."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,18 +13,16 @@ from service.protocol.chat import Message
 from service.protocol.errors import EngineFailed, InvalidRequest
 from service.sandbox.serial_executor import SerialExecutor
 
-# Longest wait of a conversation for the template process. Rendering takes milliseconds. A template that hangs takes up
-# to the CPU time limit (`TEMPLATE_LIMITS`), and requests that wait longer behind it are rejected.
+# Longest wait of a conversation for the template process. Rendering takes milliseconds, but a template that hangs takes
+# up to the CPU time limit of `TEMPLATE_LIMITS`.
 WAIT_SECONDS = 5.0
 
 
 class ChatPrompts:
-    """Encoder of conversations, one at a time, in a thread.
+    """Converter of chat conversations into token ids, one at a time, in a thread. Without a template, all are rejected.
 
     Args:
-        template: chat template; None if this server serves no conversations.
-        max_waiting: limit on conversations that wait to be encoded.
-        wait_seconds: longest wait of each conversation.
+        max_waiting: limit on conversations that wait to be encoded, each at most `wait_seconds`.
     """
 
     def __init__(
@@ -59,10 +57,9 @@ class ChatPrompts:
             add_special_tokens: begin with the begin-of-text token, unless the template has written one.
 
         Raises:
-            InvalidRequest: the server serves no conversations, the template raised an exception for these messages,
-                the template failed with these additional variables, or the text cannot be tokenized.
+            InvalidRequest: the server has no template, or the template or tokenizer rejects the conversation.
             EngineFailed: the template failed without additional variables.
-            Overloaded: too many conversations wait to be encoded, or this one has waited for too long.
+            Overloaded: too many conversations wait to be encoded, or the conversation waited too long.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -81,7 +78,6 @@ class ChatPrompts:
         return [begin, *ids] if add_special_tokens and begin is not None and ids[:1] != [begin] else ids
 
     def close(self) -> None:
-        """End the thread and the template process."""
         self._executor.close()
         self._process.close()
 
@@ -94,8 +90,8 @@ class ChatPrompts:
             if failure.by_template:
                 raise InvalidRequest(f"the chat template rejects the messages: {failure}", param="messages") from None
             if more:  # most likely a value has a type that the template does not expect
-                message = f"the chat template fails with chat_template_kwargs: {failure}"
-                raise InvalidRequest(message, param="chat_template_kwargs") from None
+                param = "chat_template_kwargs"
+                raise InvalidRequest(f"the chat template fails with {param}: {failure}", param=param) from None
             raise EngineFailed(f"the model's chat template failed: {failure}", retry=False) from None
         except (ForbiddenText, TokenizerError) as error:
             raise InvalidRequest(str(error), param="messages") from None

@@ -1,41 +1,39 @@
-"""Request processor: turns a validated request into sequences with token ids, limits and seeds."""
+"""Conversion of a validated request into sequences with token ids, sampling parameters and seeds."""
 
 import dataclasses
 import hashlib
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+
+import msgspec
 
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.ipc.messages import Submit, TokenLogprob
 from service.preprocess.served_model import RequestDefaults
-from service.preprocess.token_constraints import check_possible, logit_bias, token_rules
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest, GenerationRequest
-from service.protocol.errors import ApiError, ContextLengthExceeded, InvalidRequest, ModelNotFound
+from service.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from service.protocol.logprobs import prompt_text
 from service.protocol.request_model import MAX_PROMPTS
 from service.requests.inflight import Choice
 
-# Longer texts, in characters, are tokenized in a thread: tiktoken encodes about 10 MB/s and releases the GIL.
+# A longer text, in characters, is tokenized in a thread: tiktoken encodes about 10 MB/s and releases the GIL.
 MAX_INLINE_CHARACTERS = 50_000
+_LONGEST_ID = 19  # digits; no vocabulary has longer ids
 # Value of `truncate_prompt_tokens` that keeps as many tokens as fit.
 _AS_MANY_AS_FIT = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestProcessor:
-    """Request processor for one model.
+    """Converter of one model's requests into sequences.
 
     max_context_length: maximum tokens of prompt and completion together.
     max_num_choices: maximum choices of one request, over all its prompts.
-    defaults: values of fields that a request leaves out.
-    aliases: further names of the model.
-    max_prompts: maximum prompts of one request.
     """
 
     tokenizer: Tokenizer
@@ -47,7 +45,7 @@ class RequestProcessor:
     max_prompts: int = MAX_PROMPTS
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound for a name that is neither the model's name nor an alias. None: the served model."""
+        """Raise ModelNotFound unless `name` is the served model's name, an alias or None."""
         if name is not None and name != self.model_name and name not in self.aliases:
             raise ModelNotFound(
                 f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", param="model"
@@ -66,105 +64,88 @@ class RequestProcessor:
         Args:
             conversation_ids: the tokenized conversation of a chat request.
             grammar: the compiled grammar of the request's output constraint.
-
-        Raises:
-            InvalidRequest: a prompt, token id or limit is out of bounds.
         """
-        prompts: Sequence[str | list[int]]
+        prompts: Sequence[str | list[int]] = [conversation_ids or []]
+        prompt_param, length_param = "messages", "max_tokens"
         if isinstance(request, CompletionRequest):
-            prompts, prompt_param, length_param = request.prompts, "prompt", "max_tokens"
-            asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
-            max_tokens = asked
-            if asked is None and self.defaults.max_new_tokens is None:
-                max_tokens = request.value("max_tokens")
-        else:
-            if not conversation_ids:
-                raise InvalidRequest("messages: the rendered prompt is empty; add text to a message", param="messages")
-            prompts, prompt_param = [conversation_ids], "messages"
-            length_param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-            max_tokens = asked = request.max_allowed_tokens
-        # A completion without a length gets the rest of the context, so at least 1 token must fit.
-        num_reserved = 1 if max_tokens is None else max_tokens
-        too_long = partial(
-            self._over_context,
-            max_tokens=max_tokens,
-            is_default=asked is None,
-            prompt_param=prompt_param,
-            length_param=length_param,
-        )
+            prompts, prompt_param = request.prompts, "prompt"
+        elif not conversation_ids:
+            raise InvalidRequest("messages: the rendered prompt is empty; add text to a message", param="messages")
+        elif request.max_completion_tokens is not None:
+            length_param = "max_completion_tokens"
+        max_tokens = asked = request.value(length_param, {length_param: None})
+        if asked is None and self.defaults.max_new_tokens is None:
+            max_tokens = request.value(length_param)
+        clause = ", which leaves no room for a completion"
+        if max_tokens is not None:
+            clause = f" and max_tokens is {max_tokens}{', its default' if asked is None else ''}"
         encode = partial(
             self.encode_prompt,
             param=prompt_param,
-            max_tokens=self.max_context_length - num_reserved,
+            # A completion without a length gets the rest of the context, so at least 1 token must fit.
+            max_tokens=self.max_context_length - (1 if max_tokens is None else max_tokens),
             num_kept=request.truncate_prompt_tokens,
             keeps_end=request.truncation_side != "right",
-            too_long=too_long,
+            clause=clause,
+            length_param=prompt_param if max_tokens is None else length_param,
         )
+        shared = self._sampling_params(request)
         choices: list[Choice] = []
-        rules = token_rules(request, self.tokenizer, self.defaults.sampling)
         for prompt in prompts:
-            first = len(choices)
-            choices += self._samples(request, prompt, encode, max_tokens, rules, grammar, first, arrival_seconds)
+            token_ids = tuple(encode(prompt))
+            params = dataclasses.replace(shared, max_tokens=self._length(len(token_ids), max_tokens, shared.min_tokens))
+            _check_possible(params, self.tokenizer.eos_token_ids)
+            submit = Submit(
+                uid="",
+                attempt=0,
+                prompt_token_ids=token_ids,
+                prior_token_ids=(),
+                params=params,
+                arrival_seconds=arrival_seconds,
+                deadline_seconds=None,
+                priority=request.value("priority"),
+                cache_salt=request.cache_salt or "",
+                grammar=grammar,
+            )
+            choices += self._samples(request, prompt, submit, len(choices), has_length=max_tokens is not None)
         return choices
 
     def _samples(
-        self,
-        request: GenerationRequest,
-        prompt: str | list[int],
-        encode: Callable[[str | list[int]], list[int]],
-        max_tokens: int | None,
-        rules: dict[str, Any],
-        grammar: str | None,
-        first: int,
-        arrival_seconds: float,
+        self, request: GenerationRequest, prompt: str | list[int], submit: Submit, first: int, *, has_length: bool
     ) -> list[Choice]:
         """Return the samples of one prompt, with choice indices from `first`."""
-        token_ids = tuple(encode(prompt))
-        params = self._sampling_params(request, self._length(len(token_ids), max_tokens), rules)
         text = ""
         if request.echoes:
             is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
-            text = str(prompt) if is_whole else prompt_text(self.tokenizer, token_ids)
+            text = str(prompt) if is_whole else prompt_text(self.tokenizer, submit.prompt_token_ids)
         num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
         num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
         logprobs = list[TokenLogprob]()
-        constraint = None if grammar is None else request.output_constraint
+        constraint = None if submit.grammar is None else request.output_constraint
         return [
             Choice(
                 index=first + sample,
                 prompt_index=first // request.num_samples,
                 prompt_text=text,
                 prompt_logprobs=logprobs,
-                submit=Submit(
+                submit=msgspec.structs.replace(
+                    submit,
                     uid=uuid.uuid4().hex,
-                    attempt=0,
-                    prompt_token_ids=token_ids,
-                    prior_token_ids=(),
                     params=dataclasses.replace(
-                        params,
+                        submit.params,
                         seed=sample_seed(request.seed, sample),
                         # The first sample computes the prompt's logprobs for all samples.
                         prompt_logprobs=None if sample else num_prompt_logprobs,
                     ),
-                    arrival_seconds=arrival_seconds,
-                    deadline_seconds=None,
-                    priority=request.value("priority"),
-                    cache_salt=request.cache_salt or "",
-                    grammar=grammar,
                 ),
-                has_requested_length=max_tokens is not None,
+                has_requested_length=has_length,
                 grammar_param=None if constraint is None else constraint.param,
             )
             for sample in range(request.num_samples)
         ]
 
     def check(self, request: GenerationRequest) -> None:
-        """Reject a request by the fields that can be checked without a prompt.
-
-        Raises:
-            ModelNotFound: the server has no model of this name.
-            InvalidRequest: a token id is out of vocabulary, or there are too many prompts or choices.
-        """
+        """Raise an `ApiError` for an unknown model, a token id out of vocabulary, or too many prompts or choices."""
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.check_num_prompts(num_prompts, "prompt")
@@ -177,10 +158,10 @@ class RequestProcessor:
             )
         self.check_ids(request.stop_token_ids or [], "stop_token_ids")
         self.check_ids(request.allowed_token_ids or [], "allowed_token_ids")
-        self.check_ids(list(logit_bias(request)), "logit_bias")
+        self.check_ids(list(_logit_bias(request)), "logit_bias")
 
     def check_num_prompts(self, num_prompts: int, param: str) -> None:
-        """Raise InvalidRequest for a request with more than `max_prompts` prompts."""
+        """Raise InvalidRequest for more prompts than one request may have."""
         if num_prompts > self.max_prompts:
             raise InvalidRequest(
                 f"{param} holds {num_prompts} prompts, this server takes {self.max_prompts} in one request; "
@@ -198,11 +179,7 @@ class RequestProcessor:
             )
 
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:
-        """Return the token ids of a text. With `begin`, they begin with the begin-of-text token, if there is one.
-
-        Raises:
-            InvalidRequest: the tokenizer cannot encode the text of the field `param`.
-        """
+        """Return a text's token ids, with the begin-of-text token first if `begin`. Raises InvalidRequest."""
         try:
             token_ids = self.tokenizer.encode(text)
         except TokenizerError as error:
@@ -216,100 +193,87 @@ class RequestProcessor:
         param: str,
         *,
         max_tokens: int,
-        too_long: Callable[[int, str], ApiError],
+        limit: str = "",
+        clause: str = "; shorten it, or set truncate_prompt_tokens",
+        length_param: str | None = None,
         num_kept: int | None = None,
         keeps_end: bool = True,
     ) -> list[int]:
-        """Return a prompt's token ids, truncated if `num_kept` is set.
+        """Return a prompt's token ids, truncated if `num_kept` is set (see `truncate`).
 
         Args:
-            param: field that an error names.
             max_tokens: limit of the prompt's tokens.
-            too_long: returns the error for a number of tokens over the limit, and a prefix of that number.
-            num_kept, keeps_end: see `truncate`. None: no truncation.
+            limit, clause: begin and end of the error message about a longer prompt.
+            length_param: request field that such an error names if the prompt alone fits the context.
 
         Raises:
+            ContextLengthExceeded: the prompt has more than `max_tokens` tokens.
             InvalidRequest: a token id is out of vocabulary, the text cannot be tokenized, or `num_kept` is too large.
-            ApiError: the error of `too_long`.
         """
+        limit = limit or f"this model's maximum context length is {self.max_context_length} tokens"
+        num_special_tokens = 0
         if isinstance(prompt, str):
             longest = self.tokenizer.longest_token
             # Skip the cost of tokenizing a text that cannot fit.
             at_least = 0 if longest is None else -(-len(prompt.encode(errors="replace")) // longest)
             if num_kept is None and at_least > self.max_context_length:
-                raise too_long(at_least, "at least ")
+                raise ContextLengthExceeded(f"{limit}, but the prompt has at least {at_least}{clause}", param=param)
             token_ids = self.encode(prompt, param=param)
             num_special_tokens = int(self.tokenizer.bos_token_id is not None)
         else:
             self.check_ids(prompt, param)
-            token_ids, num_special_tokens = prompt, 0
+            token_ids = prompt
         if num_kept is not None:
             token_ids = truncate(
                 token_ids, num_kept, room=max_tokens, keeps_end=keeps_end, num_special_tokens=num_special_tokens
             )
-        if len(token_ids) > max_tokens:
-            raise too_long(len(token_ids), "")
+        if (num_tokens := len(token_ids)) > max_tokens:
+            named = length_param if length_param and num_tokens < self.max_context_length else param
+            raise ContextLengthExceeded(f"{limit}, but the prompt has {num_tokens}{clause}", param=named)
         return token_ids
 
-    def _over_context(
-        self,
-        num_prompt_tokens: int,
-        prefix: str,
-        *,
-        max_tokens: int | None,
-        is_default: bool,
-        prompt_param: str,
-        length_param: str,
-    ) -> ContextLengthExceeded:
-        clause, param = ", which leaves no room for a completion", prompt_param
-        if max_tokens is not None:
-            clause = f" and max_tokens is {max_tokens}{', its default' if is_default else ''}"
-            param = length_param if num_prompt_tokens < self.max_context_length else prompt_param
-        return ContextLengthExceeded(
-            f"this model's maximum context length is {self.max_context_length} tokens, "
-            f"but the prompt has {prefix}{num_prompt_tokens}{clause}",
-            param=param,
+    def _length(self, num_prompt_tokens: int, max_tokens: int | None, min_tokens: int) -> int:
+        """Return a completion's maximum tokens: by default the checkpoint's limit, at most the rest of the context."""
+        if max_tokens is None:
+            max_tokens = max(1, self.max_context_length - num_prompt_tokens)
+            if self.defaults.max_new_tokens is not None:
+                max_tokens = min(max_tokens, self.defaults.max_new_tokens)
+        if min_tokens > max_tokens:
+            raise InvalidRequest(f"min_tokens={min_tokens} is over max_tokens={max_tokens}", param="min_tokens")
+        return max_tokens
+
+    def _sampling_params(self, request: GenerationRequest) -> SamplingParams:
+        """Return the sampling parameters that all prompts of a request share. `plan` replaces `max_tokens`."""
+        value, defaults = request.value, self.defaults.sampling
+        return SamplingParams(
+            max_tokens=value("min_tokens"),
+            min_tokens=value("min_tokens"),
+            temperature=value("temperature", defaults),
+            top_k=max(0, value("top_k", defaults)),
+            top_p=value("top_p", defaults),
+            min_p=value("min_p", defaults),
+            stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            include_stop_str_in_output=value("include_stop_str_in_output"),
+            ignore_eos=value("ignore_eos"),
+            logprobs=0 if request.num_logprobs is None and request.is_ranked else request.num_logprobs,
+            presence_penalty=value("presence_penalty"),
+            frequency_penalty=value("frequency_penalty"),
+            repetition_penalty=value("repetition_penalty", defaults),
+            logit_bias=tuple(_logit_bias(request).items()),
+            allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+            bad_word_ids=_bad_word_ids(request.bad_words or (), self.tokenizer),
         )
-
-    def _length(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return the completion's maximum length: by default the checkpoint's, capped by the rest of the context."""
-        if max_tokens is not None:
-            return max_tokens
-        room = max(1, self.max_context_length - num_prompt_tokens)
-        return room if self.defaults.max_new_tokens is None else min(room, self.defaults.max_new_tokens)
-
-    def _sampling_params(self, request: GenerationRequest, max_tokens: int, rules: dict[str, Any]) -> SamplingParams:
-        defaults = self.defaults.sampling
-        try:
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=request.value("temperature", defaults),
-                top_k=max(0, request.value("top_k", defaults)),
-                top_p=request.value("top_p", defaults),
-                min_p=request.value("min_p", defaults),
-                min_tokens=request.value("min_tokens"),
-                stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
-                stop_token_ids=tuple(request.stop_token_ids or ()),
-                include_stop_str_in_output=request.value("include_stop_str_in_output"),
-                ignore_eos=request.value("ignore_eos"),
-                logprobs=0 if request.num_logprobs is None and request.is_ranked else request.num_logprobs,
-                **rules,
-            )
-        except ValueError as error:  # min_tokens over max_tokens; each field was validated alone
-            raise InvalidRequest(str(error), param="min_tokens") from None
-        check_possible(params, self.tokenizer.eos_token_ids)
-        return params
 
 
 def truncate(
     token_ids: list[int], num_kept: int, *, room: int, keeps_end: bool = True, num_special_tokens: int = 0
 ) -> list[int]:
-    """Return the kept tokens of a prompt, as in vLLM. A prompt that is short enough is returned unchanged.
+    """Return the last (`keeps_end`) or first `num_kept` tokens of a prompt, as in vLLM.
 
     Args:
         num_kept: number of tokens to keep; -1: as many as fit.
         room: maximum tokens of a prompt. If under 1, nothing is cut, since no length would fit.
-        keeps_end: keep the last tokens, else the first tokens.
         num_special_tokens: number of leading special tokens that the server added. They are kept first.
 
     Raises:
@@ -332,10 +296,9 @@ def truncate(
 
 
 def sample_seed(seed: int | None, sample: int) -> int:
-    """Return the 64-bit seed of sample number `sample` of a request.
+    """Return the 64-bit seed of sample number `sample` of a request, random without a request's seed.
 
-    Sample 0 gets the request's seed, so the first completion does not depend on `n`. Later samples get a hash of the
-    seed and the sample number. Without a seed, every sample gets a random seed.
+    Sample 0 gets the request's seed, so that the first completion does not depend on `n`.
     """
     if seed is None:
         return secrets.randbits(64)
@@ -343,3 +306,51 @@ def sample_seed(seed: int | None, sample: int) -> int:
     if sample == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest(), "big")
+
+
+def _logit_bias(request: GenerationRequest) -> dict[int, float]:
+    """Return a request's logit biases by token id. Raises InvalidRequest for a key that is not a token id."""
+    biases: dict[int, float] = {}
+    for key, bias in (request.logit_bias or {}).items():
+        # Only the canonical decimal form is accepted, lest two keys name the same token.
+        if not (key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID and str(int(key)) == key):
+            raise InvalidRequest(
+                f'logit_bias: {key[:50]!r} is not a token id; write {{"id": bias}}, as in {{"42": -100}}',
+                param="logit_bias",
+            )
+        biases[int(key)] = bias
+    return biases
+
+
+def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
+    """Raise InvalidRequest if a request's token rules forbid every first token of the completion."""
+    if not params.allowed_token_ids or not params.max_tokens:
+        return
+    forbidden = {word[0] for word in params.bad_word_ids if len(word) == 1}
+    if params.min_tokens:
+        forbidden.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
+    if forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            "allowed_token_ids: all of these tokens are forbidden by bad_words, or would end the text before "
+            "min_tokens; allow another token",
+            param="allowed_token_ids",
+        )
+
+
+def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of bad words, without duplicates.
+
+    As in vLLM, a word is forbidden as tokenized with and without a leading space: within a text, and at a text's start.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip(" ")
+        for text in (bare, " " + bare) if bare.strip() else (word,):
+            try:
+                ids = tuple(tokenizer.encode(text))
+            except TokenizerError as error:
+                raise InvalidRequest(f"bad_words: {word!r}: {error}", param="bad_words") from None
+            if not ids:
+                raise InvalidRequest(f"bad_words: the tokenizer makes no token of {word!r}", param="bad_words")
+            found[ids] = None
+    return tuple(found)

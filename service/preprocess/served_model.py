@@ -1,4 +1,4 @@
-"""Served model: the checkpoint's files combined with the settings. Read once, in the main process, before start."""
+"""Facts about the served model, read once from the checkpoint and the settings in the main process."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ class RequestDefaults:
     """Defaults of request fields, from the checkpoint's generation_config.json.
 
     sampling: fields of `SamplingParams`.
-    max_new_tokens: default `max_tokens`, within the context; None if the checkpoint sets no default.
-    ignored: keys of the file that would change completions and are not supported.
+    max_new_tokens: default `max_tokens`, within the context.
+    ignored: unsupported keys of the file that would change completions.
     """
 
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -43,18 +43,14 @@ class RequestDefaults:
 
     def __str__(self) -> str:
         values = {**self.sampling, **({} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens})}
-        texts = (
-            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
-        )
-        return ", ".join(texts) or "none"
+        return ", ".join(f"{name} {value:.10g}" for name, value in values.items()) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """Model facts that the API process needs.
+    """Facts about the model that the API process needs. `template` is None if chat is not served.
 
-    template: chat template; None if chat is not served.
-    marks: texts of the special tokens `bos_token`, `eos_token` and `pad_token`, as far as the model has them.
+    special_tokens: texts of `bos_token`, `eos_token` and `pad_token`, as far as the model has them.
     """
 
     manifest: Manifest
@@ -63,33 +59,32 @@ class ServedModel:
     max_context_length: int
     defaults: RequestDefaults
     template: ChatTemplate | None
-    marks: Mapping[str, str]
+    special_tokens: Mapping[str, str]
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
-        """Return the resolved settings and facts of the checkpoint, as text for the start-up listing."""
-        ends = [self.tokenizer.format_token_name(token_id) for token_id in self.tokenizer.eos_token_ids]
-        begin = self.tokenizer.bos_token_id
+        """Return the checkpoint's part of the start-up listing: resolved settings and special tokens, as text."""
+        tokenizer = self.tokenizer
+        begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+        begin_names, end_names = (
+            ", ".join(f"{tokenizer.format_token_name(token_id)} ({token_id})" for token_id in token_ids) or "none"
+            for token_ids in (begin, tokenizer.eos_token_ids)
+        )
         return {
             "model_name": self.model_name,
             "max_context_length": self.max_context_length,
             "chat_template": "none" if self.template is None else self.template.origin,
             "generation_config": str(self.defaults) if settings.generation_config else "off",
-            "begin_of_text": "none" if begin is None else f"{self.tokenizer.format_token_name(begin)} ({begin})",
-            "end_of_text": ", ".join(
-                f"{name} ({i})" for name, i in zip(ends, self.tokenizer.eos_token_ids, strict=True)
-            )
-            or "none",
+            "begin_of_text": begin_names,
+            "end_of_text": end_names,
         }
 
     def warnings(self) -> list[str]:
         """Return warnings about contents of the checkpoint that are not used."""
         messages = []
-        if self.defaults.ignored:
-            names = ", ".join(self.defaults.ignored)
-            messages.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: {names}: not supported, ignored")
+        if ignored := ", ".join(self.defaults.ignored):
+            messages.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: {ignored}: not supported, ignored")
         if self.template is not None and self.template.unused:
-            names = ", ".join(self.template.unused)
-            messages.append(f"{self.template.origin}: the templates {names} are not used")
+            messages.append(f"{self.template.origin}: the templates {', '.join(self.template.unused)} are not used")
         return messages
 
 
@@ -97,29 +92,24 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
     """Read and check the checkpoint's files other than the weights.
 
     Raises:
-        SettingsError: --max-context-length is over the model's positions.
-        ChatTemplateError, GenerationConfigError: a file cannot be used. The message is one line.
+        SettingsError, ChatTemplateError, GenerationConfigError: a setting or file cannot be used.
     """
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
-    marks = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
-    marks |= read_special_tokens(manifest.directory)  # the files take precedence over the tokenizer
+    texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
+    texts |= read_special_tokens(manifest.directory)  # the files take precedence over the tokenizer
     return ServedModel(
         manifest=manifest,
         tokenizer=tokenizer,
         model_name=manifest.name if settings.model_name is None else settings.model_name,
         max_context_length=context_length(settings, manifest.config),
         defaults=read_defaults(settings, manifest.directory),
-        template=_template(settings, marks),
-        marks=marks,
+        template=_template(settings, texts),
+        special_tokens=texts,
     )
 
 
 def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
-    """Read the checkpoint's request defaults. Return empty defaults with --no-generation-config.
-
-    Raises:
-        GenerationConfigError: generation_config.json cannot be used.
-    """
+    """Read the checkpoint's request defaults, or none with --no-generation-config. Raises GenerationConfigError."""
     config = read_file(directory) if settings.generation_config else GenerationConfig()
     sampling = {name: value for name in _SAMPLING if (value := getattr(config, name)) is not None}
     try:
@@ -131,25 +121,20 @@ def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
     return RequestDefaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
 
 
-def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate | None:
-    """Return the chat template that --chat-template selects, or None for "none".
-
-    Raises:
-        ChatTemplateError: the file cannot be read, or is not a valid template.
-    """
+def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """Return the chat template that --chat-template selects, or None for "none". Raises ChatTemplateError."""
     origin = settings.chat_template
-    match settings.chat_template:
-        case "none":
-            return None
-        case "auto":
-            template, origin = load_chat_template(settings.checkpoint), "plain: the checkpoint has none"
-        case "plain":
-            template = None
-        case path:
-            if not Path(path).is_file():
-                raise ChatTemplateError(f"--chat-template {path}: no such file; give auto, plain, none or a Jinja file")
-            template = ChatTemplate(source=read_text(Path(path)), origin=path)
-    template = dataclasses.replace(template or ChatTemplate(source=PLAIN_SOURCE, origin=origin), special_tokens=marks)
+    template = None
+    if origin == "none":
+        return None
+    if origin == "auto":
+        template, origin = load_chat_template(settings.checkpoint), "plain: the checkpoint has none"
+    elif origin != "plain":
+        if not Path(origin).is_file():
+            raise ChatTemplateError(f"--chat-template {origin}: no such file; give auto, plain, none or a Jinja file")
+        template = ChatTemplate(source=read_text(Path(origin)), origin=origin)
+    template = template or ChatTemplate(source=PLAIN_SOURCE, origin=origin)
+    template = dataclasses.replace(template, special_tokens=special_tokens)
     try:
         with closing(TemplateProcess(template.source)) as process:
             process.render(None)

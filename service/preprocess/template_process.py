@@ -1,7 +1,4 @@
-"""Child process that renders chat templates under limits of the operating system.
-
-One conversation is rendered at a time. `render` blocks, so call it from a thread.
-"""
+"""Child process that renders chat templates under limits of CPU time and memory."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -14,12 +11,7 @@ TEMPLATE_LIMITS: Final = ProcessLimits(cpu_seconds=5.0, memory_bytes=512 * 2**20
 
 
 class TemplateProcess:
-    """Renderer of one chat template.
-
-    Args:
-        source: text of the Jinja template.
-        max_characters: limit of the rendered text.
-    """
+    """Renderer of one chat template, from its Jinja source to texts of at most `max_characters`."""
 
     def __init__(
         self, source: str, limits: ProcessLimits = TEMPLATE_LIMITS, *, max_characters: int = MAX_CHARACTERS
@@ -29,10 +21,10 @@ class TemplateProcess:
         self._process = BoundedProcess(__name__, limits, lambda: opening)
 
     def render(self, variables: Mapping[str, Any] | None) -> str:
-        """Render the template and return the text. With None, only compile the template.
+        """Return the text of a conversation, rendered by the child process. With None, only compile the template.
 
         Raises:
-            TemplateFailure: the template is invalid, raised an error, failed, or exceeded a limit. One line.
+            TemplateFailure: the template is invalid, raised an error, or exceeded a limit. The message is one line.
         """
         try:
             reply = self._process.ask({"variables": variables})
@@ -45,12 +37,11 @@ class TemplateProcess:
         return str(reply["text"])
 
     def close(self) -> None:
-        """End the process. The next rendering starts a new process."""
         self._process.close()
 
 
 def main() -> None:
-    """Compile and render for the parent process."""
+    """Compile and render a chat template for the API process."""
     run_command_loop(_prepare)
 
 

@@ -37,7 +37,7 @@ class Message(RequestModel):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates expect. Text parts are joined by line ends."""
+        """Return a message in the form that chat templates expect. Text parts are joined by line ends."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content, "name": self.name}
@@ -79,7 +79,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: Annotated[Any, Unsupported()] = None
 
     def check_fields(self) -> None:
-        """Reject `top_logprobs` without `logprobs`, and two different limits on completion tokens."""
+        """Raise InvalidRequest for `top_logprobs` without `logprobs`, and for two different token limits."""
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -92,13 +92,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of top logprobs per completion token; None: no logprobs."""
         return self.top_logprobs or 0 if self.logprobs else None
-
-    @property
-    def max_allowed_tokens(self) -> int | None:
-        """Limit on completion tokens; None if the request sets no limit."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class TokenizeRequest(RequestModel):
@@ -123,20 +117,14 @@ class TokenizeRequest(RequestModel):
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def subject(self) -> str | list[Message]:
-        """Return the text or the messages to tokenize.
-
-        Raises:
-            InvalidRequest: prompt and messages are both given or both missing, messages is empty, or a field needs
-                messages and there is only a prompt.
-        """
+        """Return the text or the messages to tokenize. Raises InvalidRequest for missing or contradictory fields."""
+        if (self.prompt is None) is (self.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
         if self.messages is not None:
-            if self.prompt is not None:
-                raise InvalidRequest("give prompt or messages, not both", param="messages")
             if not self.messages:
                 raise InvalidRequest("messages must not be empty", param="messages")
             return self.messages
-        if self.prompt is None:
-            raise InvalidRequest("prompt is required, or messages", param="prompt")
+        assert self.prompt is not None
         for name in ("add_generation_prompt", "chat_template_kwargs"):
             if getattr(self, name) is not None:
                 raise InvalidRequest(f"{name} needs messages", param=name)

@@ -6,16 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from model.sampling.params import (
-    LOGIT_BIAS_RANGE,
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
-    PENALTY_RANGE,
-    REPETITION_RANGE,
-)
+from model.sampling import params
 from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import (
     NUM_KEPT_ERROR,
@@ -26,22 +17,27 @@ from service.protocol.request_model import (
     Unsupported,
     split_prompts,
 )
-from service.protocol.response_format import OutputConstraint, ResponseFormat, StructuredOutputs, output_constraint
+from service.protocol.response_format import OutputConstraint, ResponseFormat, StructuredOutputs
 
 # Each token's text is searched for every stop string, so stop strings are bounded.
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=params.MAX_LOGPROBS)]
 NumKept = Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)]
 MAX_STOPS = 16
 MAX_CHOICES = 128
 SEED_RANGE = (-(2**63), 2**64 - 1)
-Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])]
-LogitBias = Annotated[float, Field(ge=LOGIT_BIAS_RANGE[0], le=LOGIT_BIAS_RANGE[1])]
+Penalty = Annotated[float, Field(ge=params.PENALTY_RANGE[0], le=params.PENALTY_RANGE[1])]
+RepetitionPenalty = Annotated[float, Field(ge=params.REPETITION_RANGE[0], le=params.REPETITION_RANGE[1])]
+LogitBias = Annotated[float, Field(ge=params.LOGIT_BIAS_RANGE[0], le=params.LOGIT_BIAS_RANGE[1])]
+LogitBiases = Annotated[
+    dict[str, LogitBias], Field(max_length=params.MAX_LOGIT_BIASES, description="by token id, as a string")
+]
 BadWord = Annotated[str, Field(min_length=1, max_length=100)]
 Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds the request may wait in the queue")]
 # Limits starvation: a level is worth `AGEING_SECONDS` of waiting, and the whole range is 2,000 levels.
 MAX_PRIORITY = 1000
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are scheduled first")]
 
 
 class StreamOptions(RequestModel):
@@ -52,10 +48,7 @@ class StreamOptions(RequestModel):
 
 
 class GenerationRequest(RequestModel):
-    """Fields common to `POST /v1/completions` and `POST /v1/chat/completions`.
-
-    Read fields through `value` and the properties, which replace null by the default.
-    """
+    """Fields common to completion and chat completion requests. `value` replaces a field's null by its default."""
 
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {
         "prompt": PROMPTS_ERROR,
@@ -74,20 +67,17 @@ class GenerationRequest(RequestModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=params.MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
-    repetition_penalty: Annotated[float, Field(ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])] | None = 1.0
-    logit_bias: (
-        Annotated[dict[str, LogitBias], Field(max_length=MAX_LOGIT_BIASES, description="by token id, as a string")]
-        | None
-    ) = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    repetition_penalty: RepetitionPenalty | None = 1.0
+    logit_bias: LogitBiases | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=params.MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=params.MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
@@ -95,14 +85,12 @@ class GenerationRequest(RequestModel):
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: NumKept | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: (
-        Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are scheduled first")] | None
-    ) = 0
+    priority: Priority | None = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     timeout: Timeout | None = None
 
     def check_fields(self) -> None:
-        """Reject stream options without a stream, a truncation side without truncation, and an invalid constraint."""
+        """Raise InvalidRequest for a field that needs another field, and for an invalid output constraint."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
@@ -110,25 +98,29 @@ class GenerationRequest(RequestModel):
         _ = self.output_constraint
 
     def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """Return the field's value. If missing or null, return the value in `defaults`, else the field's default."""
+        """Return a field's value. For a missing field or null, return the default in `defaults`, else the field's."""
         if name in self.model_fields_set and (given := getattr(self, name)) is not None:
             return given
         return defaults.get(name, type(self).model_fields[name].default)
 
     @property
     def output_constraint(self) -> OutputConstraint | None:
-        """Required output format; None for free text. Raises InvalidRequest for contradictory fields."""
-        return output_constraint(self.response_format, self.structured_outputs)
+        """Output format that completions must follow; None for free text. Raises InvalidRequest for a contradiction."""
+        wanted = None if self.response_format is None else self.response_format.constraint()
+        if self.structured_outputs is None:
+            return wanted
+        if wanted is not None:
+            raise InvalidRequest("give response_format or structured_outputs, not both", param="structured_outputs")
+        return self.structured_outputs.constraint()
 
     @property
     def num_samples(self) -> int:
         """Number of completions computed per prompt."""
-        number: int = self.value("n")
-        return number
+        return int(self.value("n"))
 
     @property
     def is_ranked(self) -> bool:
-        """True if completions are ranked by likelihood, and perhaps not all returned."""
+        """True if completions are ranked by likelihood and the `n` most likely completions are returned."""
         return False
 
     @property
@@ -139,7 +131,7 @@ class GenerationRequest(RequestModel):
     @property
     def echoes(self) -> bool:
         """True if the response repeats the prompt before the completion."""
-        return False
+        return bool(getattr(self, "echo", False))
 
 
 class CompletionRequest(GenerationRequest):
@@ -153,7 +145,7 @@ class CompletionRequest(GenerationRequest):
     suffix: Annotated[Any, Unsupported("")] = None
 
     def check_fields(self) -> None:
-        """Reject `best_of` under `n`, and a stream of ranked completions, since ranking needs all completions."""
+        """Raise InvalidRequest for `best_of` under `n`, and for a stream of ranked completions."""
         super().check_fields()
         if self.num_samples < self.value("n"):
             raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}; raise best_of", param="best_of")
@@ -162,27 +154,20 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_samples(self) -> int:
-        """Number of completions computed per prompt: `best_of`, or `n` without `best_of`."""
         return super().num_samples if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """True if `best_of` ranks the completions. Without streaming, this holds even if all are returned."""
+        # Without streaming, completions are ranked even if all of them are returned.
         return self.num_samples > (super().num_samples if self.stream else 1) and self.best_of is not None
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of top logprobs per completion token; None: no logprobs."""
         return self.logprobs
 
     @property
-    def echoes(self) -> bool:
-        """True if the response repeats the prompt before the completion."""
-        return bool(self.echo)
-
-    @property
     def prompts(self) -> list[str | list[int]]:
-        """Prompts in order. Raises InvalidRequest if the list or one of its texts is empty."""
+        """Prompts of a completion request, in order. Raises InvalidRequest for an empty list or an empty prompt."""
         return split_prompts(self.prompt, "prompt")
 
 

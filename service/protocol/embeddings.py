@@ -1,7 +1,4 @@
-"""Request and response bodies of `/v1/embeddings`, and the encoding of vectors.
-
-Legend: N texts, E hidden size, D dimensions of the response.
-"""
+"""Request and response bodies of `/v1/embeddings`, and the encoding of vectors."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from service.protocol.completions import NumKept, Timeout
-from service.protocol.request_model import NUM_KEPT_ERROR, PROMPTS_ERROR, Prompts, RequestModel, split_prompts
+from service.protocol.request_model import NUM_KEPT_ERROR, PROMPTS_ERROR, Prompts, RequestModel
 
 # Decimals of a number in JSON: float32 has no more between 0.01 and 1.
 _DECIMALS = 9
@@ -34,11 +31,6 @@ class EmbeddingRequest(RequestModel):
     truncate_prompt_tokens: NumKept | None = None
     timeout: Timeout | None = None
     user: str | None = None
-
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        """Texts of the request, in order. Raises InvalidRequest if the list or one of its texts is empty."""
-        return split_prompts(self.input, "input")
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -68,11 +60,11 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 def write_vectors(
     vectors: Sequence[bytes], *, dimensions: int | None, as_text: Literal["float", "base64"] | None
 ) -> Iterator[list[float] | str]:
-    """Yield each vector as a list of numbers or as base64 text.
+    """Yield embedding vectors as lists of numbers or as base64 texts.
 
     Args:
-        vectors: float32 vectors of norm 1, as bytes.
-        dimensions: number of leading dimensions to keep, scaled to norm 1; None keeps all dimensions.
+        vectors: float32 vectors of norm 1, as bytes. N vectors of E numbers each.
+        dimensions: number D of leading dimensions to keep, scaled to norm 1; None keeps all dimensions.
     """
     vectors_NE = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(len(vectors), -1)
     if dimensions is not None:

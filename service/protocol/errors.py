@@ -1,39 +1,21 @@
-"""Exceptions that become error responses, with their HTTP statuses and error codes.
-
-ApiError                        500  server_error
-├── InvalidRequest              400  invalid_request_error
-│   ├── ContextLengthExceeded   400  context_length_exceeded
-│   ├── HeadTooLarge            431  head_too_large
-│   ├── IdempotencyKeyReused    400  idempotency_key_reused; see service.requests.response_store
-│   ├── RequestTimeout          408  request_timeout
-│   └── UnsupportedEncoding     415  unsupported_encoding
-├── Unauthorized                401  invalid_api_key, with WWW-Authenticate
-├── ModelNotFound               404  model_not_found
-├── RouteNotFound               404  route_not_found
-├── ResponseGone                404  answer_gone; see service.requests.response_store
-├── MethodNotAllowed            405  method_not_allowed
-├── BodyTooLarge                413  body_too_large
-├── ClientGone                  499  (never sent: the client disconnected)
-├── RouteDisabled               403  switched_off; see service.api.attention
-├── EngineFailed                500  engine_failed
-└── RetryLater                  500  (base class of the errors with Retry-After)
-    ├── Overloaded              429  queue_full
-    │   ├── WaitTooLong         429  queue_time
-    │   └── TooManyConnections  503  too_many_connections
-    ├── QueueTimeout            408  queue_timeout
-    └── Draining                503  draining
-"""
+"""Exceptions that become error responses, with their HTTP statuses and error codes."""
 
 import math
 from typing import Any, ClassVar
 
 
 class ApiError(Exception):
-    """Base class of error responses. The client sees the message, so a message contains no path and no traceback."""
+    """Base class of error responses. The client sees the message, so a message contains no path and no traceback.
+
+    A subclass sets its `status`, `type` and `code` as class arguments, or inherits them.
+    """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
-    code: ClassVar[str | None] = "internal_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init_subclass__(cls, *, status: int = 0, type: str = "", code: str = "") -> None:
+        cls.status, cls.type, cls.code = status or cls.status, type or cls.type, code or cls.code
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -41,73 +23,71 @@ class ApiError(Exception):
         self.param = param
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that this error adds to the response."""
+        """Return the headers that an error adds to the response."""
         return {}
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object, always with these four keys."""
+        """Return OpenAI's error object, always with four keys."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-class InvalidRequest(ApiError):
-    status, type, code = 400, "invalid_request_error", "invalid_request"
+class InvalidRequest(ApiError, status=400, type="invalid_request_error", code="invalid_request"):
+    """Rejection of a request that its sender must change."""
 
 
-class ContextLengthExceeded(InvalidRequest):
-    code = "context_length_exceeded"
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
+    """Rejection of a prompt that exceeds the model's context length."""
 
 
-class Unauthorized(ApiError):
-    status, type, code = 401, "invalid_request_error", "invalid_api_key"
+class Unauthorized(ApiError, status=401, type="invalid_request_error", code="invalid_api_key"):
+    """Rejection of a request without a valid API key."""
 
     def headers(self) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
 
 
-class ModelNotFound(ApiError):
-    status, type, code = 404, "invalid_request_error", "model_not_found"
+class ModelNotFound(ApiError, status=404, type="invalid_request_error", code="model_not_found"):
+    """Rejection of a request that names an unknown model."""
 
 
-class RouteNotFound(ApiError):
-    status, type, code = 404, "invalid_request_error", "route_not_found"
+class RouteNotFound(ApiError, status=404, type="invalid_request_error", code="route_not_found"):
+    """Rejection of a request to an unknown path."""
 
 
-class ResponseGone(ApiError):
-    status, type, code = 404, "invalid_request_error", "answer_gone"
+class ResponseGone(ApiError, status=404, type="invalid_request_error", code="answer_gone"):
+    """Rejection of a request to resume a response that is no longer buffered."""
 
 
-class MethodNotAllowed(ApiError):
-    status, type, code = 405, "invalid_request_error", "method_not_allowed"
+class MethodNotAllowed(ApiError, status=405, type="invalid_request_error", code="method_not_allowed"):
+    """Rejection of an HTTP method that the route does not support."""
 
 
-class BodyTooLarge(ApiError):
-    status, type, code = 413, "invalid_request_error", "body_too_large"
+class BodyTooLarge(ApiError, status=413, type="invalid_request_error", code="body_too_large"):
+    """Rejection of a request body over the size limit."""
 
 
-class HeadTooLarge(InvalidRequest):
-    status, code = 431, "head_too_large"
+class HeadTooLarge(InvalidRequest, status=431, code="head_too_large"):
+    """Rejection of a request line and headers over the size limit."""
 
 
-class IdempotencyKeyReused(InvalidRequest):
-    code = "idempotency_key_reused"
+class IdempotencyKeyReused(InvalidRequest, code="idempotency_key_reused"):
+    """Rejection of an idempotency key that an earlier, different request has used."""
 
 
-class RequestTimeout(InvalidRequest):
-    status, code = 408, "request_timeout"
+class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
+    """Rejection of a request that the client sends too slowly."""
 
 
-class UnsupportedEncoding(InvalidRequest):
-    status, code = 415, "unsupported_encoding"
+class UnsupportedEncoding(InvalidRequest, status=415, code="unsupported_encoding"):
+    """Rejection of a compressed request body."""
 
 
-class ClientGone(ApiError):
-    status, type, code = 499, "client_closed_request", None
+class ClientGone(ApiError, status=499, type="client_closed_request", code="client_closed_request"):
+    """End of a request whose client has disconnected. `ClientGone` is never sent."""
 
 
-class EngineFailed(ApiError):
-    """Failure of the computation. OpenAI's SDKs retry a 500 twice, unless `retry` is False."""
-
-    code = "engine_failed"
+class EngineFailed(ApiError, code="engine_failed"):
+    """Failure of the engine to compute a response. OpenAI's SDKs retry a 500 twice, unless `retry` is False."""
 
     def __init__(self, message: str, *, retry: bool) -> None:
         super().__init__(message)
@@ -118,7 +98,7 @@ class EngineFailed(ApiError):
 
 
 class RetryLater(ApiError):
-    """Error that a later retry can avoid. Sends all three retry headers that OpenAI's SDKs read."""
+    """Base class of errors that a later retry can avoid. Sends the three retry headers that OpenAI's SDKs read."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -132,24 +112,24 @@ class RetryLater(ApiError):
         }
 
 
-class Overloaded(RetryLater):
-    status, type, code = 429, "rate_limit_error", "queue_full"
+class Overloaded(RetryLater, status=429, type="rate_limit_error", code="queue_full"):
+    """Rejection of a request because the queue is full."""
 
 
-class WaitTooLong(Overloaded):
-    code = "queue_time"
+class WaitTooLong(Overloaded, code="queue_time"):
+    """Rejection of a request that would wait in the queue for too long."""
 
 
-class TooManyConnections(Overloaded):
-    status, type, code = 503, "server_error", "too_many_connections"
+class TooManyConnections(Overloaded, status=503, type="server_error", code="too_many_connections"):
+    """Rejection of a connection over the connection limit."""
 
 
-class QueueTimeout(RetryLater):
-    status, type, code = 408, "timeout_error", "queue_timeout"
+class QueueTimeout(RetryLater, status=408, type="timeout_error", code="queue_timeout"):
+    """Timeout of a request that waited in the queue for too long."""
 
 
-class Draining(RetryLater):
-    status, type, code = 503, "server_error", "draining"
+class Draining(RetryLater, status=503, type="server_error", code="draining"):
+    """Rejection of a request because the server is shutting down."""
 
     def headers(self) -> dict[str, str]:
         # The client's retry must open a new connection, which a load balancer routes to another server.

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from model.tokenizer.interface import Tokenizer
 from model.tokenizer.stream import StreamDecoder
 from service.ipc.messages import TokenLogprob
-from service.protocol.responses import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    ChatTopLogprob,
-    Logprobs,
-    PromptLogprob,
-    PromptLogprobs,
-)
+from service.protocol import responses
 
 # JSON has no minus infinity. This is the value that OpenAI's API uses instead.
 _IMPOSSIBLE = -9999.0
@@ -21,41 +14,35 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobFormat:
-    """Format options of logprobs.
-
-    num_top: number of alternatives per token. The engine may have returned more.
-    names_are_ids: name each token "token_id:N" instead of by the token's text.
-    """
+    """Format options of logprobs. With `names_are_ids`, tokens are named "token_id:N" instead of by their texts."""
 
     tokenizer: Tokenizer
     num_top: int
     names_are_ids: bool = False
 
     def name(self, token_id: int) -> str:
-        """Return the name of a token."""
+        """Return the name of a token in logprobs."""
         return f"token_id:{token_id}" if self.names_are_ids else format_token_name(self.tokenizer, token_id)
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-        """Return the most likely tokens with their logprobs; minus infinity becomes a number for JSON."""
+        """Return the most likely token ids at a position, with logprobs that JSON can express."""
         return ((token_id, max(value, _IMPOSSIBLE)) for token_id, value in entry.top[: self.num_top])
 
 
 class LogprobWriter:
-    """Incremental writer of one completion's logprobs. Counts the characters before each token (`text_offset`)."""
+    """Incremental writer of one completion's logprobs for `/v1/completions`."""
 
     def __init__(self, format: LogprobFormat) -> None:
         self._format = format
         self._decoder = StreamDecoder(format.tokenizer)
         self._num_characters = 0
 
-    def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> Logprobs:
-        """Return the logprobs of the next tokens.
+    def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> responses.Logprobs:
+        """Return the logprobs of a completion's next tokens, after the prompt's tokens.
 
-        Args:
-            prompt: entries of the prompt's tokens, which come first. The completion does not continue an incomplete
-                character at the end of the prompt.
+        The completion does not continue an incomplete character at the end of the prompt.
         """
-        written = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        written = responses.Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if prompt:
             self._append(written, prompt)
             self._num_characters += len(self._decoder.flush())
@@ -63,7 +50,7 @@ class LogprobWriter:
         self._append(written, entries)
         return written
 
-    def _append(self, written: Logprobs, entries: Sequence[TokenLogprob]) -> None:
+    def _append(self, written: responses.Logprobs, entries: Sequence[TokenLogprob]) -> None:
         for entry in entries:
             name, logprob, top = self._format.name(entry.token_id), None, None
             if entry.logprob is not None:
@@ -73,52 +60,45 @@ class LogprobWriter:
             written.tokens.append(name)
             written.token_logprobs.append(logprob)
             written.top_logprobs.append(top)
-            written.text_offset.append(self._advance(entry.token_id))
-
-    def _advance(self, token_id: int) -> int:
-        """Count a token's characters; return the character offset of the token's beginning.
-
-        A token of whole characters also flushes an incomplete character before it. That character belongs to the
-        earlier tokens.
-        """
-        before = self._num_characters
-        self._num_characters += len(self._decoder.push([token_id]))
-        text = _whole_text(self._format.tokenizer, token_id)
-        return before if text is None else self._num_characters - len(text)
+            before, text = self._num_characters, _whole_text(self._format.tokenizer, entry.token_id)
+            self._num_characters += len(self._decoder.push([entry.token_id]))
+            # A token of whole characters also ends an incomplete character, which belongs to the earlier tokens.
+            written.text_offset.append(before if text is None else self._num_characters - len(text))
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> ChatLogprobs:
-    """Return the logprobs of a chat completion, or of one chunk of a chat completion."""
+def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> responses.ChatLogprobs:
+    """Return the logprobs of a chat completion or of one chunk."""
     content = [
-        ChatTokenLogprob(
+        responses.ChatTokenLogprob(
             token=format.name(entry.token_id),
             logprob=_IMPOSSIBLE if entry.logprob is None else max(entry.logprob, _IMPOSSIBLE),
             bytes=_bytes(format.tokenizer, entry.token_id),
             top_logprobs=[
-                ChatTopLogprob(token=format.name(i), logprob=value, bytes=_bytes(format.tokenizer, i))
+                responses.ChatTopLogprob(token=format.name(i), logprob=value, bytes=_bytes(format.tokenizer, i))
                 for i, value in format.top(entry)
             ],
         )
         for entry in entries
     ]
-    return ChatLogprobs(content=content)
+    return responses.ChatLogprobs(content=content)
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> PromptLogprobs:
-    """Return the logprobs of a prompt's tokens, each with the most likely tokens at the same position."""
-    written: PromptLogprobs = []
+def prompt_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> responses.PromptLogprobs:
+    """Return the logprobs of a prompt's tokens, with the most likely tokens at each position."""
+    written: responses.PromptLogprobs = []
     for entry in entries:
         if entry.logprob is None or entry.rank is None:
             written.append(None)
             continue
         logprob = max(entry.logprob, _IMPOSSIBLE)
-        own = PromptLogprob(logprob=logprob, rank=entry.rank, decoded_token=format.name(entry.token_id))
+        own = responses.PromptLogprob(logprob=logprob, rank=entry.rank, decoded_token=format.name(entry.token_id))
         at_position = {entry.token_id: own}
         rank, previous = 0, float("nan")
         for number, (token_id, value) in enumerate(format.top(entry), 1):
             if value != previous:  # equally likely tokens share a rank
                 rank, previous = number, value
-            at_position[token_id] = PromptLogprob(logprob=value, rank=rank, decoded_token=format.name(token_id))
+            name = format.name(token_id)
+            at_position[token_id] = responses.PromptLogprob(logprob=value, rank=rank, decoded_token=name)
         written.append(at_position)
     return written
 

@@ -1,8 +1,4 @@
-"""Base class of request bodies: strict validation, with errors that name the field.
-
-"1" is not a number, and true is not 1. Unknown fields are rejected by name. Null in an optional field means
-the default.
-"""
+"""Base class of request bodies: strict validation, with errors that name the field."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -32,11 +28,9 @@ class Unsupported:
         self._neutral = neutral
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Add the check to the field's schema (pydantic's interface)."""
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Document the accepted values (pydantic's interface)."""
         return {"enum": [None, *self._neutral]}
 
     def _check(self, value: Any) -> Any:
@@ -46,26 +40,18 @@ class Unsupported:
 
 
 class RequestModel(BaseModel):
-    """Base class of request bodies: strict types, immutable, no unknown fields."""
+    """Base class of request bodies. Immutable, and strict: "1" is not a number, and unknown fields are rejected."""
 
     # `parse` rejects unknown fields. Pydantic's `forbid` lists every unknown field, which takes 0.7 s for 2 MB.
     model_config = ConfigDict(
-        strict=True,
-        extra="allow",
-        frozen=True,
-        allow_inf_nan=False,
-        json_schema_extra={"additionalProperties": False},
+        strict=True, extra="allow", frozen=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": False}
     )
     # Error messages of fields with a union type, for which pydantic reports one error per branch.
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Validate a JSON body.
-
-        Raises:
-            InvalidRequest: the first error in the body, with its field.
-        """
+        """Return a validated JSON body. Raises InvalidRequest with the first error in the body and its field."""
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
@@ -76,20 +62,14 @@ class RequestModel(BaseModel):
         return request
 
     def check_fields(self) -> None:
-        """Reject fields that contradict each other, or need a missing field.
-
-        Raises:
-            InvalidRequest: `param` names the field.
-        """
+        """Raise InvalidRequest for fields that contradict each other or need a missing field."""
 
     @classmethod
     def _explain(cls, error: ValidationError, body: bytes) -> InvalidRequest:
-        """Return pydantic's first error as one sentence that names the field."""
+        """Return pydantic's first error about a request body as one sentence that names the field."""
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         kind, place = first["type"], first["loc"]
         if kind == "json_invalid":
-            if not body.strip():
-                return InvalidRequest("the body is empty; it must be a JSON object")
             return InvalidRequest(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
         if not place:
             return InvalidRequest("the body must be a JSON object")
@@ -109,19 +89,19 @@ def _find_unknown_field(model: RequestModel, prefix: str = "") -> str | None:
         return prefix + next(iter(model.model_extra))[:100]
     for name in model.model_fields_set:
         value = getattr(model, name)
-        nested: list[tuple[str, RequestModel]] = []
+        nested = {}
         if isinstance(value, RequestModel):
-            nested = [(f"{prefix}{name}.", value)]
+            nested = {f"{prefix}{name}.": value}
         elif isinstance(value, list) and value and isinstance(value[0], RequestModel):
-            nested = [(f"{prefix}{name}[{number}].", item) for number, item in enumerate(value)]
-        for place, part in nested:
+            nested = {f"{prefix}{name}[{number}].": item for number, item in enumerate(value)}
+        for place, part in nested.items():
             if (unknown := _find_unknown_field(part, place)) is not None:
                 return unknown
     return None
 
 
 def _field_name(place: tuple[int | str, ...]) -> str:
-    """Return the name of an error's field, without the branch of a union ("stop.list[...].3")."""
+    """Return the name of a field in pydantic's error, without the branch of a union ("stop.list[...].3")."""
     if place[0] in ("stream_options", "response_format", "structured_outputs"):
         depth = 3 if place[:2] == ("response_format", "json_schema") else 2
         return ".".join(map(str, place[:depth]))
@@ -133,11 +113,7 @@ def _field_name(place: tuple[int | str, ...]) -> str:
 
 
 def split_prompts(value: str | list[str] | list[int] | list[list[int]], name: str) -> list[str | list[int]]:
-    """Return the texts or token-id lists of a field as a list, in order.
-
-    Raises:
-        InvalidRequest: the list is empty, or a text is empty.
-    """
+    """Return the prompts of a request field as a list. Raises InvalidRequest for an empty list or an empty prompt."""
     is_single = isinstance(value, str) or (value and isinstance(value[0], int))
     prompts: list[str | list[int]] = [value] if is_single else value  # type: ignore[assignment, list-item]
     if not prompts or not all(prompts):

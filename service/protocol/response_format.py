@@ -19,9 +19,9 @@ ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """Constraint that a completion must follow, and the request field (`param`) that sets the constraint.
+    """Output format that a completion must follow, from the request field `param`.
 
-    If `lenient`, schema keywords that cannot be enforced are ignored.
+    lenient: ignore schema keywords that cannot be enforced.
     """
 
     kind: ConstraintKind
@@ -45,6 +45,19 @@ class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
+    def constraint(self) -> OutputConstraint | None:
+        """Return the output constraint of `response_format`, or None for any text. Raises InvalidRequest."""
+        if (self.json_schema is None) is (self.type == "json_schema"):
+            problem = "needs json_schema" if self.json_schema is None else "takes no json_schema"
+            raise InvalidRequest(f"response_format: type {self.type} {problem}", param="response_format.json_schema")
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return OutputConstraint("json", {"type": "object"}, "response_format")
+        param = "response_format.json_schema.schema"
+        schema = _checked_schema(self.json_schema.schema_, param)
+        return OutputConstraint("json", schema, param, lenient=self.json_schema.strict is False)
+
 
 class StructuredOutputs(RequestModel):
     """Field `structured_outputs`: exactly one constraint. `grammar` is in Lark syntax or GBNF."""
@@ -56,63 +69,26 @@ class StructuredOutputs(RequestModel):
     choice: Annotated[list[Word], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: Annotated[str, Field(min_length=1, max_length=64_000)] | None = None
 
-
-def output_constraint(
-    response_format: ResponseFormat | None, structured: StructuredOutputs | None
-) -> OutputConstraint | None:
-    """Return the constraint that a request sets, or None for any text.
-
-    Raises:
-        InvalidRequest: both fields set a constraint, a subfield is missing or contradicts another, or a schema is too
-            long or not a JSON object.
-    """
-    wanted = None if response_format is None else _from_response_format(response_format)
-    if structured is None:
-        return wanted
-    if wanted is not None:
-        raise InvalidRequest("give response_format or structured_outputs, not both", param="structured_outputs")
-    return _from_structured_outputs(structured)
-
-
-def _from_response_format(asked: ResponseFormat) -> OutputConstraint | None:
-    if (asked.json_schema is None) is (asked.type == "json_schema"):
-        problem = "needs json_schema" if asked.json_schema is None else "takes no json_schema"
-        raise InvalidRequest(f"response_format: type {asked.type} {problem}", param="response_format.json_schema")
-    if asked.type == "text":
-        return None
-    if asked.json_schema is None:
-        return OutputConstraint("json", {"type": "object"}, "response_format")
-    param = "response_format.json_schema.schema"
-    schema = _checked_schema(asked.json_schema.schema_, param)
-    return OutputConstraint("json", schema, param, lenient=asked.json_schema.strict is False)
-
-
-def _from_structured_outputs(asked: StructuredOutputs) -> OutputConstraint:
-    fields: dict[ConstraintKind, Any] = {
-        "json": asked.json_,
-        "regex": asked.regex,
-        "choice": asked.choice,
-        "grammar": asked.grammar,
-    }
-    given: list[ConstraintKind] = [kind for kind, content in fields.items() if content is not None]
-    if len(given) != 1:
-        names = ", ".join(given) or "none"
-        raise InvalidRequest(
-            f"structured_outputs takes exactly one of json, regex, choice and grammar, not {names}",
-            param="structured_outputs",
-        )
-    kind, param = given[0], f"structured_outputs.{given[0]}"
-    content = fields[kind]
-    return OutputConstraint(kind, _checked_schema(content, param) if kind == "json" else content, param)
+    def constraint(self) -> OutputConstraint:
+        """Return the output constraint of `structured_outputs`. Raises InvalidRequest unless exactly one is given."""
+        given: dict[ConstraintKind, Any] = self.model_dump(by_alias=True, exclude_none=True)  # type: ignore[assignment]
+        if len(given) != 1:
+            raise InvalidRequest(
+                "structured_outputs takes exactly one of json, regex, choice and grammar, "
+                f"not {', '.join(given) or 'none'}",
+                param="structured_outputs",
+            )
+        ((kind, content),) = given.items()
+        param = f"structured_outputs.{kind}"
+        return OutputConstraint(kind, _checked_schema(content, param) if kind == "json" else content, param)
 
 
 def _checked_schema(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """Return the schema as a dict."""
+    """Return a JSON Schema from a request as a dict. Raises InvalidRequest for an invalid or too long schema."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     if len(text) > MAX_SCHEMA_CHARACTERS:
-        raise InvalidRequest(
-            f"{param} has {len(text)} characters, at most {MAX_SCHEMA_CHARACTERS} are allowed", param=param
-        )
+        message = f"{param} has {len(text)} characters; shorten it to at most {MAX_SCHEMA_CHARACTERS}"
+        raise InvalidRequest(message, param=param)
     if isinstance(schema, dict):
         return schema
     try:

@@ -263,9 +263,7 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     error: ErrorDetail
 
 
-def encode(value: Any) -> bytes:
-    """Encode a value as JSON."""
-    return _ENCODER.encode(value)
+encode = msgspec.json.Encoder().encode  # encodes a value as JSON
 
 
 def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") -> bytes:
@@ -274,7 +272,7 @@ def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") 
     U+0085, U+2028 and U+2029 are escaped. Clients that split lines with Python's `str.splitlines` (httpx `iter_lines`)
     take these characters for line breaks.
     """
-    data = _ENCODER.encode(value)
+    data = encode(value)
     if not data.isascii():
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
@@ -283,5 +281,4 @@ def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") 
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-_ENCODER = msgspec.json.Encoder()
 _LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in ("\x85", "\u2028", "\u2029")]

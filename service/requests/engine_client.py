@@ -157,8 +157,10 @@ class EngineClient:
             is_stalled: the worker hangs. Then a request that the worker has begun, but without output, expires too.
         """
         for request in self._requests:
-            if request.is_expired(now) and not request.has_failed and (is_stalled or not request.is_scheduled):
-                request.fail(self._queue_timeout(request, has_begun=request.is_scheduled))
+            if request.is_expired(now) and not request.has_failed:
+                has_begun = any(self._detector.is_running(choice.submit.uid) for choice in request.choices)
+                if is_stalled or not has_begun:
+                    request.fail(self._queue_timeout(request, has_begun=has_begun))
 
     def wake_silent_requests(self, *, since_seconds: float) -> None:
         """Wake each streamed response that has sent nothing since `since_seconds`, to send a keep-alive."""
@@ -170,7 +172,6 @@ class EngineClient:
         """Record that the worker begins a choice. Ignore reports of a dead worker, and choices that have ended."""
         entry = self._choices.get(started.uid)
         if entry is not None and started.attempt == entry[1].submit.attempt:
-            entry[1].is_scheduled = True
             self._detector.record_start(started.uid)
 
     def _receive_result(self, result: AttentionResult) -> None:

@@ -32,7 +32,6 @@ class Choice:
     has_requested_length: the client set a maximum length; else `max_tokens` is the rest of the context.
     grammar_param: the request field that the grammar comes from.
     num_prompt_logprobs: alternatives per prompt token that the first sample of the prompt requests.
-    is_scheduled: the worker has begun to compute the choice.
     has_started: the first delta of the choice has arrived.
     """
 
@@ -46,7 +45,6 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
-    is_scheduled: bool = False
     has_started: bool = False
 
     @property
@@ -83,7 +81,6 @@ class Choice:
         if len(self.prompt_logprobs) < self.num_prompt_tokens:
             self.prompt_logprobs.clear()
             num_prompt_logprobs = self.num_prompt_logprobs
-        self.is_scheduled = self.has_started
         self.submit = msgspec.structs.replace(
             self.submit,
             attempt=self.submit.attempt + 1,
@@ -206,11 +203,6 @@ class InflightRequest:
         """True if the request ends with an error, even if the error is not sent yet."""
         return self._failure is not None
 
-    @property
-    def is_scheduled(self) -> bool:
-        """True if the worker has begun to compute one of the choices."""
-        return any(choice.is_scheduled for choice in self.choices)
-
     def is_expired(self, now: float) -> bool:
         """Return True if the deadline has passed and no choice has had an event."""
         deadline = self.terms.deadline(self.arrival_seconds)
@@ -225,7 +217,6 @@ class InflightQuery:
     arrival_seconds: float
     terms: QueuePolicy
     answer: "asyncio.Future[AttentionResult]"
-    is_scheduled: bool = False
 
     @property
     def choices(self) -> "list[InflightQuery]":
@@ -254,5 +245,4 @@ class InflightQuery:
 
     def retry(self) -> None:
         """Prepare the attention query's next attempt, for a new worker."""
-        self.is_scheduled = False
         self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1)

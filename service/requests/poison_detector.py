@@ -50,6 +50,10 @@ class PoisonRequestDetector:
         """Record that the worker starts to compute a request."""
         self._running[uid] = None
 
+    def is_running(self, uid: str) -> bool:
+        """Return True if the worker has started to compute a request and has reported no progress since."""
+        return uid in self._running
+
     def record_progress(self, uid: str) -> bool:
         """Remove the strikes of a request that made progress.
 

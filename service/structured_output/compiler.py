@@ -1,8 +1,4 @@
-"""Client of the grammar compiler process, with a cache of the compiled output formats.
-
-A typical grammar costs about 1 ms of CPU time. A hostile grammar can cost as much as `COMPILER_LIMITS` allows. Requests
-that wait too long behind other grammars are rejected with a Retry-After.
-"""
+"""Client of the grammar compiler process, with a cache of compiled grammars."""
 
 import hashlib
 import json
@@ -19,6 +15,7 @@ from service.sandbox.serial_executor import SerialExecutor
 
 WAIT_SECONDS = 5.0
 _MAX_REMEMBERED = 128
+# A typical grammar takes about 1 ms of CPU time.
 COMPILER_LIMITS: Final = ProcessLimits(cpu_seconds=2.0, memory_bytes=2**30)
 
 
@@ -26,10 +23,9 @@ class GrammarChecker:
     """Compiler of requested output formats to grammars, one at a time, in a child process.
 
     Args:
-        max_waiting: maximum number of requests that wait for the child process.
-        wait_seconds: maximum time that a request waits.
-        observe: called for each request with the kind of format, "accepted" or "refused", and the seconds of the
-            compilation; None if the result was cached.
+        max_waiting: maximum number of requests that wait for the child process, each at most `wait_seconds`.
+        observe: called for each request with the kind of constraint, "accepted" or "refused", and the seconds of
+            compilation, or None for a cached grammar.
     """
 
     def __init__(
@@ -51,11 +47,11 @@ class GrammarChecker:
         self._answers: dict[bytes, dict[str, str]] = {}
 
     async def grammar(self, wanted: OutputConstraint | None) -> str | None:
-        """Return the grammar for `Submit.grammar`, or None if the request has no constraint.
+        """Return the compiled grammar of a request's output constraint, or None without a constraint.
 
         Raises:
-            InvalidRequest: the format cannot be enforced; the message says where.
-            Overloaded: too many requests wait for the child process, or this request waited too long.
+            InvalidRequest: the constraint cannot be enforced.
+            Overloaded: too many requests wait for the child process, or the request waited too long.
             EngineFailed: the child process cannot be started.
         """
         if wanted is None:
@@ -81,7 +77,6 @@ class GrammarChecker:
         self._process.close()
 
     def _opening(self) -> dict[str, Any]:
-        """Return the first command of the child process: the vocabulary."""
         tokenizer = self._tokenizer
         return {
             "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
@@ -90,7 +85,6 @@ class GrammarChecker:
         }
 
     def _ask(self, order: dict[str, object]) -> tuple[dict[str, str], float]:
-        """Return the child's reply and the seconds that the reply took."""
         start = time.monotonic()
         try:
             reply = self._process.ask(order)

@@ -1,129 +1,121 @@
 """Child process that compiles untrusted grammars under resource limits. Imports no torch.
 
 llguidance limits most of the cost of a grammar, but not all of it. A `multipleOf` of a million compiles for over 10 s,
-in one call that no thread can interrupt. The API process therefore sends each grammar to this child process, which has
-limits of memory and CPU time. A grammar that compiles here also compiles in the worker.
-
-If a schema is rejected, the error names the innermost part of the schema that alone causes the same error.
+in one call that no thread can interrupt. A grammar that compiles in this child process also compiles in the worker.
 """
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable
 from typing import Any
 
+import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
-from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
+from model.structured_output.grammar import LIMITS, GrammarError, Vocabulary, compile_grammar, json_grammar
 from service.sandbox.child_process import run_command_loop
-from service.structured_output.json_schema import NAMED, at, prepared
-from service.structured_output.lark_grammar import lark_grammar
+from service.structured_output.json_schema import prepared
 
 # Token masks computed as a trial. The first mask has most of the cost of a regular expression.
 _NUM_TRIALS = 16
-# Limit of the schema parts compiled one by one to find the invalid part.
-_MAX_PARTS = 1000
-# Keywords with one schema as their value, and keywords with a list of schemas.
-_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+# Strings, regular expressions and comments of Lark are matched first and skipped, because they may contain any text.
+# Outside strings, expressions and comments, the named groups match a schema and a temperature setting.
+_PARTS = re.compile(
+    r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*'
+    r"|(?P<schema>%json\s*)|(?P<setting>\btemperature\s*=)",
+    re.DOTALL,
+)
+# llguidance's warning for a token reference, when it validates a grammar without a tokenizer.
+_NO_VOCABULARY = "no tokenizer - can't validate "
 
 
 def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = False) -> str:
-    """Compile the requested format as a trial, and return the grammar for the worker.
-
-    Args:
-        kind: a value of `response_format.ConstraintKind`.
-        lenient: ignore schema keywords that cannot be enforced.
+    """Compile an output constraint (see `OutputConstraint`) as a trial, and return the grammar for the worker.
 
     Raises:
-        GrammarError: the format cannot be enforced; the message says where.
+        GrammarError: the constraint cannot be enforced.
     """
     if kind == "json":
-        schema = prepared(content, lenient=lenient)
-        try:
-            return _try_out(vocabulary, json_grammar(schema, lenient=lenient))
-        except GrammarError as error:
-            raise at(_find_fault(vocabulary, schema, str(error), lenient=lenient), str(error)) from None
-    if kind == "regex":
-        return _try_out(vocabulary, LLMatcher.grammar_from_regex(content))
-    if kind == "choice":
+        grammar = json_grammar(prepared(content, lenient=lenient), lenient=lenient)
+    elif kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(content)
+    elif kind == "choice":
         words = " | ".join(json.dumps(word) for word in content)
-        return _try_out(vocabulary, LLMatcher.grammar_from_lark(f"start: {words}"))
-    return _try_out(vocabulary, lark_grammar(content))
+        grammar = LLMatcher.grammar_from_lark(f"start: {words}")
+    else:
+        grammar = _lark_grammar(content)
+    _try_out(vocabulary, grammar)
+    return grammar
 
 
-def _try_out(vocabulary: LLTokenizer, grammar: str) -> str:
+def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
     """Sample a few tokens, so that a grammar with masks over a limit is rejected before a completion starts.
 
-    Returns the grammar.
-
     Raises:
-        GrammarError: the grammar does not compile, or a token mask exceeds a limit.
+        GrammarError: the grammar does not compile, exceeds a limit, or allows no token.
     """
-    rng, matcher, token_ids = random.Random(0), compile_grammar(vocabulary, grammar), list[int]()
+    rng, matcher = random.Random(0), compile_grammar(vocabulary, grammar)
     for _ in range(_NUM_TRIALS):
         if matcher.is_stopped():
             break
         allowed = [number for number, bias in enumerate(matcher.compute_logit_bias()) if bias]
-        if not allowed:
+        if not allowed or not matcher.consume_token(rng.choice(allowed)):
             break
-        token_ids.append(rng.choice(allowed))
-        if not matcher.consume_token(token_ids[-1]):
-            break
-    if not matcher.is_error():
-        return grammar
-    message = matcher.get_error()
-    if message.startswith("NoExtension") and not _can_go_on(grammar, vocabulary.decode_bytes(token_ids)):
-        message = "no text can ever be complete; check for a rule or a $ref that refers only to itself"
-    raise GrammarError(message)
+    if matcher.is_error():
+        message = matcher.get_error()
+        if message.startswith("NoExtension"):
+            message = "no tokens of this model can complete the text; check for a rule or a $ref that needs itself"
+        raise GrammarError(message)
 
 
-def _can_go_on(grammar: str, text: bytes) -> bool:
-    """Return True if some byte may follow `text` in the grammar, whether or not the vocabulary has a token for it."""
-    matcher = compile_grammar(Vocabulary([bytes([byte]) for byte in range(256)], [], []).for_masks(), grammar)
-    matcher.consume_tokens(list(text))
-    matcher.compute_bitmask()
-    return not matcher.is_error()
+def _lark_grammar(content: str) -> str:
+    """Return llguidance's form of a client's Lark or GBNF grammar. Schemas (`%json {…}`) are prepared.
 
-
-def _find_fault(vocabulary: LLTokenizer, schema: Mapping[str, Any], message: str, *, lenient: bool) -> str:
-    """Return the path of the innermost part of a schema that alone causes the same error, as in "properties.age".
-
-    The path is empty if only the whole schema causes the error.
+    Raises:
+        GrammarError: the grammar is invalid, sets a temperature, or refers to tokens.
     """
-    shared = {key: schema[key] for key in ("$schema", "$defs", "definitions") if key in schema}
-
-    def has_fault(part: Mapping[str, Any]) -> bool:
-        try:
-            compile_grammar(vocabulary, json_grammar({**shared, **part}, lenient=lenient))
-        except GrammarError as error:
-            return str(error) == message
-        return False
-
-    path, trials = list[str](), iter(range(_MAX_PARTS))
-    while found := next((pair for pair, _ in zip(_parts(schema), trials, strict=False) if has_fault(pair[1])), None):
-        path.append(found[0])
-        schema = found[1]
-    return ".".join(path)
+    try:
+        text = llguidance.grammar_from("grammar", content)
+    except ValueError as error:
+        reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+        raise GrammarError(reason) from None
+    grammar = LLMatcher.grammar_from_lark(_ready(text))
+    is_error, warnings = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
+    if not is_error and any(line.startswith(_NO_VOCABULARY) for line in warnings):
+        raise GrammarError("a rule refers to a token, as in <|end|>; a grammar may only describe text")
+    return grammar
 
 
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the paths and direct subschemas of a schema."""
-    for key, value in schema.items():
-        if key in _ONE and isinstance(value, dict):
-            yield key, value
-        elif key in (*_LISTS, "items") and isinstance(value, list):
-            yield from ((f"{key}[{i}]", part) for i, part in enumerate(value) if isinstance(part, dict))
-        elif key in NAMED and isinstance(value, dict):
-            yield from ((f"{key}.{name}", part) for name, part in value.items() if isinstance(part, dict))
+def _ready(text: str) -> str:
+    """Return a Lark grammar with its JSON Schemas prepared. Raises GrammarError with the line of the fault."""
+    pieces, start = [], 0
+    while found := _PARTS.search(text, start):
+        pieces.append(text[start : found.end()])
+        start = found.end()
+        line = text.count("\n", 0, found.start()) + 1
+        if found["setting"]:
+            raise GrammarError(f"line {line}: a rule cannot set temperature; set it in the request")
+        if found["schema"]:
+            try:
+                schema, start = json.JSONDecoder().raw_decode(text, start)
+            except json.JSONDecodeError:
+                continue  # llguidance reports the error
+            if isinstance(schema, dict):
+                try:
+                    document = json.loads(json_grammar(prepared(schema, lenient=False)))
+                except GrammarError as error:
+                    raise GrammarError(f"line {line}: {error}") from None
+                schema = document["grammars"][0]["json_schema"]
+            pieces.append(json.dumps(schema))
+    return "".join([*pieces, text[start:]])
 
 
 def main() -> None:
-    """Check grammars for the parent process.
+    """Check grammars for the API process.
 
     The first command is `{"tokens", "special_token_ids", "eos_token_ids"}` and the limits, with each token's bytes
-    decoded as Latin-1. Each further command is `{"kind", "content", "lenient"}`. A reply is `{"grammar"}` or
-    `{"error"}`.
+    decoded as Latin-1. Each further command is `{"kind", "content", "lenient"}`. A reply has a `grammar` or an `error`.
     """
     run_command_loop(_prepare)
 

@@ -1,11 +1,7 @@
-"""Preparation of a JSON Schema for llguidance.
-
-Parts that llguidance would enforce wrongly are rejected with their path, or narrowed to values that it enforces.
-Every value except data (`const`, `enum`) is treated as a schema, even under unknown keywords: a `$ref` may point there.
-"""
+"""Preparation of a client's JSON Schema for llguidance, which would enforce some keywords wrongly."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from model.structured_output.grammar import GrammarError
@@ -15,7 +11,7 @@ LARGEST_INTEGER = 2**53 - 1
 _LONGEST_PLACE = 100
 _LONGEST_NUMBER = 30
 # Keywords that map names to schemas. Other keywords have a schema or a list of schemas as their value.
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "enum")
 _NOTES = ("default", "examples")  # annotations, which constrain nothing
 # An inclusive bound is narrowed to the largest exact integer, and an exclusive bound to that integer plus one.
@@ -26,26 +22,23 @@ _WRITABLE = frozenset(
 )  # control characters with a short JSON escape such as \n; see `model.structured_output.grammar`
 
 
-def prepared(schema: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
-    """Return the schema in the form that llguidance receives.
+def prepared(schema: Any, place: str = "", *, lenient: bool) -> Any:
+    """Return a JSON Schema in the form that llguidance receives. Other values are returned unchanged.
+
+    Bounds beyond the exact integers are narrowed. Every value except data (`const`, `enum`) is treated as a schema,
+    even under an unknown keyword, because a `$ref` may point there.
+
+    Args:
+        place: path of the schema in the client's schema, for errors.
+        lenient: accept a `minProperties` that cannot be enforced.
 
     Raises:
-        GrammarError: the schema cannot be enforced; the message says where.
+        GrammarError: llguidance would enforce the schema wrongly; the message begins with the path of the keyword.
     """
-    return _prepared(schema, "", lenient=lenient)
-
-
-def at(place: str, complaint: str) -> GrammarError:
-    """Return an error that names a path in the schema. A long path loses its beginning."""
-    place = place.lstrip(".")
-    if len(place) > _LONGEST_PLACE:
-        place = "…" + place[-_LONGEST_PLACE:]
-    return GrammarError(f"at {place}: {complaint}" if place else complaint)
-
-
-def _prepared(schema: Mapping[str, Any], place: str, *, lenient: bool) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        return schema
     if "x-guidance" in schema:
-        raise at(place, "x-guidance is not supported; remove it")
+        raise _error(place, "x-guidance is not supported; remove it")
     if not lenient:
         _check_count(schema, place)
     ready: dict[str, Any] = {}
@@ -54,87 +47,63 @@ def _prepared(schema: Mapping[str, Any], place: str, *, lenient: bool) -> dict[s
         if key in _NOTES:
             continue
         if key in _DATA:
-            for data_place, leaf in _leaves(value, below):
-                _check_data(leaf, data_place)
+            _check_data(value, below)
             ready[key] = value
-        elif key in NAMED and isinstance(value, dict):
-            ready[key] = {
-                name: _prepared(part, f"{below}.{name}", lenient=lenient) if isinstance(part, dict) else part
-                for name, part in value.items()
-            }
-        elif isinstance(value, dict):
-            ready[key] = _prepared(value, below, lenient=lenient)
+        elif key in _NAMED and isinstance(value, dict):
+            ready[key] = {name: prepared(part, f"{below}.{name}", lenient=lenient) for name, part in value.items()}
         elif isinstance(value, list):
-            ready[key] = [
-                _prepared(part, f"{below}[{number}]", lenient=lenient) if isinstance(part, dict) else part
-                for number, part in enumerate(value)
-            ]
+            ready[key] = [prepared(part, f"{below}[{i}]", lenient=lenient) for i, part in enumerate(value)]
+        elif _is_number(value):
+            ready[key] = min(max(value, _LOWER.get(key, value)), _UPPER.get(key, math.inf))
+            if ready[key] == value or not math.isfinite(value):
+                _check_data(value, below)
         else:
-            ready[key] = _prepared_number(key, value, below) if _is_number(value) else value
+            ready[key] = prepared(value, below, lenient=lenient)
     return ready
+
+
+def _error(place: str, complaint: str) -> GrammarError:
+    """Return an error that names a path in the schema. A long path loses its beginning."""
+    place = place.lstrip(".")
+    if len(place) > _LONGEST_PLACE:
+        place = "…" + place[-_LONGEST_PLACE:]
+    return GrammarError(f"at {place}: {complaint}" if place else complaint)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _prepared_number(key: str, value: float, place: str) -> float:
-    """Return the number of a keyword. A bound beyond the exact integers is narrowed to the largest exact integer."""
-    if math.isfinite(value) and value < _LOWER.get(key, value):
-        return _LOWER[key]
-    if math.isfinite(value) and value > _UPPER.get(key, value):
-        return _UPPER[key]
-    _check_data(value, place)
-    return value
-
-
 def _check_data(value: object, place: str) -> None:
-    """Check that llguidance generates this number or string of a schema (`const`, `enum`) exactly as written.
-
-    Raises:
-        GrammarError: the value would be changed, or cannot be generated.
-    """
-    if _is_number(value):
-        assert isinstance(value, int | float)
-        written = str(value)
-        if len(written) > _LONGEST_NUMBER:
-            written = f"{written[:_LONGEST_NUMBER]}…"
-        if isinstance(value, float) and not math.isfinite(value):
-            raise at(place, f"{written} is not a JSON number")
-        if abs(value) > LARGEST_INTEGER:
-            raise at(place, f"{written} is beyond ±(2^53 - 1), where JSON numbers are no longer exact")
-    elif isinstance(value, str) and any(not (c >= " " or c in _WRITABLE) or c == "\x7f" for c in value):
-        raise at(place, "a control character that needs a \\u escape cannot be generated; remove it")
-
-
-def _leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
-    """Yield the paths and scalars in data."""
+    """Raise GrammarError for a number or string in `const` or `enum` that llguidance cannot generate as written."""
     if isinstance(value, dict):
         for name, part in value.items():
-            yield from _leaves(part, f"{place}.{name}")
+            _check_data(part, f"{place}.{name}")
     elif isinstance(value, list):
         for number, part in enumerate(value):
-            yield from _leaves(part, f"{place}[{number}]")
-    else:
-        yield place, value
+            _check_data(part, f"{place}[{number}]")
+    elif isinstance(value, str) and any(not (c >= " " or c in _WRITABLE) or c == "\x7f" for c in value):
+        raise _error(place, "a control character that needs a \\u escape cannot be generated; remove it")
+    elif isinstance(value, int | float):
+        written = f"{str(value)[:_LONGEST_NUMBER]}…" if len(str(value)) > _LONGEST_NUMBER else str(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _error(place, f"{written} is not a JSON number")
+        if abs(value) > LARGEST_INTEGER:
+            raise _error(place, f"{written} is beyond ±(2^53 - 1), where JSON numbers are no longer exact")
 
 
 def _check_count(schema: Mapping[str, Any], place: str) -> None:
-    """Check that `minProperties` can be enforced.
+    """Raise GrammarError if `minProperties` needs two or more keys that the schema does not name.
 
-    The grammar lets a key that the schema does not name occur twice, so two such keys may be the same key.
-
-    Raises:
-        GrammarError: `minProperties` needs two or more keys that the schema does not name.
+    The grammar lets such a key occur twice, so two occurrences may be the same key.
     """
-    least, required = schema.get("minProperties"), schema.get("required")
+    least, required = schema.get("minProperties", 0), schema.get("required")
     has_free_keys = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
-    if not _is_number(least) or not has_free_keys:
+    if not has_free_keys or not _is_number(least):
         return
     named = len(set(map(str, required))) if isinstance(required, list) else 0
-    assert isinstance(least, int | float)
     if least > named + 1:
-        raise at(
+        raise _error(
             place,
             f"minProperties: {least} with {named} required cannot be enforced, because keys that are not named in the "
             f"schema may repeat; list more keys in required, or set minProperties to {named + 1} at most",

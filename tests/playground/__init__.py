@@ -1,1 +1,1 @@
-"""The playground page: `test_page.py` reads it as a file, `browser_check.py` uses it in a browser, by hand."""
+"""Tests of the playground page: `test_page.py` reads the file; `browser_check.py`, run by hand, needs a browser."""

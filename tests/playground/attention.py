@@ -1,4 +1,4 @@
-"""What the stub server tells of attention: made up, but as the service would say it."""
+"""Attention responses of the stub server: invented weights in the service's format."""
 
 import math
 from typing import Any
@@ -7,12 +7,12 @@ NUM_LAYERS, NUM_HEADS = 3, 4
 
 
 def limits(model: str) -> dict[str, Any]:
-    """`GET /inspect/attention`."""
+    """Return the body of `GET /inspect/attention`."""
     return {"model": model, "num_layers": NUM_LAYERS, "num_heads": NUM_HEADS, "max_tokens": 128}
 
 
 def answer(model: str, tokens: list[str], layer: int) -> dict[str, Any]:
-    """`POST /inspect/attention`, all heads: head h of layer l looks about h + l tokens back."""
+    """Return the body of `POST /inspect/attention` for all heads: head h of layer l attends about h + l tokens back."""
     return {
         "object": "attention",
         "model": model,

@@ -89,7 +89,7 @@ def check_stop(page: Playground) -> None:
     assert page.text("completion") != ""
     assert not page.visible("problem")
     if record := page.record:
-        page.browser.until(lambda: record.num_left == num_left + 1, "the server to see that nobody listens")
+        page.browser.until(lambda: record.num_left == num_left + 1, "the server to notice the disconnect")
 
 
 def check_tokens(page: Playground) -> None:
@@ -186,7 +186,7 @@ def check_screens(page: Playground) -> None:
 
 
 def check_scrolling(page: Playground) -> None:
-    """The end stays in sight until the reader scrolls back, even by a little, and again once they return to it."""
+    """The page follows the end of the text, except while the reader has scrolled back."""
     follows = "document.getElementById('caret').getBoundingClientRect().bottom <= innerHeight"
     for screen, scroller in ((DESK, "document.getElementById('page')"), (PHONE, "document.scrollingElement")):
         page.browser.set_screen(**screen)
@@ -268,7 +268,7 @@ STUB_CHECKS = (
 
 
 def check_quiet(browser: Chromium, url: str) -> None:
-    """Whatever was done: no exception in the page, nothing asked of another server."""
+    """Check that the page raised no exception and sent no request to another server."""
     thrown = [event["params"] for event in browser.events if event["method"] == "Runtime.exceptionThrown"]
     assert not thrown, thrown
     asked = [
@@ -281,7 +281,7 @@ def check_quiet(browser: Chromium, url: str) -> None:
 
 
 def take_screenshots(page: Playground, folder: Path) -> None:
-    """The page after a completion, a token under the mouse: light, dark, and on a phone."""
+    """Save screenshots of the page after a completion: light, dark, and on a phone."""
     folder.mkdir(parents=True, exist_ok=True)
     screens: dict[str, dict[str, Any]] = {
         "playground": DESK | {"scale": 1.5},
@@ -316,7 +316,7 @@ def stub(**options: Any) -> Iterator[tuple[str, Record]]:
 
 
 def run_checks(page: Playground, checks: Sequence[Callable[[Playground], None]]) -> int:
-    """How many failed. One that fails does not keep the others from running."""
+    """Run all checks and return the number of failed checks."""
     num_failed = 0
     for check in checks:
         name = check.__name__.removeprefix("check_").replace("_", " ")

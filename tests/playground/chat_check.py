@@ -1,4 +1,4 @@
-"""What the page does as a conversation."""
+"""Browser checks of the playground's chat mode."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ TURNS = "[...document.querySelectorAll('#turns .said')].map(e => e.textContent)"
 
 
 def begin(page: Playground) -> bool:
-    """Switch to the conversation by keyboard; False before a service that offers none."""
+    """Switch to the chat mode by keyboard. Return False if the server offers no chat."""
     page.open()
     if not page.visible("chat-switch"):
         return False
@@ -23,7 +23,7 @@ def begin(page: Playground) -> bool:
 
 
 def check_conversation(page: Playground) -> None:
-    """The second message is sent with what was said before it."""
+    """The second message is sent with the earlier messages."""
     if not begin(page):
         return
     first = page.generate("Hello! What is a fox?", max_tokens="20")
@@ -53,7 +53,7 @@ def check_conversation(page: Playground) -> None:
 
 
 def check_two_modes(page: Playground) -> None:
-    """Each has a text of its own, and what acts in one alone is not offered in the other."""
+    """Completion mode and chat mode have separate texts and separate controls."""
     if not begin(page):
         return
     page.browser.run("(e => { e.value = 'a message'; })(document.getElementById('prompt'))")
@@ -97,7 +97,7 @@ def check_copied_conversation(page: Playground) -> None:
 
 
 def check_conversation_stops(page: Playground) -> None:
-    """What came is part of the conversation."""
+    """A stopped answer becomes part of the conversation."""
     if not begin(page):
         return
     page.start("<slow> Tell me a long story", max_tokens="300")
@@ -109,7 +109,7 @@ def check_conversation_stops(page: Playground) -> None:
 
 
 def check_a_turn_that_fails(page: Playground) -> None:
-    """It was not said: the message stands where it was, and is sent again without what came of it."""
+    """A failed answer is not kept: the message stays in the input."""
     assert begin(page)
     first = page.generate("Hello", max_tokens="60")
     assert page.problem("<503> again")["title"] == "The server is not ready"
@@ -129,7 +129,7 @@ def check_a_conversation_is_text(page: Playground) -> None:
 
 
 def check_no_conversation(page: Playground) -> None:
-    """Not offered by a server without a template, whatever a link says."""
+    """A server without a chat template offers no chat mode, even if the link selects it."""
     server = StubServer(chats=False).start()
     try:
         other = Playground(page.browser, server.url, server.record)

@@ -1,4 +1,4 @@
-"""An event stream with every oddity the grammar allows, and a script that feeds it to the page cut in every way."""
+"""An event stream with every form that the grammar allows, and a script that feeds the page all its splits."""
 
 # Every way to cut a stream must give the same events: whole, byte by byte, and in two at each place.
 CHECK = """(async (bytes) => {

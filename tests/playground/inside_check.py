@@ -14,7 +14,7 @@ MISPLACED_WEIGHTS = """[...document.querySelectorAll('.glyph')].filter((chip, at
 
 
 def look(page: Playground, prompt: str = PROMPT) -> None:
-    """Open the panel on a prompt and wait for its weights."""
+    """Open the panel "Look inside" for a prompt and wait for the weights."""
     page.open()
     page.browser.until_script("!document.getElementById('inside-open').hidden")
     page.browser.run(f"setPrompt({json.dumps(prompt)})")
@@ -23,7 +23,7 @@ def look(page: Playground, prompt: str = PROMPT) -> None:
 
 
 def choose(page: Playground, name: str, value: str) -> None:
-    """Choose a layer or a head, as a person does in the list."""
+    """Select a layer or a head in its list, with the events of a user's choice."""
     page.browser.run(
         f"(e => {{ e.value = {json.dumps(value)}; e.dispatchEvent(new Event('change')); }})"
         f"(document.getElementById('inside-{name}'))"
@@ -81,7 +81,7 @@ def check_inside_by_keyboard(page: Playground) -> None:
 
 
 def check_inside_keeps_the_layers_focus(page: Playground) -> None:
-    """Who changes the layer goes on changing it: only opening moves the keyboard's place."""
+    """Changing the layer keeps the keyboard focus; only opening the panel moves the focus."""
     look(page)
     page.browser.until_script("document.activeElement.matches('.glyph')")
     page.browser.run("document.getElementById('inside-layer').focus()")
@@ -112,7 +112,7 @@ def check_inside_map(page: Playground) -> None:
         page.browser.run(f"(m => pointAtMap({{ {place} }}))(document.getElementById('inside-map'))")
         assert page.browser.run("inside.token") == row
         assert page.browser.run("inside.beside") == (column if column <= row else None)
-    assert " attends most to " in page.text("inside-says"), "the future is nobody's"
+    assert " attends most to " in page.text("inside-says"), "no token attends to later tokens"
 
 
 def check_inside_fits(page: Playground) -> None:

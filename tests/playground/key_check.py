@@ -1,4 +1,4 @@
-"""What the page does before a server that asks for an API key."""
+"""Browser checks of the playground with a server that requires an API key."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The page in a browser, with the handles that the checks pull."""
+"""Playground page in a browser, with methods for the checks."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ STABLE = "#prompt, #chips, #generate, #stop, #copy-curl, #rail, #page, #ending, 
 
 
 class Playground:
-    """The page as a person uses it. `record` is what the stub saw, None before a real service."""
+    """Playground page as a user operates it. `record` holds the stub server's requests; None for a real server."""
 
     def __init__(self, browser: Chromium, url: str, record: Record | None) -> None:
         self.browser = browser
@@ -49,7 +49,7 @@ class Playground:
         return bool(self.browser.run(f"document.getElementById({json.dumps(element)}).checkVisibility()"))
 
     def boxes(self) -> list[list[float]]:
-        """Where the things stand that text must not move."""
+        """Return the positions of the elements that new text must not move."""
         place = "(r => [r.x, r.y, r.width, r.height])(e.getBoundingClientRect())"
         boxes: list[list[float]] = self.browser.run(
             f"[...document.querySelectorAll({json.dumps(STABLE)})].map(e => {place})"
@@ -65,7 +65,7 @@ class Playground:
         }
 
     def rests(self, scroller: str) -> bool:
-        """Whether the scroll position stays while some lines of text arrive."""
+        """Return True if the scroll position stays while lines of text arrive."""
         place, num_chunks = self.browser.run(f"[{scroller}.scrollTop, active.numChunks]")
         self.browser.until_script(f"active.numChunks > {num_chunks + 30}")
         return bool(self.browser.run(f"{scroller}.scrollTop") == place)

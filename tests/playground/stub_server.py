@@ -36,7 +36,7 @@ HOSTILE = '<img src=x onerror="document.title=1"> & <b>bold</b> </script><script
 
 @dataclass
 class Record:
-    """What the stub saw: the bodies of completion requests, and how many streams their clients left."""
+    """Requests to the stub server: the bodies of completion requests, and the number of streams that clients left."""
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_left: int = 0
@@ -44,7 +44,7 @@ class Record:
 
 
 class StubServer:
-    """Serves on a free port of 127.0.0.1 from `start` to `stop`."""
+    """Stub server on a free port of 127.0.0.1, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class StubServer:
 
 
 def split_tokens(text: str) -> list[str]:
-    """Words with their leading space, as a byte-level BPE would nearly do; joined they are the text."""
+    """Split a text into words with their leading spaces, similar to byte-level BPE."""
     tokens: list[str] = []
     for char in text:
         if tokens and char.isalpha() and (tokens[-1][-1].isalpha() or tokens[-1] == " "):
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
     chats: ClassVar[bool]
 
     def parse_request(self) -> bool:
-        """Whoever asks for more than the page without the key is refused here."""
+        """Reject a request for anything but the page without the API key."""
         if not super().parse_request():
             return False
         has_key = self.key in ("", (self.headers["Authorization"] or "").removeprefix("Bearer "))
@@ -247,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _logprobs(text: str, offset: int, num_top: int, draws: random.Random) -> dict[str, Any]:
-    """One entry a token; a character outside the basic plane is two tokens, neither of which is text."""
+    """Return one logprobs entry per token. A character outside the basic plane is two incomplete tokens."""
     halves = [text.encode()[:2], text.encode()[2:]] if max(text) > "\uffff" else []
     names = ["bytes:" + "".join(f"\\x{byte:02x}" for byte in half) for half in halves] or [text]
     tops = [_alternatives(name, num_top, draws) for name in names]

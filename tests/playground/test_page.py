@@ -1,4 +1,4 @@
-"""What must hold of the page as a file. How it behaves needs a browser: `python -m tests.playground.browser_check`."""
+"""Static checks of the playground page. Its behaviour is checked by `python -m tests.playground.browser_check`."""
 
 import json
 import re
@@ -17,7 +17,7 @@ Attributes = dict[str, str | None]
 
 
 class _Elements(HTMLParser):
-    """Collects every element's tag and attributes, in order."""
+    """HTML parser that collects every element's tag and attributes, in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ def numbers(elements: list[tuple[str, Attributes]]) -> list[Attributes]:
     return [attributes for tag, attributes in elements if tag == "input" and attributes["type"] == "number"]
 
 
-def test_nothing_is_loaded_from_elsewhere(page: str, elements: list[tuple[str, Attributes]]) -> None:
+def test_the_page_loads_nothing_from_other_servers(page: str, elements: list[tuple[str, Attributes]]) -> None:
     assert not re.findall(r"https?://|@import|url\(|\bimport\(|importScripts", page)
     for tag, attributes in elements:
         for name in ("src", "href", "srcset", "action", "poster", "data"):
             assert (attributes.get(name) or "data:").startswith("data:"), f"<{tag} {name}> loads something"
 
 
-def test_the_browser_is_told_to_refuse_what_is_from_elsewhere(elements: list[tuple[str, Attributes]]) -> None:
+def test_the_content_security_policy_forbids_other_servers(elements: list[tuple[str, Attributes]]) -> None:
     policies = [a["content"] for _, a in elements if a.get("http-equiv") == "Content-Security-Policy"]
     directives = dict(part.split(maxsplit=1) for part in (policies[0] or "").split(";"))
     assert directives["default-src"] == "'none'"
@@ -73,14 +73,14 @@ def test_the_browser_is_told_to_refuse_what_is_from_elsewhere(elements: list[tup
     assert set(directives) == {"default-src", "connect-src", "img-src", "base-uri", "form-action"} | inline
 
 
-def test_text_enters_the_page_as_text_only(script: str, elements: list[tuple[str, Attributes]]) -> None:
+def test_the_script_never_inserts_text_as_html(script: str, elements: list[tuple[str, Attributes]]) -> None:
     ways_to_make_elements_of_text = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|srcdoc|DOMParser"
     ways_to_run_text = r"\beval\(|new Function|set(?:Timeout|Interval)\(\s*[\"'`]|createContextualFragment|javascript:"
     assert not re.findall(f"{ways_to_make_elements_of_text}|{ways_to_run_text}", script)
     assert not [name for _, attributes in elements for name in attributes if name.startswith("on")]
 
 
-def test_every_id_the_script_names_exists(script: str, ids: set[str]) -> None:
+def test_every_element_id_in_the_script_exists(script: str, ids: set[str]) -> None:
     named = set(re.findall(r"\$\(\"([^\"]+)\"\)", script))
     assert len(named) > 20, "the script's way to find an element has changed: so must this test"
     assert named <= ids
@@ -90,7 +90,7 @@ def test_every_id_the_script_names_exists(script: str, ids: set[str]) -> None:
     assert figures <= ids
 
 
-def test_the_key_goes_to_the_server_and_nowhere_else(script: str, elements: list[tuple[str, Attributes]]) -> None:
+def test_the_api_key_is_sent_only_to_the_server(script: str, elements: list[tuple[str, Attributes]]) -> None:
     (key,) = [attributes for tag, attributes in elements if attributes.get("id") == "key"]
     assert key["type"] == "password"
     assert "name" not in key, "what has a name is put into links and requests"
@@ -99,14 +99,14 @@ def test_the_key_goes_to_the_server_and_nowhere_else(script: str, elements: list
     assert "localStorage" not in script
 
 
-def test_every_reference_between_elements_holds(elements: list[tuple[str, Attributes]], ids: set[str]) -> None:
+def test_every_reference_between_elements_exists(elements: list[tuple[str, Attributes]], ids: set[str]) -> None:
     references = ("for", "data-for", "aria-labelledby", "aria-describedby", "aria-controls")
     named = {a[name] for _, a in elements for name in references if name in a}
     assert named
     assert named <= ids
 
 
-def test_every_control_has_a_name_a_reader_can_hear(page: str, elements: list[tuple[str, Attributes]]) -> None:
+def test_every_control_has_an_accessible_name(page: str, elements: list[tuple[str, Attributes]]) -> None:
     labelled = {attributes["for"] for tag, attributes in elements if tag == "label" and "for" in attributes}
     for tag, attributes in elements:
         if tag in ("input", "textarea") and attributes.get("aria-hidden") != "true":
@@ -114,9 +114,7 @@ def test_every_control_has_a_name_a_reader_can_hear(page: str, elements: list[tu
             assert attributes["id"] in labelled or wrapped, attributes["id"]
 
 
-def test_every_field_the_page_sends_is_known_to_the_service(
-    script: str, elements: list[tuple[str, Attributes]]
-) -> None:
+def test_the_service_knows_every_field_that_the_page_sends(script: str, elements: list[tuple[str, Attributes]]) -> None:
     from_controls = {a["name"] for tag, a in elements if tag in ("input", "textarea") and a.get("name")}
     from_script = set(re.findall(r"\brequest\.(\w+) = ", script))
     assert from_script >= {"model", "prompt", "messages", "stop", "logprobs", "stream", "stream_options"}
@@ -125,7 +123,7 @@ def test_every_field_the_page_sends_is_known_to_the_service(
 
 
 @pytest.mark.parametrize("end", ["value", "min", "max"])
-def test_the_service_accepts_every_value_the_controls_allow(end: str, numbers: list[Attributes]) -> None:
+def test_the_service_accepts_every_value_of_the_controls(end: str, numbers: list[Attributes]) -> None:
     values = {str(a["name"]): json.loads(a.get(end) or "null") for a in numbers}
     assert set(values) == {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"}
     options = {"stream": True, "stream_options": {"include_usage": True}, "stop": ["\n", "The end"], "logprobs": 5}

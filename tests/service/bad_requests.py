@@ -12,7 +12,7 @@ def _json(**fields: Any) -> bytes:
 
 
 BAD_REQUESTS: list[tuple[bytes, int, str]] = [
-    (b"", 400, "the body is empty"),
+    (b"", 400, "the body is not valid JSON: EOF"),
     (b"{", 400, "not valid JSON"),
     (b"\x00\xff", 400, "not valid JSON"),
     (b'{"prompt": "a"', 400, "not valid JSON"),

@@ -1,4 +1,4 @@
-"""A stream says what the body says, whatever is asked for, however the engine cuts it, and whoever dies meanwhile."""
+"""Equality of streamed and whole responses, for any request fields, delta sizes and worker deaths."""
 
 import asyncio
 import json
@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.admission.controller import Admission
-from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
+from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream, Delivery
 from service.engine.output_processor import Detokenizer
 from service.ipc.messages import Command, FinishReason, Submit, TokenDelta, TokenLogprob
+from service.protocol.completions import CompletionRequest, StreamOptions
 from service.requests.engine_client import EngineClient
 from service.requests.inflight import Choice
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
@@ -39,17 +40,17 @@ SILENT: Any = SimpleNamespace(
 
 
 def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
-    """Some score, the same in each attempt."""
+    """Return a logprob that is the same in each attempt."""
     top = tuple(((token_id + number) % 256, -float(number + position % 3)) for number in range(num_top))
     return TokenLogprob(token_id=token_id, logprob=-float(position % 3), rank=1, top=top)
 
 
 @dataclass
 class Engine:
-    """What a worker does: it draws `texts[uid]`, and dies when it is told to.
+    """Simulated worker that generates `texts[uid]`. Every step is one delta.
 
-    Every step is one delta of some tokens. Prompts are scored with the first, and no sample overtakes the one that does
-    before a worker has died.
+    The first delta of a prompt's first sample has the prompt's logprobs. Before a worker death, no other sample of the
+    prompt comes earlier.
     """
 
     texts: dict[str, Sequence[int]]
@@ -63,7 +64,7 @@ class Engine:
                 self.running[command.uid] = (command, detokenizer, len(command.prior_token_ids))
 
     def next(self, turn: int) -> str:
-        """Whose turn it is."""
+        """Return the uid of the sequence that computes next."""
         uid = sorted(self.running)[turn % len(self.running)]
         first = uid.split(".")[0] + ".0"
         submit, _, start = self.running.get(first, self.running[uid])
@@ -98,18 +99,18 @@ class Engine:
         )
 
 
-def make_choices(builder: type[ResponseBuilder], response_options: ResponseOptions, num_samples: int) -> list[Choice]:
-    """As the request processor makes them."""
+def make_choices(builder: type[ResponseBuilder], asked: CompletionRequest, num_samples: int) -> list[Choice]:
+    """Return choices as the request processor builds them."""
     prompts = PROMPTS if builder is CompletionBuilder else PROMPTS[:1]
-    wanted = [response_options.prompt_logprobs, response_options.logprobs if response_options.echo else None]
+    wanted = [asked.prompt_logprobs, asked.logprobs if asked.echo else None]
     choices = [
         make_choice(
             f"{prompt_index}.{sample}",
             index=prompt_index * num_samples + sample,
             prompt_index=prompt_index,
-            text=f"<{prompt_index}>" if response_options.echo else "",
+            text=f"<{prompt_index}>" if asked.echo else "",
             prompt=prompt,
-            logprobs=response_options.logprobs,
+            logprobs=asked.logprobs,
             prompt_logprobs=None if sample else max((number for number in wanted if number is not None), default=None),
         )
         for prompt_index, prompt in enumerate(prompts)
@@ -122,18 +123,18 @@ def make_choices(builder: type[ResponseBuilder], response_options: ResponseOptio
 
 @dataclass(frozen=True)
 class Scene:
-    """One request, and what happens to it: whose turn it is, how much is drawn, before which turns the worker dies."""
+    """One request and its course: which choice gets how many tokens, and before which steps the worker dies."""
 
     builder: type[CompletionBuilder] | type[ChatBuilder]
-    response_options: ResponseOptions
+    asked: CompletionRequest
     num_samples: int
     texts: list[list[int]]
     turns: list[tuple[int, int]]
     deaths: set[int]
 
     async def play(self, kind: Callable[..., Delivery], deaths: set[int]) -> str:
-        """What the client gets."""
-        choices = make_choices(self.builder, self.response_options, self.num_samples)
+        """Return the bytes that the client receives."""
+        choices = make_choices(self.builder, self.asked, self.num_samples)
         engine = Engine({choice.submit.uid: self.texts[choice.index] for choice in choices})
         engine_client = EngineClient(
             send=engine.take,
@@ -154,9 +155,7 @@ class Scene:
             await asyncio.Event().wait()
 
         engine_client.submit(request)
-        builder = self.builder(
-            response_id="id", created=5, model="tiny", options=self.response_options, tokenizer=TOKENIZER
-        )
+        builder = self.builder(self.asked, response_id="id", created=5, model="tiny", tokenizer=TOKENIZER)
         response = kind(request, builder, metrics=SILENT, finish=lambda request: None)
         task = asyncio.create_task(response({}, receive, send))
         turns, number = list(self.turns), 0
@@ -176,13 +175,13 @@ class Scene:
 
 
 WANTS = st.builds(
-    ResponseOptions,
+    CompletionRequest,
+    prompt=st.just("a"),
     logprobs=st.none() | st.integers(0, 3),
     prompt_logprobs=st.none() | st.integers(0, 3),
-    token_ids=st.booleans(),
-    names_are_ids=st.booleans(),
-    usage=st.booleans(),
-    running_usage=st.booleans(),
+    return_token_ids=st.booleans(),
+    return_tokens_as_token_ids=st.booleans(),
+    stream_options=st.builds(StreamOptions, include_usage=st.booleans(), continuous_usage_stats=st.booleans()),
     echo=st.booleans(),
 )
 TOKENS = st.sampled_from([97, 98, 0xF0, 0x9F, *TOKENIZER.encode("😀é"), TOKENIZER.eos_token_ids[0]])
@@ -192,15 +191,13 @@ TOKENS = st.sampled_from([97, 98, 0xF0, 0x9F, *TOKENIZER.encode("😀é"), TOKEN
 def scenes(draw: st.DrawFn) -> Scene:
     builders: list[type[CompletionBuilder] | type[ChatBuilder]] = [CompletionBuilder, ChatBuilder]
     builder = draw(st.sampled_from(builders))
-    response_options = draw(WANTS)
+    asked = draw(WANTS)
     num_samples = draw(st.integers(1, 2))
     if builder is ChatBuilder:  # it has no echo
-        response_options = ResponseOptions(
-            **{name: getattr(response_options, name) for name in ResponseOptions.__slots__ if name != "echo"}
-        )
+        asked = asked.model_copy(update={"echo": False})
     return Scene(
         builder=builder,
-        response_options=response_options,
+        asked=asked,
         num_samples=num_samples,
         texts=draw(st.lists(st.lists(TOKENS, min_size=1, max_size=6), min_size=4, max_size=4)),
         turns=draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=20)),
@@ -209,19 +206,20 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 
 def check_usage(scene: Scene, chunks: list[dict[str, Any]], body: dict[str, Any]) -> None:
-    """It grows, comes with every chunk where that was asked for, and ends as the body's."""
-    told = [chunk["usage"] for chunk in chunks if "usage" in chunk]
-    assert len(told) == (len(chunks) if scene.response_options.running_usage else int(scene.response_options.usage))
+    """Check that streamed usage grows, is in every requested chunk, and ends like the body's usage."""
+    told, options = [chunk["usage"] for chunk in chunks if "usage" in chunk], scene.asked.stream_options
+    assert options is not None
+    assert len(told) == (len(chunks) if options.continuous_usage_stats else int(bool(options.include_usage)))
     totals = [usage["total_tokens"] for usage in told]
     assert totals == sorted(totals)
     assert all(usage["prompt_tokens"] == body["usage"]["prompt_tokens"] for usage in told)
     assert told == [] or told[-1] == body["usage"]
-    assert (chunks[-1]["choices"] == []) is scene.response_options.usage
+    assert (chunks[-1]["choices"] == []) is options.include_usage
 
 
 @settings(max_examples=60, deadline=None)
 @given(scenes())
-def test_stream_and_body_say_the_same_with_and_without_deaths(scene: Scene) -> None:
+def test_a_stream_joined_equals_the_json_body_even_after_worker_deaths(scene: Scene) -> None:
     body = json.loads(asyncio.run(scene.play(CompletionBody, set())))
     expected = {name: body[name] for name in ("choices", "prompt_token_ids", "prompt_logprobs") if name in body}
     after_deaths = json.loads(asyncio.run(scene.play(CompletionBody, scene.deaths)))
@@ -234,27 +232,25 @@ def test_stream_and_body_say_the_same_with_and_without_deaths(scene: Scene) -> N
 
 
 def check_choices(scene: Scene, body: dict[str, Any]) -> None:
-    """The body tells each token of each text once, and nothing that nobody wants."""
-    response_options = scene.response_options
+    """Check that the body has each token once, and only the requested fields."""
+    asked = scene.asked
     for choice, ids in zip(body["choices"], scene.texts, strict=False):
-        assert choice.get("token_ids") == (ids if response_options.token_ids else None)
-        names = [f"token_id:{i}" for i in ids] if response_options.names_are_ids else None
-        if response_options.logprobs is None:
+        assert choice.get("token_ids") == (ids if asked.return_token_ids else None)
+        names = [f"token_id:{i}" for i in ids] if asked.return_tokens_as_token_ids else None
+        if asked.logprobs is None:
             assert choice["logprobs"] is None
         elif scene.builder is ChatBuilder:
             content = choice["logprobs"]["content"]
-            assert [len(entry["top_logprobs"]) for entry in content] == [response_options.logprobs] * len(ids)
+            assert [len(entry["top_logprobs"]) for entry in content] == [asked.logprobs] * len(ids)
             assert names is None or [entry["token"] for entry in content] == names
         else:
             told = choice["logprobs"]["tokens"]
             prompt = PROMPTS[choice["index"] // scene.num_samples]
-            assert len(told) == len(ids) + (len(prompt) if response_options.echo else 0)
+            assert len(told) == len(ids) + (len(prompt) if asked.echo else 0)
             assert names is None or told[len(told) - len(ids) :] == names
         assert ("prompt_logprobs" in choice) is (
-            scene.builder is CompletionBuilder and response_options.prompt_logprobs is not None
+            scene.builder is CompletionBuilder and asked.prompt_logprobs is not None
         )
-        assert ("prompt_token_ids" in choice) is (scene.builder is CompletionBuilder and response_options.token_ids)
-    assert ("prompt_logprobs" in body) is (
-        scene.builder is ChatBuilder and response_options.prompt_logprobs is not None
-    )
-    assert ("prompt_token_ids" in body) is (scene.builder is ChatBuilder and response_options.token_ids)
+        assert ("prompt_token_ids" in choice) is (scene.builder is CompletionBuilder and asked.return_token_ids)
+    assert ("prompt_logprobs" in body) is (scene.builder is ChatBuilder and asked.prompt_logprobs is not None)
+    assert ("prompt_token_ids" in body) is (scene.builder is ChatBuilder and asked.return_token_ids)

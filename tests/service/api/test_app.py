@@ -1,4 +1,4 @@
-"""The routes over an engine that answers at once: what is refused, what is submitted, what `/ready` says when."""
+"""Routes of the API process with an engine that responds at once."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tests.service.sequences import make_choice, make_hello, make_request
 
 
 @pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
-def test_a_bad_request_is_refused_and_reaches_no_engine(
+def test_a_bad_request_is_rejected_before_the_engine(
     client: TestClient, queue: EchoChannel, body: bytes, status: int, said: str
 ) -> None:
     response = client.post("/v1/completions", content=body)
@@ -33,7 +33,7 @@ def test_a_bad_request_is_refused_and_reaches_no_engine(
     assert queue.submits == []
 
 
-def test_a_completion_streams_and_does_not(client: TestClient) -> None:
+def test_a_completion_as_a_json_body_and_as_a_stream(client: TestClient) -> None:
     whole = client.post("/v1/completions", json={"prompt": "abc"}).json()
     assert whole["choices"][0]["text"] == "abc"
     assert whole["id"].startswith("cmpl-")
@@ -42,7 +42,7 @@ def test_a_completion_streams_and_does_not(client: TestClient) -> None:
     assert streamed.text.endswith("data: [DONE]\n\n")
 
 
-def test_models(client: TestClient) -> None:
+def test_the_model_list_and_one_model_card(client: TestClient) -> None:
     (card,) = client.get("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 256)
     assert client.get("/v1/models/tiny").json() == card
@@ -50,7 +50,7 @@ def test_models(client: TestClient) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_tokenize_and_detokenize_are_inverse(client: TestClient) -> None:
+def test_detokenize_inverts_tokenize(client: TestClient) -> None:
     text = "once upon a 😀 <|endoftext|>"
     tokenized = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
@@ -62,8 +62,8 @@ def test_tokenize_and_detokenize_are_inverse(client: TestClient) -> None:
     assert client.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] == 100_000
 
 
-def test_a_marks_id_can_be_looked_up_and_text_stays_text(client: TestClient) -> None:
-    """As lm-evaluation-harness does it: the mark's text from /tokenizer_info, its id from /tokenize."""
+def test_tokenize_returns_the_id_of_a_special_token_only_for_its_exact_text(client: TestClient) -> None:
+    """lm-evaluation-harness reads the text from /tokenizer_info and the id from /tokenize."""
     mark = client.get("/tokenizer_info").json()["eos_token"]
 
     def tokens(text: str, **fields: bool) -> list[int]:
@@ -80,7 +80,7 @@ def test_a_marks_id_can_be_looked_up_and_text_stays_text(client: TestClient) -> 
         assert mark_id not in tokens(text, **fields)
 
 
-def test_what_vllms_clients_send_along_changes_nothing(client: TestClient) -> None:
+def test_neutral_fields_of_vllm_clients_change_nothing(client: TestClient) -> None:
     messages = [{"role": "user", "content": "hi"}]
     plain = client.post("/tokenize", json={"messages": messages}).json()
     more: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_health_version_metrics_and_pages(client: TestClient) -> None:
     assert client.get("/").headers["content-type"].startswith("text/html")
 
 
-def test_a_full_server_answers_429_with_all_three_headers(
+def test_a_full_server_rejects_with_429_and_three_retry_headers(
     client: TestClient, frontend: Frontend, queue: EchoChannel
 ) -> None:
     queue.answers = False
@@ -123,7 +123,7 @@ def test_a_full_server_answers_429_with_all_three_headers(
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_a_full_server_reads_nothing_but_what_might_wait_longer(
+def test_a_full_server_reads_only_bodies_that_may_have_a_longer_timeout(
     client: TestClient, queue: EchoChannel, frontend: Frontend, route: str
 ) -> None:
     queue.answers = False
@@ -134,9 +134,7 @@ def test_a_full_server_reads_nothing_but_what_might_wait_longer(
     assert client.post(route, content=b'{"timeout": no JSON either').status_code == 400
 
 
-def test_a_draining_server_answers_503_and_asks_for_another_connection(
-    client: TestClient, lifecycle: Lifecycle
-) -> None:
+def test_a_draining_server_rejects_with_503_and_closes_the_connection(client: TestClient, lifecycle: Lifecycle) -> None:
     lifecycle.enter(Phase.DRAINING)
     response = client.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 503
@@ -150,7 +148,7 @@ def say(frontend: Frontend, hello: WorkerReady) -> None:
     frontend.receive(encode_events([hello]))
 
 
-def test_readiness_follows_worker_and_phase(
+def test_readiness_depends_on_the_worker_and_the_phase(
     client: TestClient, frontend: Frontend, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ready() -> tuple[int, str]:
@@ -175,7 +173,7 @@ def test_readiness_follows_worker_and_phase(
     assert ready() == (503, "draining")
 
 
-def test_ready_reports_the_kernels_of_the_worker_that_is_up(
+def test_ready_reports_the_kernels_of_the_running_worker(
     client: TestClient, frontend: Frontend, lifecycle: Lifecycle
 ) -> None:
     def reported() -> tuple[object, ...]:
@@ -189,7 +187,7 @@ def test_ready_reports_the_kernels_of_the_worker_that_is_up(
     assert reported() == (None, None, None), "the next worker may use other kernels"
 
 
-def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(
+def test_an_invalid_worker_message_fails_requests_but_not_the_api_process(
     frontend: Frontend, queue: EchoChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue.answers = False
@@ -200,21 +198,21 @@ def test_a_message_that_cannot_be_read_ends_requests_and_not_the_process(
     assert request._failure.status == 500
 
 
-def test_a_body_that_is_announced_in_words_is_refused(client: TestClient) -> None:
+def test_a_content_length_that_is_no_number_is_rejected(client: TestClient) -> None:
     response = client.post("/v1/completions", content=b"{}", headers={"content-length": "many"})
     assert response.status_code == 400
 
 
-def test_the_request_id_comes_back_with_success_and_failure(client: TestClient) -> None:
+def test_every_response_has_the_request_id(client: TestClient) -> None:
     for body in ({"prompt": "a"}, {"prompt": ""}):
         response = client.post("/v1/completions", content=json.dumps(body), headers={"x-request-id": "mine"})
         assert response.headers["x-request-id"] == "mine"
 
 
-def test_the_state_that_is_exposed_is_that_of_now_whatever_the_clock_says(
+def test_the_engine_state_metric_ignores_jumps_of_the_wall_clock(
     client: TestClient, frontend: Frontend, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of gauges that several processes set, the one with the latest time by the clock of the wall would count."""
+    """With gauges of several processes, the latest wall-clock time would count."""
     seconds = iter(range(2_000_000_000, 0, -1_000_000))
     monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
 
@@ -235,10 +233,10 @@ def test_the_state_that_is_exposed_is_that_of_now_whatever_the_clock_says(
     assert state() == ["draining"]
 
 
-def test_while_it_runs_it_ends_waits_that_are_too_long(
+def test_periodic_work_expires_requests_that_wait_too_long(
     frontend: Frontend, queue: EchoChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a word from the worker, which may hang."""
+    """The worker, which may hang, sends nothing."""
     queue.answers = False
     monkeypatch.setattr("service.api.app._TICK_SECONDS", 0.0)
     say(frontend, make_hello(0))
@@ -256,7 +254,7 @@ def test_while_it_runs_it_ends_waits_that_are_too_long(
     assert isinstance(request._failure, QueueTimeout)
 
 
-def test_while_it_runs_it_gives_signs_of_life(frontend: Frontend, lifecycle: Lifecycle) -> None:
+def test_periodic_work_records_heartbeats(frontend: Frontend, lifecycle: Lifecycle) -> None:
     async def run() -> None:
         tending = asyncio.create_task(frontend.run_periodic_work())
         await asyncio.sleep(0)
@@ -268,7 +266,7 @@ def test_while_it_runs_it_gives_signs_of_life(frontend: Frontend, lifecycle: Lif
     assert lifecycle.num_api_beats.value == 2
 
 
-def test_a_dead_worker_gets_no_commands_and_the_next_one_gets_all(
+def test_commands_for_a_dead_worker_go_to_the_next_worker(
     frontend: Frontend, queue: EchoChannel, lifecycle: Lifecycle
 ) -> None:
     queue.answers = False
@@ -281,7 +279,7 @@ def test_a_dead_worker_gets_no_commands_and_the_next_one_gets_all(
     assert queue.epochs == [0, 1]
 
 
-def test_a_failure_of_the_metrics_does_not_silence_a_new_worker(
+def test_a_failing_metric_does_not_block_a_new_worker(
     frontend: Frontend, queue: EchoChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.metrics.recorder.Metrics.observe_worker_start", None)

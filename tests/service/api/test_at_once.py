@@ -1,4 +1,4 @@
-"""Events that are written in the turn in which they came: the same bytes in the same order, and when they are not."""
+"""Direct writes: stream events that are written in the event-loop turn of their arrival."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,21 +10,22 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from model.tokenizer.interface import Tokenizer
-from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
+from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionStream
 from service.http.connection import chunked_body
 from service.metrics.recorder import Metrics
+from service.protocol.completions import CompletionRequest
 from service.protocol.errors import ApiError
 from service.protocol.responses import encode_event
 from service.requests.inflight import Deltas
-from tests.service.api.test_streaming import Exchange, run, sample
+from tests.service.api.test_streaming import RUNNING_USAGE, USAGE, Exchange, run, sample
 from tests.service.desk import Desk
 from tests.service.sequences import make_choice, make_delta, make_finish, make_request
 from tests.service.wire import connect
 
 
 class Body:
-    """A body that others write to, at the client's other end."""
+    """Response body that records the written parts."""
 
     def __init__(self) -> None:
         self.is_writable = True
@@ -38,10 +39,10 @@ class Body:
 
 
 def exchange_with(
-    body: Body, tools: Any, builder: type[ResponseBuilder] = CompletionBuilder, **response_options: Any
+    body: Body, tools: Any, builder: type[ResponseBuilder] = CompletionBuilder, **fields: Any
 ) -> Exchange:
     scope: Scope = {"type": "http", "extensions": {"kvasir.chunked_body": body}}
-    body.exchange = Exchange(CompletionStream, make_request(make_choice()), tools, builder, scope, **response_options)
+    body.exchange = Exchange(CompletionStream, make_request(make_choice()), tools, builder, scope, **fields)
     return body.exchange
 
 
@@ -50,18 +51,18 @@ def tools(tokenizer: Tokenizer, metrics: Metrics) -> tuple[Tokenizer, Metrics]:
     return tokenizer, metrics
 
 
-WANTS: list[dict[str, Any]] = [{}, {"usage": True}, {"running_usage": True}, {"token_ids": True}, {"logprobs": 0}]
+WANTS: list[dict[str, Any]] = [{}, USAGE, RUNNING_USAGE, {"return_token_ids": True}, {"logprobs": 0}]
 
 
-@pytest.mark.parametrize("response_options", WANTS, ids=str)
+@pytest.mark.parametrize("fields", WANTS, ids=str)
 @pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
-def test_the_bytes_are_those_that_the_task_sends(
-    tools: Any, builder: type[ResponseBuilder], response_options: dict[str, Any]
+def test_direct_writes_send_the_same_bytes_as_the_response_task(
+    tools: Any, builder: type[ResponseBuilder], fields: dict[str, Any]
 ) -> None:
     async def test() -> None:
         body = Body()
-        slow = Exchange(CompletionStream, make_request(make_choice()), tools, builder, **response_options)
-        fast = exchange_with(body, tools, builder, **response_options)
+        slow = Exchange(CompletionStream, make_request(make_choice()), tools, builder, **fields)
+        fast = exchange_with(body, tools, builder, **fields)
         for text in ("a", 'b"\n', "", "\u2028é", "😀"):
             for exchange in (slow, fast):
                 exchange.push(ids=(97,), text=text, logprobs=())
@@ -72,7 +73,7 @@ def test_the_bytes_are_those_that_the_task_sends(
             await exchange.task
         assert without_times(fast.client.body) == without_times(slow.client.body)
         assert fast.client.is_complete
-        assert len(body.parts) == (4 if response_options.get("token_ids") or "logprobs" in response_options else 3)
+        assert len(body.parts) == (4 if fields.get("return_token_ids") or "logprobs" in fields else 3)
         assert sample(tools[1], "llm_inter_token_latency_seconds_count") == 2 * 5
 
     run(test)
@@ -82,7 +83,7 @@ def without_times(body: bytes) -> list[bytes]:
     return [event.partition(b'"timings"')[0] for event in body.split(b"\n\n")]
 
 
-def test_a_step_is_written_before_the_event_loop_turns(tools: Any) -> None:
+def test_events_of_a_step_are_written_in_the_same_event_loop_turn(tools: Any) -> None:
     async def test() -> None:
         body = Body()
         exchange = exchange_with(body, tools)
@@ -100,7 +101,7 @@ def test_a_step_is_written_before_the_event_loop_turns(tools: Any) -> None:
     run(test)
 
 
-def test_a_client_that_is_behind_gets_all_in_order_by_the_task(tools: Any) -> None:
+def test_the_response_task_sends_all_events_in_order_to_a_slow_client(tools: Any) -> None:
     async def test() -> None:
         body = Body()
         exchange = exchange_with(body, tools)
@@ -121,7 +122,7 @@ def test_a_client_that_is_behind_gets_all_in_order_by_the_task(tools: Any) -> No
     run(test)
 
 
-def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
+def test_a_failing_direct_write_affects_no_other_response() -> None:
     async def test() -> None:
         desk = Desk()
         written: list[Any] = []
@@ -147,17 +148,18 @@ def test_one_answer_that_cannot_be_written_hinders_no_other() -> None:
 
 @pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
 @pytest.mark.parametrize("text", ["a", 'say "hi"\\', "\x85\u2028\u2029", "\0text\0", "é😀\n"])
-def test_a_plain_event_is_the_event_of_its_piece(
+def test_a_plain_event_equals_the_encoded_event_of_its_delta(
     tokenizer: Tokenizer, builder: type[ResponseBuilder], text: str
 ) -> None:
-    words = builder(response_id="cmpl-1", created=5, model="\0text\0", options=ResponseOptions(), tokenizer=tokenizer)
+    asked = CompletionRequest(prompt="a")
+    words = builder(asked, response_id="cmpl-1", created=5, model="\0text\0", tokenizer=tokenizer)
     for choice in (make_choice(), make_choice("b", index=1)):
         (event,) = words.events(choice, make_delta(ids=(1,), text=text), is_first=False)
         assert words.plain_event(choice, text) == encode_event(event)
 
 
 async def twice(scope: Scope, receive: Receive, send: Send) -> None:
-    """Says the same both ways, and what the body's state was."""
+    """Send the same bytes by `send` and by direct writes, and record whether the body was writable."""
     body = chunked_body(scope)
     assert body is not None
     states = [body.is_writable]
@@ -188,17 +190,17 @@ def ask(version: str) -> tuple[list[bool], bytes]:
     return seen["states"], written.partition(b"\r\n\r\n")[2]
 
 
-def test_a_part_is_framed_as_by_send() -> None:
+def test_a_direct_write_is_framed_like_a_send() -> None:
     chunk = b"14\r\n" + b"a" * 20 + b"\r\n"
     assert ask("1.1") == ([False, True, False], chunk + chunk + b"0\r\n\r\n")
 
 
-def test_who_knows_no_chunks_is_answered_by_send_alone() -> None:
+def test_http_1_0_clients_get_no_direct_writes() -> None:
     assert ask("1.0") == ([False, False, False], b"a" * 20)
 
 
 @pytest.mark.parametrize("trouble", ["behind", "gone", "closing"])
-def test_a_body_is_not_writable_while_its_client_is(trouble: str) -> None:
+def test_a_body_is_not_writable_when_the_client_is_slow_or_gone(trouble: str) -> None:
     states: list[bool] = []
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""`/inspect/attention` over a worker that answers at once, late or never: what is refused, what is asked, what ends."""
+"""Route `/inspect/attention` with a worker that responds at once, late or never."""
 
 import asyncio
 import json
@@ -42,13 +42,13 @@ MAX_TOKENS = 32
 
 
 def even_weights(look: AttentionQuery) -> bytes:
-    """What average attention would answer."""
+    """Return the weights of uniform attention."""
     lengths = range(1, len(look.token_ids) + 1)
     return array("f", [1 / length for _ in look.heads for length in lengths for _ in range(length)]).tobytes()
 
 
 class Bench:
-    """An Inspection, and a worker that takes what it sends; both directions pass through bytes, as in the service."""
+    """Route handlers and a simulated worker. Messages are encoded in both directions, as in the service."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int = MAX_TOKENS) -> None:
         self.sent: list[Command] = []
@@ -108,7 +108,7 @@ def client(bench: Bench) -> Iterator[TestClient]:
 
 
 def request_of(body: dict[str, Any], *, leaves: bool = False) -> Request:
-    """A request whose client stays, or leaves when its body is read."""
+    """Return a request whose client stays connected, or disconnects after the body."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -121,7 +121,7 @@ def request_of(body: dict[str, Any], *, leaves: bool = False) -> Request:
     return Request({"type": "http", "headers": []}, receive)
 
 
-def test_all_heads(client: TestClient, bench: Bench) -> None:
+def test_attention_weights_of_all_heads(client: TestClient, bench: Bench) -> None:
     body = client.post(ROUTE, json={"prompt": "the 😀", "layer": 1}).json()
     assert body["object"] == "attention"
     assert (body["layer"], body["heads"]) == (1, [0, 1, 2, 3])
@@ -142,13 +142,13 @@ def test_all_heads(client: TestClient, bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("head", [2, "all", None])
-def test_one_head_or_all_of_ids(client: TestClient, head: object) -> None:
+def test_attention_weights_of_one_head_or_of_token_ids(client: TestClient, head: object) -> None:
     body = client.post(ROUTE, json={"prompt": [5, 6], "layer": 0, "head": head, "model": "tiny"}).json()
     assert body["heads"] == ([2] if head == 2 else [0, 1, 2, 3])
     assert body["weights"][0] == [[1.0, 0.0], [0.5, 0.5]]
 
 
-def test_limits(client: TestClient) -> None:
+def test_the_limits_of_attention_inspection(client: TestClient) -> None:
     limits = {"model": "tiny", "num_layers": 2, "num_heads": 4, "max_tokens": MAX_TOKENS}
     assert client.get(ROUTE).json() == limits
 
@@ -160,7 +160,7 @@ def _with(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (b"", 400, "the body is empty"),
+        (b"", 400, "the body is not valid JSON: EOF"),
         (b"[]", 400, "must be a JSON object"),
         (b'{"prompt": "a"}', 400, "layer is required"),
         (b'{"layer": 0}', 400, "prompt is required"),
@@ -188,9 +188,9 @@ def _with(**fields: Any) -> bytes:
         (_with(prompt=7), 400, "prompt must be a non-empty string or list of token ids"),
         (_with(prompt=[274]), 400, "out of vocabulary"),
         (_with(prompt=[-1]), 400, "out of vocabulary"),
-        (_with(prompt=[1] * 33), 400, "the prompt has 33 tokens, but inspection takes at most 32"),
-        (_with(prompt="z" * 33), 400, "the prompt has 33 tokens, but inspection takes at most 32"),
-        (_with(prompt="z" * 90_000), 400, "the prompt has at least 18000 tokens, but inspection takes at most 32"),
+        (_with(prompt=[1] * 33), 400, "attention inspection takes at most 32 tokens, but the prompt has 33"),
+        (_with(prompt="z" * 33), 400, "attention inspection takes at most 32 tokens, but the prompt has 33"),
+        (_with(prompt="z" * 90_000), 400, "32 tokens, but the prompt has at least 18000; shorten it"),
         (_with(prompt="z" * 200_000), 413, "over the limit"),
         (b'{"prompt": "\\ud83d", "layer": 0}', 400, "not valid JSON"),
         (_with(colour="red"), 400, "unknown field: colour"),
@@ -198,7 +198,9 @@ def _with(**fields: Any) -> bytes:
     ],
     ids=range(35),
 )
-def test_what_cannot_be_looked_at(client: TestClient, bench: Bench, body: bytes, status: int, said: str) -> None:
+def test_an_invalid_attention_query_is_rejected(
+    client: TestClient, bench: Bench, body: bytes, status: int, said: str
+) -> None:
     response = client.post(ROUTE, content=body)
     assert response.status_code == status
     error = response.json()["error"]
@@ -208,7 +210,7 @@ def test_what_cannot_be_looked_at(client: TestClient, bench: Bench, body: bytes,
     assert bench.sent == []
 
 
-def test_switched_off(tokenizer: Tokenizer) -> None:
+def test_disabled_attention_inspection_is_a_403(tokenizer: Tokenizer) -> None:
     with Bench(tokenizer, max_tokens=0).client() as client:
         for response in (client.get(ROUTE), client.post(ROUTE, json={"prompt": "a", "layer": 0})):
             assert response.status_code == 403
@@ -216,7 +218,7 @@ def test_switched_off(tokenizer: Tokenizer) -> None:
             assert "--max-inspect-tokens above 0" in response.json()["error"]["message"]
 
 
-def test_a_service_that_drains_looks_no_more(client: TestClient, bench: Bench) -> None:
+def test_a_draining_server_rejects_attention_queries(client: TestClient, bench: Bench) -> None:
     bench.is_draining = True
     response = client.post(ROUTE, json={"prompt": "a", "layer": 0})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
@@ -224,7 +226,7 @@ def test_a_service_that_drains_looks_no_more(client: TestClient, bench: Bench) -
     assert bench.sent == []
 
 
-def test_a_failed_computation_is_a_500(client: TestClient, bench: Bench) -> None:
+def test_a_failed_attention_query_is_a_500(client: TestClient, bench: Bench) -> None:
     bench.weights = lambda look: None
     response = client.post(ROUTE, json={"prompt": "a", "layer": 0})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
@@ -232,7 +234,7 @@ def test_a_failed_computation_is_a_500(client: TestClient, bench: Bench) -> None
 
 
 async def waiting(bench: Bench, count: int, *, leaves: bool = False) -> list["asyncio.Task[Any]"]:
-    """Looks that nobody answers, all of them sent."""
+    """Send attention queries that the worker leaves unfinished."""
     bench.answers = False
     body = {"prompt": "a", "layer": 0}
     tasks = [asyncio.create_task(bench.inspection.attention(request_of(body, leaves=leaves))) for _ in range(count)]
@@ -241,7 +243,7 @@ async def waiting(bench: Bench, count: int, *, leaves: bool = False) -> list["as
     return tasks
 
 
-def test_only_a_few_at_a_time(bench: Bench) -> None:
+def test_too_many_attention_queries_are_rejected(bench: Bench) -> None:
     async def crowd() -> None:
         tasks = await waiting(bench, MAX_INSPECTIONS)
         with pytest.raises(Overloaded) as refused:
@@ -256,7 +258,7 @@ def test_only_a_few_at_a_time(bench: Bench) -> None:
     asyncio.run(crowd())
 
 
-def test_a_client_that_leaves_cancels(bench: Bench) -> None:
+def test_a_disconnect_cancels_the_attention_query(bench: Bench) -> None:
     async def leave() -> None:
         (task,) = await waiting(bench, 1, leaves=True)
         with pytest.raises(ClientGone):
@@ -270,14 +272,14 @@ def test_a_client_that_leaves_cancels(bench: Bench) -> None:
 
 
 def answer_all(bench: Bench) -> None:
-    """What a worker answers to all that was sent."""
+    """Send the worker's results of all queries."""
     looks = [command for command in bench.sent if isinstance(command, AttentionQuery)]
     bench.engine_client.receive(
         [AttentionResult(uid=k.uid, weights=even_weights(k), compute_seconds=0.0) for k in looks]
     )
 
 
-def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
+def test_an_attention_query_survives_the_death_of_the_worker(bench: Bench) -> None:
     async def die() -> None:
         tasks = await waiting(bench, 2)
         bench.engine_client.receive(
@@ -295,7 +297,7 @@ def test_a_look_whose_worker_dies_is_computed_by_the_next(bench: Bench) -> None:
     assert bench.engine_client.num_queries == 0
 
 
-def test_a_look_that_kills_three_workers_ends(bench: Bench) -> None:
+def test_an_attention_query_that_kills_three_workers_fails(bench: Bench) -> None:
     async def die() -> None:
         (task,) = await waiting(bench, 1)
         for epoch in range(1, 5):  # no worker has begun this attempt when it dies
@@ -311,7 +313,7 @@ def test_a_look_that_kills_three_workers_ends(bench: Bench) -> None:
     assert [type(command) for command in bench.sent] == [*[AttentionQuery] * 7, Cancel]
 
 
-def test_a_look_that_waits_longer_than_requests_may_ends_with_a_408(bench: Bench) -> None:
+def test_an_attention_query_over_the_queue_time_limit_is_a_408(bench: Bench) -> None:
     async def wait() -> None:
         began, running = await waiting(bench, 2)
         bench.engine_client.receive([Started(uid=bench.sent[1].uid, attempt=0)])
@@ -330,7 +332,7 @@ def test_a_look_that_waits_longer_than_requests_may_ends_with_a_408(bench: Bench
     assert [type(command) for command in bench.sent] == [AttentionQuery, AttentionQuery, Cancel, Cancel]
 
 
-def test_other_events_and_late_answers_pass_by(bench: Bench) -> None:
+def test_results_of_unknown_attention_queries_are_ignored(bench: Bench) -> None:
     delta = make_delta("a", ids=(1,), text="x")
     late = AttentionResult(uid="unknown", weights=None, compute_seconds=0.0)
     bench.engine_client.receive([late, delta])

@@ -1,4 +1,4 @@
-"""`best_of`: how many are computed, which are told, and what they cost."""
+"""Field `best_of`: number of computed completions, ranking and usage."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def plan(tokenizer: ByteLevelTokenizer, **fields: Any) -> list[Choice]:
     return processor.plan(request, arrival_seconds=0.0)
 
 
-def test_so_many_are_computed_and_scored(tokenizer: ByteLevelTokenizer) -> None:
+def test_best_of_completions_are_computed_with_logprobs(tokenizer: ByteLevelTokenizer) -> None:
     choices = plan(tokenizer, prompt=["a", "b"], n=2, best_of=5, seed=3)
     assert [(choice.index, choice.prompt_index) for choice in choices] == [(i, i // 5) for i in range(10)]
     assert [choice.submit.params.seed for choice in choices[:5]] == [sample_seed(3, sample) for sample in range(5)]
@@ -34,14 +34,14 @@ def test_so_many_are_computed_and_scored(tokenizer: ByteLevelTokenizer) -> None:
     assert {choice.submit.params.logprobs for choice in plan(tokenizer, best_of=2, logprobs=4)} == {4}
 
 
-def test_as_many_as_are_told_are_not_scored(tokenizer: ByteLevelTokenizer) -> None:
+def test_without_ranking_no_logprobs_are_computed(tokenizer: ByteLevelTokenizer) -> None:
     for fields in ({"best_of": 1}, {"n": 3}, {"n": 2, "best_of": 2, "stream": True}):
         choices = plan(tokenizer, **fields)
         assert len(choices) == fields.get("n", 1)
         assert {choice.submit.params.logprobs for choice in choices} == {None}
 
 
-def test_the_servers_bound_is_on_what_is_computed(tokenizer: ByteLevelTokenizer) -> None:
+def test_the_limit_of_choices_counts_best_of(tokenizer: ByteLevelTokenizer) -> None:
     with pytest.raises(InvalidRequest, match="2 prompts times best_of=7 are 14 completions") as caught:
         plan(tokenizer, prompt=["a", "b"], best_of=7)
     assert caught.value.param == "best_of"
@@ -52,10 +52,10 @@ def _logprobs(*values: float) -> tuple[TokenLogprob, ...]:
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_the_likeliest_per_token_are_told_best_first_and_all_are_counted(
+def test_best_of_returns_the_highest_mean_logprobs_first_and_counts_all_tokens(
     tokenizer: ByteLevelTokenizer, metrics: Metrics, logprobs: int | None
 ) -> None:
-    """Two prompts of three samples. By sum the short ones would win; text that is held back counts as well."""
+    """Two prompts of three samples. Ranking by the sum of logprobs would prefer short completions."""
     samples = [
         [(-2.0,), (-1.0, -1.0, -1.0), (-0.5, -2.5)],
         [(-3.0, -3.0), (-3.0, -1.0), (-0.1,)],
@@ -65,7 +65,9 @@ def test_the_likeliest_per_token_are_told_best_first_and_all_are_counted(
         choices = [
             make_choice(f"c{p}{s}", index=3 * p + s, prompt_index=p, logprobs=0) for p in range(2) for s in range(3)
         ]
-        exchange = Exchange(CompletionBody, make_request(*choices), (tokenizer, metrics), num_best=2, logprobs=logprobs)
+        exchange = Exchange(
+            CompletionBody, make_request(*choices), (tokenizer, metrics), n=2, best_of=4, logprobs=logprobs
+        )
         for choice in choices:
             values = samples[choice.prompt_index][choice.index % 3]
             for value in values[:-1]:

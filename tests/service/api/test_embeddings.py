@@ -1,4 +1,4 @@
-"""`/v1/embeddings` over an engine that answers at once: what is asked, what is answered, in which groups."""
+"""Route `/v1/embeddings` with an engine that responds at once."""
 
 import asyncio
 import base64
@@ -51,7 +51,9 @@ def vectors(body: dict[str, Any]) -> NDArray[np.float32]:
         ([[5], [6, 7]], [[5], [6, 7]]),
     ],
 )
-def test_each_text_has_its_vector_in_order(client: TestClient, queue: EchoChannel, asked: Any, ids: list[Any]) -> None:
+def test_each_text_has_its_vector_in_request_order(
+    client: TestClient, queue: EchoChannel, asked: Any, ids: list[Any]
+) -> None:
     body = ask(client, input=asked, model="tiny", user="me")
     np.testing.assert_allclose(vectors(body), [vector(each) for each in ids], atol=1e-8)
     count = sum(map(len, ids))
@@ -62,7 +64,7 @@ def test_each_text_has_its_vector_in_order(client: TestClient, queue: EchoChanne
         assert (submit.pooling, submit.params.max_tokens) == (Pooling.MEAN, 0)
 
 
-def test_base64_holds_the_same_numbers(client: TestClient) -> None:
+def test_base64_vectors_equal_float_vectors(client: TestClient) -> None:
     numbers = vectors(ask(client, input=["abc", "d"], encoding_format="float"))
     assert (vectors(ask(client, input=["abc", "d"], encoding_format=None)) == numbers).all()
     told = ask(client, input=["abc", "d"], encoding_format="base64")["data"]
@@ -70,7 +72,7 @@ def test_base64_holds_the_same_numbers(client: TestClient) -> None:
     np.testing.assert_allclose(decoded, numbers, atol=1e-8)
 
 
-def test_dimensions_cut_and_scale_again(client: TestClient) -> None:
+def test_dimensions_truncates_vectors_and_rescales_them(client: TestClient) -> None:
     whole = vectors(ask(client, input="abc"))
     assert whole.shape == (1, WIDTH)
     for encoding in ("float", "base64"):
@@ -81,7 +83,7 @@ def test_dimensions_cut_and_scale_again(client: TestClient) -> None:
     assert (vectors(ask(client, input="abc", dimensions=WIDTH)) == whole).all()
 
 
-def test_a_text_is_cut_where_the_request_wants_it(client: TestClient, queue: EchoChannel) -> None:
+def test_truncate_prompt_tokens_cuts_embedded_texts(client: TestClient, queue: EchoChannel) -> None:
     for kept, length in ((3, 3), (-1, 256), (256, 256)):
         body = ask(client, input=["a" * 250 + "xyz" * 20], truncate_prompt_tokens=kept)
         ids = queue.submits[-1].prompt_token_ids
@@ -101,8 +103,8 @@ def test_a_text_is_cut_where_the_request_wants_it(client: TestClient, queue: Ech
         ({"input": [1, "a"]}, 400, "input", "input must be a string, a list of strings, token ids"),
         ({"input": ["a"] * 4097}, 400, "input", "up to 4096"),
         ({"input": [9, 274]}, 400, "input", "token id 274 is out of vocabulary"),
-        ({"input": ["b", "a" * 257]}, 400, "input", "context length is 256 tokens, but a text has 257; shorten it"),
-        ({"input": "a" * 1_000_000}, 400, "input", "but a text has at least"),
+        ({"input": ["b", "a" * 257]}, 400, "input", "context length is 256 tokens, but the prompt has 257; shorten it"),
+        ({"input": "a" * 1_000_000}, 400, "input", "but the prompt has at least"),
         ({"input": "a", "model": "other"}, 404, "model", "does not exist"),
         ({"input": "a", "dimensions": 0}, 400, "dimensions", "must be greater than or equal to 1"),
         ({"input": "a", "dimensions": 33}, 400, "dimensions", "dimensions=33 is over the 32 of this model"),
@@ -112,7 +114,7 @@ def test_a_text_is_cut_where_the_request_wants_it(client: TestClient, queue: Ech
         ({"input": "a", "temperature": 1}, 400, "temperature", "unknown field: temperature"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_an_invalid_embeddings_request_names_the_field(
     client: TestClient, queue: EchoChannel, fields: dict[str, Any], status: int, param: str, said: str
 ) -> None:
     response = client.post(ROUTE, json=fields)
@@ -122,8 +124,8 @@ def test_what_is_wrong_is_named(
     assert queue.submits == []
 
 
-def test_a_request_of_many_texts_needs_no_more_room_than_the_server_has(client: TestClient, queue: EchoChannel) -> None:
-    """Room for 4 sequences; 2 at once are one request's."""
+def test_an_embeddings_request_of_many_texts_fits_a_small_server(client: TestClient, queue: EchoChannel) -> None:
+    """The server has capacity for 4 sequences, and for 2 of one request."""
     texts = [f"{number}" for number in range(50)]
     body = ask(client, input=texts)
     np.testing.assert_allclose(vectors(body), [vector(list(text.encode())) for text in texts], atol=1e-8)
@@ -132,14 +134,14 @@ def test_a_request_of_many_texts_needs_no_more_room_than_the_server_has(client: 
     assert finished in client.get("/metrics").text
 
 
-def test_groups_are_of_bounded_number_and_length() -> None:
+def test_groups_have_limited_choices_and_tokens() -> None:
     lengths = [5, 5, 9000, 9000, 20_000, 5]
     choices = [make_choice(str(n), index=n, prompt=(1,) * length) for n, length in enumerate(lengths)]
     assert [[choice.index for choice in group] for group in group_choices(choices, 2)] == [[0, 1], [2], [3], [4], [5]]
     assert [[choice.index for choice in group] for group in group_choices(choices[:3], 8)] == [[0, 1, 2]]
 
 
-def test_a_full_server_and_a_draining_one_refuse(
+def test_full_and_draining_servers_reject_embeddings(
     client: TestClient, frontend: Frontend, lifecycle: Lifecycle, queue: EchoChannel
 ) -> None:
     queue.answers = False
@@ -150,7 +152,7 @@ def test_a_full_server_and_a_draining_one_refuse(
     assert client.post(ROUTE, json={"input": "a"}).json()["error"]["code"] == "draining"
 
 
-def test_a_retry_under_a_key_is_not_computed_twice(client: TestClient, queue: EchoChannel) -> None:
+def test_a_retry_with_the_same_idempotency_key_is_not_computed_again(client: TestClient, queue: EchoChannel) -> None:
     headers = {"Idempotency-Key": "k"}
     first, second = (client.post(ROUTE, json={"input": "a"}, headers=headers) for _ in range(2))
     assert first.content == second.content
@@ -166,7 +168,7 @@ def group(number: int) -> InflightRequest:
 
 
 class Served:
-    """An `EmbeddingBody` of two groups of one text each, driven by hand."""
+    """An `EmbeddingBody` of two groups of one text each, advanced by the test."""
 
     def __init__(self, frontend: Frontend, metrics: Metrics, *, num_refusals: int) -> None:
         self.engine_client = frontend.context.engine_client
@@ -201,7 +203,7 @@ class Served:
         await asyncio.wait_for(self.body({"type": "http"}, self.receive, self.send), 60)
 
 
-def test_one_that_has_begun_waits_for_room(frontend: Frontend, metrics: Metrics) -> None:
+def test_later_groups_of_texts_wait_for_capacity(frontend: Frontend, metrics: Metrics) -> None:
     async def run() -> Served:
         served = Served(frontend, metrics, num_refusals=3)
         await served.answer()
@@ -217,8 +219,10 @@ def test_one_that_has_begun_waits_for_room(frontend: Frontend, metrics: Metrics)
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_who_leaves_is_forgotten(frontend: Frontend, metrics: Metrics, queue: EchoChannel, answers: bool) -> None:
-    """While it is computed, and while it waits for room between two groups."""
+def test_a_disconnect_ends_an_embeddings_request(
+    frontend: Frontend, metrics: Metrics, queue: EchoChannel, answers: bool
+) -> None:
+    """The client disconnects during the computation, or while a group waits for capacity."""
 
     async def run() -> Served:
         queue.answers = answers
@@ -238,14 +242,16 @@ def test_who_leaves_is_forgotten(frontend: Frontend, metrics: Metrics, queue: Ec
     assert cancelled % ("running" if answers else "waiting") in metrics.render()[0].decode()
 
 
-def test_a_failure_is_an_error(client: TestClient, frontend: Frontend, queue: EchoChannel) -> None:
+def test_an_engine_failure_fails_an_embeddings_request(
+    client: TestClient, frontend: Frontend, queue: EchoChannel
+) -> None:
     queue.failure = "the engine failed"
     error = client.post(ROUTE, json={"input": "a"})
     assert (error.status_code, error.json()["error"]["code"]) == (500, "engine_failed")
     assert frontend.context.engine_client.num_requests == 0
 
 
-def test_a_dead_workers_texts_are_pooled_by_the_next(frontend: Frontend, metrics: Metrics, queue: EchoChannel) -> None:
+def test_embeddings_survive_the_death_of_the_worker(frontend: Frontend, metrics: Metrics, queue: EchoChannel) -> None:
     async def run() -> Served:
         queue.answers = False
         served = Served(frontend, metrics, num_refusals=0)
@@ -262,19 +268,19 @@ def test_a_dead_workers_texts_are_pooled_by_the_next(frontend: Frontend, metrics
     assert {submit.pooling for submit in queue.submits} == {Pooling.MEAN}
 
 
-class TestPooledByItsLast:
-    """`--embedding-pooling last`."""
+class TestLastTokenPooling:
+    """Embeddings with `--embedding-pooling last`."""
 
     @pytest.fixture
     def settings(self, tiny_checkpoint: Path) -> ServeSettings:
         return ServeSettings(checkpoint=tiny_checkpoint, embedding_pooling="last")
 
-    def test_the_engine_is_asked_so(self, client: TestClient, queue: EchoChannel) -> None:
+    def test_the_engine_gets_the_pooling_setting(self, client: TestClient, queue: EchoChannel) -> None:
         ask(client, input="abc")
         assert queue.submits[0].pooling is Pooling.LAST
 
 
-def test_many_numbers_are_written_fast_and_short() -> None:
+def test_vectors_are_encoded_fast_and_with_few_digits() -> None:
     many = [vector([number]).tobytes() for number in range(300)]
     for row, told in zip(many, write_vectors(many, dimensions=None, as_text="float"), strict=True):
         assert isinstance(told, list)

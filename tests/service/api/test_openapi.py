@@ -1,4 +1,4 @@
-"""The document says what the code does."""
+"""Agreement of `/openapi.json` with the routes."""
 
 import json
 from collections.abc import Iterator
@@ -14,47 +14,47 @@ from service.protocol.completions import CompletionRequest
 
 
 def operations() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every operation of the document, as "POST /v1/completions"."""
+    """Yield the name of every documented operation, as "POST /v1/completions", and the operation."""
     for path, methods in openapi_document()["paths"].items():
         for method, operation in methods.items():
             yield f"{method.upper()} {path}", operation
 
 
 def contents(bodies: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every documented body: its status, its media type, what is said of it."""
+    """Yield the status, media type and schema of every documented response body."""
     for status, answer in bodies.items():
         for media_type, content in answer.get("content", {}).items():
             yield status, media_type, content
 
 
 def check(content: dict[str, Any]) -> None:
-    """Every example is one; raises ValidationError."""
+    """Validate the examples against the schema. Raises ValidationError."""
     schema = {**content["schema"], "components": openapi_document()["components"]}
     for example in content["examples"].values():
         Draft202012Validator(schema).validate(example["value"])
 
 
-def test_every_reference_leads_somewhere() -> None:
+def test_every_schema_reference_exists() -> None:
     document = openapi_document()
     text = json.dumps(document)
     for part in text.split('"$ref": "#/components/schemas/')[1:]:
         assert part.partition('"')[0] in document["components"]["schemas"]
 
 
-def test_every_field_of_a_request_is_documented_and_no_other_is_allowed() -> None:
+def test_openapi_documents_exactly_the_request_fields() -> None:
     schema = openapi_document()["components"]["schemas"]["CompletionRequest"]
     assert set(schema["properties"]) == set(CompletionRequest.model_fields)
     assert schema["required"] == ["prompt"]
     assert schema["additionalProperties"] is False
 
 
-def test_answers_are_documented_by_what_is_encoded() -> None:
+def test_openapi_documents_the_encoded_response_structs() -> None:
     schema = openapi_document()["components"]["schemas"]["Completion"]
     assert set(schema["properties"]) == set(responses.Completion.__struct_fields__)
     assert msgspec.json.schema_components([responses.Completion])[1]["Completion"]["required"] == schema["required"]
 
 
-def test_completions_document_every_status_and_both_media_types() -> None:
+def test_openapi_documents_each_status_and_media_type_of_completions() -> None:
     operation = openapi_document()["paths"]["/v1/completions"]["post"]
     assert set(operation["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "429", "431", "500", "503"}
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
@@ -62,7 +62,7 @@ def test_completions_document_every_status_and_both_media_types() -> None:
     assert statuses <= set(operation["responses"])
 
 
-def test_every_request_has_examples_that_are_valid() -> None:
+def test_every_request_in_openapi_has_valid_examples() -> None:
     bodies = {name: operation["requestBody"] for name, operation in operations() if "requestBody" in operation}
     assert {name for name, _ in operations() if name.startswith("POST ")} == set(bodies)
     for name, body in bodies.items():
@@ -71,7 +71,7 @@ def test_every_request_has_examples_that_are_valid() -> None:
         check(content)
 
 
-def test_every_error_says_its_code_its_id_and_when_to_come_back() -> None:
+def test_openapi_documents_the_code_and_headers_of_every_error() -> None:
     for name, operation in operations():
         for status, media_type, content in contents(operation["responses"]):
             if int(status) < 400 or "ErrorBody" not in str(content["schema"]):
@@ -86,7 +86,7 @@ def test_every_error_says_its_code_its_id_and_when_to_come_back() -> None:
             assert ("www-authenticate" in answer["headers"]) == (status == "401"), f"{name} {status}"
 
 
-def test_the_documented_routes_and_methods_are_those_there_are(client: TestClient) -> None:
+def test_openapi_documents_exactly_the_registered_routes(client: TestClient) -> None:
     paths = openapi_document()["paths"]
     for path, methods in paths.items():
         refused = client.request("PATCH", path)

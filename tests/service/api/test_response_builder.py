@@ -1,4 +1,4 @@
-"""The same pieces in the words of completions and of conversations: exact shapes."""
+"""Exact JSON of completions and chat completions from the same deltas."""
 
 import json
 import threading
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from model.tokenizer.interface import Tokenizer
-from service.api.response_builder import ChatBuilder, CompletionBuilder, Event, ResponseOptions
+from service.api.response_builder import ChatBuilder, CompletionBuilder
 from service.api.streaming import MAX_INLINE_LOGPROBS, CompletionBody, CompletionStream
-from service.ipc.messages import FinishReason, TokenDelta, TokenLogprob
+from service.ipc.messages import FinishReason, TokenLogprob
 from service.metrics.recorder import Metrics
-from service.protocol.completions import CompletionRequest
+from service.protocol.responses import PromptLogprobs
 from service.requests.inflight import Choice, InflightRequest
-from tests.service.api.test_streaming import Exchange, run
+from tests.service.api.test_streaming import RUNNING_USAGE, USAGE, Exchange, run
 from tests.service.sequences import make_choice, make_finish, make_request
 
 
@@ -24,7 +24,7 @@ def tools(tokenizer: Tokenizer, metrics: Metrics) -> tuple[Tokenizer, Metrics]:
 
 
 def likely(token_id: int, logprob: float = -0.5) -> TokenLogprob:
-    """A token with itself and another one as the most likely ones."""
+    """Return a token whose alternatives are the token itself and one other token."""
     return TokenLogprob(token_id=token_id, logprob=logprob, rank=1, top=((token_id, logprob), (120, -1.5)))
 
 
@@ -33,11 +33,11 @@ def chat_entry(token: str, byte: int) -> dict[str, Any]:
     return {**own, "top_logprobs": [own, {"token": "x", "logprob": -1.5, "bytes": [120]}]}
 
 
-def test_a_conversation_tells_role_then_text_with_its_tokens(tools: Any) -> None:
+def test_a_chat_stream_sends_the_role_then_text_with_logprobs_and_ids(tools: Any) -> None:
     async def test() -> None:
-        response_options: dict[str, Any] = {"logprobs": 2, "token_ids": True, "prompt_logprobs": 0}
+        fields: dict[str, Any] = {"logprobs": 2, "return_token_ids": True, "prompt_logprobs": 0}
         choice = make_choice(prompt=(97, 98))
-        exchange = Exchange(CompletionStream, make_request(choice), tools, ChatBuilder, **response_options)
+        exchange = Exchange(CompletionStream, make_request(choice), tools, ChatBuilder, **fields)
         first = TokenLogprob(token_id=97, logprob=None, rank=None, top=())
         scores = (first, TokenLogprob(token_id=98, logprob=-2.0, rank=4, top=()))
         exchange.push(ids=(99,), text="c", logprobs=(likely(99),), prompt_logprobs=scores)
@@ -64,8 +64,8 @@ def test_a_conversation_tells_role_then_text_with_its_tokens(tools: Any) -> None
     run(test)
 
 
-def test_an_answer_without_tokens_has_a_list_without_entries(tools: Any) -> None:
-    """Clients go through `logprobs.content` without asking whether it is there."""
+def test_a_chat_completion_without_tokens_has_an_empty_logprobs_list(tools: Any) -> None:
+    """Clients iterate over `logprobs.content` without a check."""
 
     async def test() -> None:
         exchange = Exchange(CompletionBody, make_request(make_choice(max_tokens=0)), tools, ChatBuilder, logprobs=0)
@@ -78,9 +78,9 @@ def test_an_answer_without_tokens_has_a_list_without_entries(tools: Any) -> None
     run(test)
 
 
-def test_ids_come_with_the_first_half_of_a_character_and_text_with_the_second(tools: Any) -> None:
+def test_token_ids_of_an_incomplete_character_are_sent_before_its_text(tools: Any) -> None:
     async def test() -> None:
-        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, token_ids=True)
+        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, return_token_ids=True)
         exchange.push(ids=(0xC3,))
         exchange.push(ids=(0xA9,), text="é", finish=make_finish())
         await exchange.task
@@ -92,7 +92,7 @@ def test_ids_come_with_the_first_half_of_a_character_and_text_with_the_second(to
     run(test)
 
 
-def test_what_nobody_asked_for_is_not_there(tools: Any) -> None:
+def test_optional_fields_are_absent_unless_requested(tools: Any) -> None:
     async def test() -> None:
         for kind, builder in (
             (CompletionBody, CompletionBuilder),
@@ -111,7 +111,7 @@ def test_what_nobody_asked_for_is_not_there(tools: Any) -> None:
 def test_running_usage_counts_the_whole_request(tools: Any) -> None:
     async def test() -> None:
         request = make_request(make_choice("a"), make_choice("b", index=1))
-        exchange = Exchange(CompletionStream, request, tools, ChatBuilder, running_usage=True)
+        exchange = Exchange(CompletionStream, request, tools, ChatBuilder, **RUNNING_USAGE)
         exchange.push(0, ids=(97, 98), text="ab")
         exchange.push(1, ids=(97,), text="a", finish=make_finish(num_cached_tokens=2))
         exchange.push(0, ids=(97,), text="a", finish=make_finish(num_cached_tokens=2))
@@ -131,7 +131,7 @@ def test_the_time_to_the_first_token_counts_from_arrival(kind: Any, builder: Any
     async def test() -> None:
         arrival = time.monotonic() - 100
         request = InflightRequest(choices=[make_choice()], arrival_seconds=arrival)
-        exchange = Exchange(kind, request, tools, builder, usage=True)
+        exchange = Exchange(kind, request, tools, builder, **USAGE)
         exchange.push(ids=(97,), text="a")
         await exchange.settle()
         exchange.push(ids=(98,), text="b", finish=make_finish(queue_seconds=0.25, prefill_seconds=0.5))
@@ -148,13 +148,13 @@ def test_the_time_to_the_first_token_counts_from_arrival(kind: Any, builder: Any
 
 @pytest.mark.parametrize("kind", [CompletionBody, CompletionStream])
 @pytest.mark.parametrize("num_scores", [MAX_INLINE_LOGPROBS, MAX_INLINE_LOGPROBS + 1])
-def test_many_scores_are_not_written_where_all_streams_are(kind: Any, num_scores: int, tools: Any) -> None:
+def test_many_prompt_logprobs_are_encoded_in_a_thread(kind: Any, num_scores: int, tools: Any) -> None:
     threads = set()
 
     class Watched(CompletionBuilder):
-        def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
+        def _prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
             threads.add(threading.current_thread())
-            return super().events(choice, delta, is_first=is_first)
+            return super()._prompt_logprobs(choice)
 
     async def test() -> None:
         exchange = Exchange(kind, make_request(make_choice()), tools, Watched, prompt_logprobs=0)
@@ -167,23 +167,3 @@ def test_many_scores_are_not_written_where_all_streams_are(kind: Any, num_scores
         assert (threads == {threading.main_thread()}) is (num_scores <= MAX_INLINE_LOGPROBS)
 
     run(test)
-
-
-def test_what_a_request_wants() -> None:
-    def response_options(**fields: Any) -> ResponseOptions:
-        return ResponseOptions.of(CompletionRequest.parse(json.dumps({"prompt": "a", **fields}).encode()))
-
-    assert (
-        response_options()
-        == response_options(logprobs=None, echo=None, stream=None, return_token_ids=None)
-        == ResponseOptions()
-    )
-    assert response_options(logprobs=0, echo=True, prompt_logprobs=0) == ResponseOptions(
-        logprobs=0, echo=True, prompt_logprobs=0
-    )
-    assert response_options(return_token_ids=True) == ResponseOptions(token_ids=True)
-    assert response_options(return_tokens_as_token_ids=True) == ResponseOptions(names_are_ids=True)
-    assert response_options(stream=True, stream_options={"include_usage": True}) == ResponseOptions(usage=True)
-    assert response_options(stream=True, stream_options={"continuous_usage_stats": True}) == ResponseOptions(
-        running_usage=True
-    )

@@ -1,4 +1,4 @@
-"""What a client sees: events or one body, cancellation when it leaves, an error where there is one."""
+"""Streamed and whole responses as a client receives them, with disconnects and errors."""
 
 import asyncio
 import json
@@ -10,18 +10,23 @@ import pytest
 from starlette.types import Scope
 
 from model.tokenizer.interface import Tokenizer
-from service.api.response_builder import CompletionBuilder, ResponseBuilder, ResponseOptions
+from service.api.response_builder import CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream
 from service.ipc.messages import FinishReason, TokenLogprob
 from service.metrics.recorder import Metrics
+from service.protocol.completions import CompletionRequest
 from service.protocol.errors import Draining, EngineFailed
 from service.protocol.responses import Completion, encode_event
 from service.requests.inflight import InflightRequest
 from tests.service.sequences import make_choice, make_delta, make_finish, make_request
 
+# Fields of a request for usage in a stream's last event, and in every event.
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+RUNNING_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+
 
 class Client:
-    """The other end of an ASGI response."""
+    """Client of an ASGI response."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -57,7 +62,7 @@ class Client:
 
 
 class Exchange:
-    """One request being delivered to one client."""
+    """Delivery of one request's response to one client."""
 
     def __init__(
         self,
@@ -66,11 +71,11 @@ class Exchange:
         tools: Any,
         builder: type[ResponseBuilder] = CompletionBuilder,
         scope: Scope | None = None,
-        **response_options: Any,
+        **fields: Any,
     ) -> None:
         tokenizer, metrics = tools
-        options = ResponseOptions(**response_options)
-        words = builder(response_id="cmpl-1", created=5, model="tiny", options=options, tokenizer=tokenizer)
+        asked = CompletionRequest.parse(json.dumps({"prompt": "a", **fields}).encode())
+        words = builder(asked, response_id="cmpl-1", created=5, model="tiny", tokenizer=tokenizer)
         self.request = request
         self.closed: list[InflightRequest] = []
         self.client = Client()
@@ -78,7 +83,7 @@ class Exchange:
         self.task = asyncio.create_task(response(scope or {}, self.client.receive, self.client.send))
 
     def push(self, index: int = 0, **delta: Any) -> None:
-        """Effect in the engine client of an event."""
+        """Add a delta to its choice as the engine client does, and deliver it."""
         choice = self.request.choices[index]
         event = make_delta(index=len(choice.token_ids), **delta)
         choice.add(event)
@@ -87,7 +92,7 @@ class Exchange:
             send()
 
     async def settle(self) -> None:
-        """Let the delivery do what it can."""
+        """Run the event loop until the delivery waits."""
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -102,16 +107,16 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float:
-    """A metric's value, summed over the series that have these labels."""
+    """Return a metric's value, summed over the series with the given labels."""
     lines = metrics.render()[0].decode().splitlines()
     found = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(float(line.rpartition(" ")[2]) for line in found if all(want in line for want in wanted))
 
 
-def test_a_stream_has_one_event_a_delta_then_usage_then_done(tools: Any) -> None:
+def test_a_stream_has_one_event_per_delta_then_usage_then_done(tools: Any) -> None:
     async def test() -> None:
-        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, usage=True)
+        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, **USAGE)
         exchange.push(ids=(97,), text="a")
         await exchange.settle()
         assert exchange.client.status == 200
@@ -152,9 +157,9 @@ def test_a_stream_has_one_event_a_delta_then_usage_then_done(tools: Any) -> None
     run(test)
 
 
-def test_an_answer_that_comes_all_at_once_has_one_set_of_timings(tools: Any) -> None:
+def test_a_stream_of_one_delta_has_the_same_timings_in_both_events(tools: Any) -> None:
     async def test() -> None:
-        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, usage=True)
+        exchange = Exchange(CompletionStream, make_request(make_choice()), tools, **USAGE)
         exchange.push(ids=(97, 98), text="ab", finish=make_finish())
         await exchange.task
         whole, summary = exchange.client.chunks
@@ -163,7 +168,7 @@ def test_an_answer_that_comes_all_at_once_has_one_set_of_timings(tools: Any) -> 
     run(test)
 
 
-def test_held_back_text_makes_no_event_and_choices_interleave(tools: Any) -> None:
+def test_deltas_without_text_send_no_event(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice("a"), make_choice("b", index=1)), tools)
         exchange.push(0, ids=(0xF0,))
@@ -181,7 +186,7 @@ def test_held_back_text_makes_no_event_and_choices_interleave(tools: Any) -> Non
     run(test)
 
 
-def test_a_body_joins_the_same_deltas(tools: Any) -> None:
+def test_a_json_body_joins_the_deltas(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionBody, make_request(make_choice("a"), make_choice("b", index=1)), tools)
         exchange.push(1, ids=(98,), text="b")
@@ -210,7 +215,7 @@ def _logprob(token_id: int, logprob: float | None = -1.0) -> TokenLogprob:
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, CompletionStream])
-def test_echo_with_logprobs_scores_the_prompt_first(kind: Any, tools: Any) -> None:
+def test_echo_with_logprobs_begins_with_the_prompt(kind: Any, tools: Any) -> None:
     async def test() -> None:
         choice = make_choice(text="abc", prompt=(97, 98, 99))
         exchange = Exchange(kind, make_request(choice), tools, echo=True, logprobs=0)
@@ -233,7 +238,7 @@ def test_echo_with_logprobs_scores_the_prompt_first(kind: Any, tools: Any) -> No
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, CompletionStream])
-def test_max_tokens_0_with_echo_is_the_prompt_alone(kind: Any, tools: Any) -> None:
+def test_echo_with_max_tokens_0_returns_only_the_prompt(kind: Any, tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(kind, make_request(make_choice(text="abc", max_tokens=0)), tools, echo=True)
         exchange.push(finish=make_finish(num_completion_tokens=0, decode_seconds=0.0))
@@ -248,7 +253,7 @@ def test_max_tokens_0_with_echo_is_the_prompt_alone(kind: Any, tools: Any) -> No
 
 @pytest.mark.parametrize("kind", [CompletionBody, CompletionStream])
 @pytest.mark.parametrize("has_started", [False, True])
-def test_a_client_that_leaves_ends_its_request(kind: Any, has_started: bool, tools: Any) -> None:
+def test_a_disconnect_ends_the_request(kind: Any, has_started: bool, tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(kind, make_request(make_choice()), tools)
         if has_started:
@@ -281,7 +286,7 @@ def test_a_failure_before_the_first_event_is_an_http_error(kind: Any, tools: Any
     run(test)
 
 
-def test_a_failure_in_mid_stream_is_the_last_event_and_there_is_no_done(tools: Any) -> None:
+def test_a_failure_within_a_stream_is_the_last_event_without_done(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice()), tools)
         exchange.push(ids=(97,), text="a")
@@ -298,7 +303,7 @@ def test_a_failure_in_mid_stream_is_the_last_event_and_there_is_no_done(tools: A
     run(test)
 
 
-def test_a_long_silence_is_broken_by_a_comment(tools: Any) -> None:
+def test_a_silent_stream_sends_keep_alive_comments(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice()), tools)
         await exchange.settle()
@@ -312,7 +317,7 @@ def test_a_long_silence_is_broken_by_a_comment(tools: Any) -> None:
     run(test)
 
 
-def test_latencies_count_one_first_token_and_the_gaps_between_the_others(tools: Any) -> None:
+def test_latency_metrics_count_the_first_token_and_later_gaps(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice("a"), make_choice("b", index=1)), tools)
         for index in (0, 1):
@@ -328,7 +333,7 @@ def test_latencies_count_one_first_token_and_the_gaps_between_the_others(tools: 
     run(test)
 
 
-def test_a_cancelled_task_still_closes_its_request(tools: Any) -> None:
+def test_a_cancelled_response_task_finishes_the_request(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice()), tools)
         await exchange.settle()
@@ -340,7 +345,7 @@ def test_a_cancelled_task_still_closes_its_request(tools: Any) -> None:
     run(test)
 
 
-def test_an_event_is_one_line_even_for_clients_that_count_unicode_line_breaks() -> None:
+def test_an_event_contains_no_unicode_line_breaks() -> None:
     text = "".join(map(chr, range(0x3000)))
     event = encode_event({"text": text})
     assert len(event.decode().splitlines()) == 2, "the data and the blank line"

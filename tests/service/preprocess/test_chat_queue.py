@@ -1,4 +1,4 @@
-"""A template that hangs, and requests of very many parts: who waits behind them is told so within bounds."""
+"""Queue of conversations for the template process, and limits on messages and parts."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ HELLO = Message(role="user", content="hi")
 
 @pytest.fixture
 def busy() -> Iterator[threading.Event]:
-    """Set it to let the renderer go on."""
+    """Yield an event that the renderer waits for."""
     event = threading.Event()
     yield event
     event.set()
@@ -34,7 +34,7 @@ def prompts(
     busy: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[ChatPrompts]:
-    """Waits for 0.05 s, or as long as the test's parameter says."""
+    """Yield an encoder in which conversations wait 0.05 s, or the test's parameter, for the thread."""
     template = ChatTemplate(source="{{ messages[0].content }}", origin="here")
     made = ChatPrompts(template, tokenizer, max_waiting=2, wait_seconds=getattr(request, "param", 0.05))
 
@@ -52,7 +52,7 @@ def encoding(prompts: ChatPrompts) -> "asyncio.Task[list[int]]":
     return asyncio.create_task(prompts.encode([HELLO], add_generation_prompt=True, more=None))
 
 
-def test_who_waits_too_long_behind_a_template_that_hangs_is_told_to_come_back(
+def test_conversations_waiting_too_long_behind_a_hanging_template_are_rejected(
     prompts: ChatPrompts, busy: threading.Event
 ) -> None:
     async def crowd() -> None:
@@ -71,7 +71,7 @@ def test_who_waits_too_long_behind_a_template_that_hangs_is_told_to_come_back(
 
 
 @pytest.mark.parametrize("prompts", [3600.0], indirect=True)
-def test_so_many_may_wait(prompts: ChatPrompts, busy: threading.Event) -> None:
+def test_more_conversations_than_may_wait_are_rejected(prompts: ChatPrompts, busy: threading.Event) -> None:
     async def crowd() -> None:
         tasks = [encoding(prompts) for _ in range(3)]
         await asyncio.sleep(0)
@@ -83,7 +83,7 @@ def test_so_many_may_wait(prompts: ChatPrompts, busy: threading.Event) -> None:
     asyncio.run(crowd())
 
 
-def test_who_leaves_while_rendering_does_not_pass_the_turn_before_its_end(
+def test_a_cancelled_conversation_keeps_the_thread_until_rendering_ends(
     prompts: ChatPrompts, busy: threading.Event
 ) -> None:
     async def crowd() -> None:
@@ -120,7 +120,7 @@ MESSAGE = {"role": "user", "content": "a"}
         ("/tokenize", {"prompt": "a", "messages": [{}] * 400_000}, f"holds over {MAX_CONTAINERS} lists and objects"),
     ],
 )
-def test_too_many_parts_are_a_400_that_names_the_limit(
+def test_too_many_messages_parts_or_prompts_are_a_400_that_names_the_limit(
     client: TestClient, queue: EchoChannel, path: str, body: dict[str, object], said: str
 ) -> None:
     response = client.post(path, json=body)
@@ -129,7 +129,7 @@ def test_too_many_parts_are_a_400_that_names_the_limit(
     assert queue.submits == []
 
 
-def test_as_many_as_allowed_are_read(client: TestClient) -> None:
+def test_the_maximum_number_of_messages_and_parts_is_accepted(client: TestClient) -> None:
     messages = [{**MESSAGE, "content": [TEXT] * 2}] * MAX_MESSAGES
     assert client.post("/tokenize", json={"messages": messages}).status_code == 200
     parts = [{**MESSAGE, "content": [TEXT] * MAX_PARTS}]
@@ -137,7 +137,7 @@ def test_as_many_as_allowed_are_read(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("text", ["x" * 400_000, "[{" * 50_000, '"[\\"' * 50_000, "\\" * 99_999 + "[" * 50_000])
-def test_long_texts_and_brackets_in_them_are_text(client: TestClient, text: str) -> None:
+def test_brackets_within_texts_do_not_count_as_containers(client: TestClient, text: str) -> None:
     answer = client.post("/tokenize", json={"prompt": text})
     assert answer.status_code == 200
     assert client.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"] == text

@@ -1,4 +1,4 @@
-"""A long text is tokenized beside the event loop: whoever streams meanwhile does not notice."""
+"""Tokenization of long texts in a thread, so that streams do not wait."""
 
 import asyncio
 import threading
@@ -22,10 +22,10 @@ SHORT, LONG = "abc", "abc " * MAX_INLINE_CHARACTERS
         ("/tokenize", {"prompt": LONG}),
     ],
 )
-def test_others_are_answered_while_a_long_text_is_tokenized(
+def test_short_requests_complete_while_a_long_text_is_tokenized(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, route: str, fields: dict[str, Any]
 ) -> None:
-    """The tokenizer stands still in the middle of the long text until a short one has been answered whole."""
+    """The tokenizer blocks within the long text until the response to a short request is complete."""
     began, go_on = threading.Event(), threading.Event()
     encode = ByteLevelTokenizer.encode
 

@@ -1,4 +1,4 @@
-"""A prompt's scores are one list for all its samples, whoever brings them."""
+"""Prompt logprobs that all samples of a prompt share."""
 
 from service.admission.controller import Admission
 from service.ipc.messages import Command, Submit, TokenLogprob
@@ -6,8 +6,8 @@ from service.requests.engine_client import EngineClient
 from tests.service.sequences import make_choice, make_delta, make_hello, make_request
 
 
-def test_after_a_death_each_sample_scores_the_prompt_and_the_first_to_tell_counts() -> None:
-    """For who comes back first is not known then: one that may have killed the worker waits."""
+def test_after_a_worker_death_each_sample_computes_prompt_logprobs_and_the_first_result_counts() -> None:
+    """Any sample may run first, because a sample that may have killed the worker is held back."""
     sent: list[Command] = []
     engine_client = EngineClient(
         send=sent.extend,

@@ -1,4 +1,4 @@
-"""From a request to sequences: ids, seeds, limits, and the refusals that name what does not fit."""
+"""Conversion of requests into sequences: token ids, seeds, limits and errors."""
 
 import json
 from typing import Any
@@ -62,7 +62,7 @@ def test_every_sampling_field_reaches_the_engine(processor: RequestProcessor) ->
     assert (scored.submit.params.prompt_logprobs, scored.submit.params.logprobs) == (3, None)
 
 
-def test_the_first_sample_scores_the_prompt_for_all(processor: RequestProcessor) -> None:
+def test_the_first_sample_computes_the_prompt_logprobs_for_all_samples(processor: RequestProcessor) -> None:
     choices = plan(processor, prompt=["ab", "c"], n=2, echo=True, logprobs=3)
     assert [choice.submit.params.prompt_logprobs for choice in choices] == [3, None, 3, None]
     first, second, other, _ = (choice.prompt_logprobs for choice in choices)
@@ -74,7 +74,7 @@ def test_a_top_k_of_minus_one_is_off(processor: RequestProcessor) -> None:
     assert plan(processor, top_k=-1)[0].submit.params.top_k == 0
 
 
-def test_echo_gives_back_the_prompt(processor: RequestProcessor) -> None:
+def test_echo_returns_the_prompt_text(processor: RequestProcessor) -> None:
     assert [c.prompt_text for c in plan(processor, prompt=["ab", "é"], echo=True)] == ["ab", "é"]
     assert [c.prompt_text for c in plan(processor, prompt=[[97, 0xF0], [98]], echo=True)] == ["a\ufffd", "b"]
     assert plan(processor)[0].prompt_text == ""
@@ -94,7 +94,7 @@ def test_seeds_are_repeatable_and_different_for_each_sample(processor: RequestPr
     assert sample_seed(-1, 0) == 2**64 - 1
 
 
-def test_a_request_over_the_context_is_refused_with_both_numbers(processor: RequestProcessor) -> None:
+def test_a_request_over_the_context_length_is_rejected_with_both_numbers(processor: RequestProcessor) -> None:
     assert len(plan(processor, prompt="a" * 60, max_tokens=4)) == 1
     with pytest.raises(
         ContextLengthExceeded, match="context length is 64 tokens, but the prompt has 60 and max_tokens is 5"
@@ -106,7 +106,7 @@ def test_a_request_over_the_context_is_refused_with_both_numbers(processor: Requ
         plan(processor, prompt=[97] * 65, max_tokens=0)
 
 
-def test_a_hopelessly_long_text_is_refused_without_tokenizing_it(
+def test_a_text_that_cannot_fit_is_rejected_without_tokenizing(
     processor: RequestProcessor, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text: pytest.fail("tokenized"))
@@ -115,32 +115,32 @@ def test_a_hopelessly_long_text_is_refused_without_tokenizing_it(
 
 
 @pytest.mark.parametrize("token_id", [-1, 274, 2**62])
-def test_ids_out_of_vocabulary_are_refused(processor: RequestProcessor, token_id: int) -> None:
+def test_token_ids_out_of_vocabulary_are_rejected(processor: RequestProcessor, token_id: int) -> None:
     for fields in ({"prompt": [1, token_id]}, {"prompt": [[1], [token_id]]}, {"stop_token_ids": [token_id]}):
         with pytest.raises(InvalidRequest, match="out of vocabulary") as caught:
             plan(processor, **fields)
         assert caught.value.param in ("prompt", "stop_token_ids")
 
 
-def test_more_choices_than_the_server_holds_are_refused(processor: RequestProcessor) -> None:
+def test_too_many_choices_are_rejected(processor: RequestProcessor) -> None:
     assert len(plan(processor, prompt=["a", "b"], n=6)) == 12
     with pytest.raises(InvalidRequest, match="13 completions, over the limit of 12"):
         plan(processor, n=13)
 
 
-def test_fields_that_contradict_each_other_are_refused(processor: RequestProcessor) -> None:
+def test_min_tokens_over_max_tokens_is_rejected(processor: RequestProcessor) -> None:
     with pytest.raises(InvalidRequest, match="min_tokens=5 is over max_tokens=4"):
         plan(processor, min_tokens=5, max_tokens=4)
 
 
-def test_another_model_is_not_found_and_none_means_ours(processor: RequestProcessor) -> None:
+def test_an_unknown_model_is_not_found_and_null_means_the_served_model(processor: RequestProcessor) -> None:
     with pytest.raises(ModelNotFound, match="'gpt-4' does not exist"):
         plan(processor, model="gpt-4")
     assert plan(processor, model="tiny")
     assert plan(processor, model=None)
 
 
-def test_a_text_begins_with_the_mark_that_begins_texts(tokenizer: ByteLevelTokenizer) -> None:
+def test_a_text_prompt_begins_with_the_begin_of_text_token(tokenizer: ByteLevelTokenizer) -> None:
     marked = ByteLevelTokenizer(
         pattern=tokenizer.pattern,
         ranks={bytes([byte]): byte for byte in range(256)},
@@ -156,7 +156,7 @@ def test_a_text_begins_with_the_mark_that_begins_texts(tokenizer: ByteLevelToken
 
 @pytest.fixture
 def mild(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
-    """A request processor for a checkpoint that says how it wants to be sampled."""
+    """Return a request processor for a checkpoint with default sampling parameters."""
     sampling = {"temperature": 0.0, "top_k": 7, "top_p": 0.5, "min_p": 0.25}
     defaults = RequestDefaults(sampling=sampling, max_new_tokens=50)
     return RequestProcessor(
@@ -168,19 +168,19 @@ def mild(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
     )
 
 
-def test_the_checkpoints_defaults_are_the_requests(mild: RequestProcessor) -> None:
+def test_a_request_gets_the_checkpoints_defaults(mild: RequestProcessor) -> None:
     for fields in ({}, dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "max_tokens"), None)):
         params = plan(mild, **fields)[0].submit.params
         assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.0, 7, 0.5, 0.25)
         assert params.max_tokens == 50
 
 
-def test_what_a_request_says_wins_even_where_it_says_the_usual(mild: RequestProcessor) -> None:
+def test_request_fields_override_the_checkpoints_defaults(mild: RequestProcessor) -> None:
     params = plan(mild, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=16)[0].submit.params
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens) == (1.0, 0, 1.0, 0.0, 16)
 
 
-def test_a_default_length_fits_the_context_and_an_asked_one_must(mild: RequestProcessor) -> None:
+def test_a_default_length_is_cut_to_the_context_and_a_requested_length_is_not(mild: RequestProcessor) -> None:
     assert plan(mild, prompt="a" * 40)[0].submit.params.max_tokens == 24
     with pytest.raises(ContextLengthExceeded, match=r"the prompt has 64, which leaves no room for a completion$"):
         plan(mild, prompt=[97] * 64)
@@ -188,14 +188,14 @@ def test_a_default_length_fits_the_context_and_an_asked_one_must(mild: RequestPr
         plan(mild, prompt=[97] * 40, max_tokens=50)
 
 
-def test_errors_of_two_fields_and_of_the_model_name_a_field(processor: RequestProcessor) -> None:
+def test_errors_of_lengths_and_of_the_model_name_the_field(processor: RequestProcessor) -> None:
     for fields, param in (({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"model": "gpt-4"}, "model")):
         with pytest.raises(ApiError) as caught:
             plan(processor, **fields)
         assert caught.value.param == param
 
 
-def test_a_long_text_is_tokenized_where_one_token_may_stand_for_all_of_it(
+def test_a_long_text_is_tokenized_if_tokens_have_no_maximum_length(
     processor: RequestProcessor, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "longest_token", None)
@@ -203,9 +203,7 @@ def test_a_long_text_is_tokenized_where_one_token_may_stand_for_all_of_it(
     assert plan(processor, prompt="é" * 1_000_000)[0].submit.prompt_token_ids == (97,)
 
 
-def test_a_text_that_the_tokenizer_refuses_is_the_clients_error(
-    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_cannot_be_tokenized_is_a_400(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: ByteLevelTokenizer, text: str) -> list[int]:
         raise TokenizerError("no token stands for it")
 

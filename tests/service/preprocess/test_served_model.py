@@ -1,4 +1,4 @@
-"""What a checkpoint's other files bring to the service, and what the settings make of them."""
+"""Facts about the served model from the checkpoint's files and the settings."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.tiny_model import EOS
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy that a test may add to."""
+    """Return a copy of the tiny checkpoint that a test may change."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
@@ -36,22 +36,22 @@ def write(path: Path, value: Any) -> None:
     path.write_text(value if isinstance(value, str) else json.dumps(value))
 
 
-def test_a_checkpoint_alone_brings_its_tokenizers_marks_and_the_plain_template(checkpoint: Path) -> None:
+def test_without_extra_files_the_plain_template_is_served(checkpoint: Path) -> None:
     found = served(checkpoint)
     assert found.model_name == "tiny"
     assert found.max_context_length == 256
     assert found.defaults == RequestDefaults()
-    assert found.marks == {"eos_token": EOS}
+    assert found.special_tokens == {"eos_token": EOS}
     assert found.template is not None
     assert found.template.source == PLAIN_SOURCE
     assert found.warnings() == []
 
 
-def test_template_and_marks_of_the_files_win(checkpoint: Path) -> None:
+def test_template_and_special_tokens_of_the_checkpoints_files_take_precedence(checkpoint: Path) -> None:
     config = {"chat_template": "{{ eos_token }}", "eos_token": "</s>", "bos_token": {"content": "<s>"}}
     write(checkpoint / "tokenizer_config.json", config)
     found = served(checkpoint)
-    assert found.marks == {"eos_token": "</s>", "bos_token": "<s>"}
+    assert found.special_tokens == {"eos_token": "</s>", "bos_token": "<s>"}
     assert found.template is not None
     assert found.template.render([]) == "</s>"
     plain = served(checkpoint, chat_template="plain")
@@ -60,14 +60,14 @@ def test_template_and_marks_of_the_files_win(checkpoint: Path) -> None:
     assert served(checkpoint, chat_template="none").template is None
 
 
-def test_a_file_may_be_named(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_chat_template_setting_may_name_a_file(checkpoint: Path, tmp_path: Path) -> None:
     write(tmp_path / "mine.jinja", "mine{{ eos_token }}")
     found = served(checkpoint, chat_template=str(tmp_path / "mine.jinja"))
     assert found.template is not None
     assert found.template.render([]) == "mine" + EOS
 
 
-def test_what_is_not_used_is_warned_of(checkpoint: Path) -> None:
+def test_unused_contents_of_the_checkpoint_are_warned_about(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"length_penalty": 1.3, "num_beams": 4, "temperature": 0.5})
     write(checkpoint / "chat_template.jinja", "a")
     (checkpoint / "additional_chat_templates").mkdir()
@@ -91,7 +91,7 @@ def test_what_is_not_used_is_warned_of(checkpoint: Path) -> None:
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}, "repetition_penalty 1.1"),
     ],
 )
-def test_defaults_are_the_checkpoints(checkpoint: Path, values: Any, sampling: Any, told: str) -> None:
+def test_request_defaults_come_from_generation_config(checkpoint: Path, values: Any, sampling: Any, told: str) -> None:
     write(checkpoint / "generation_config.json", values)
     found = served(checkpoint).defaults
     assert found.sampling == sampling
@@ -99,13 +99,13 @@ def test_defaults_are_the_checkpoints(checkpoint: Path, values: Any, sampling: A
     assert served(checkpoint, generation_config=False).defaults == RequestDefaults()
 
 
-def test_the_longest_answer_is_the_checkpoints(checkpoint: Path) -> None:
+def test_the_default_max_tokens_comes_from_generation_config(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"max_new_tokens": 30})
     found = served(checkpoint).defaults
     assert (found.max_new_tokens, str(found)) == (30, "max_new_tokens 30")
 
 
-def test_everything_is_shown(checkpoint: Path) -> None:
+def test_the_start_up_listing_shows_the_checkpoints_facts(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"temperature": 0.5})
     settings = ServeSettings(checkpoint=checkpoint, threads=3, max_context_length=100)
     found = read_served_model(settings, read_manifest(checkpoint), load_tokenizer(checkpoint)).found(settings)
@@ -134,7 +134,7 @@ def test_everything_is_shown(checkpoint: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_one_line(
+def test_an_unusable_checkpoint_file_is_a_one_line_error(
     checkpoint: Path, name: str, value: Any, error: type[Exception], said: str
 ) -> None:
     write(checkpoint / name, value)
@@ -145,17 +145,17 @@ def test_what_cannot_be_used_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_longer_context_than_the_models_is_refused(checkpoint: Path) -> None:
+def test_a_context_length_over_the_models_positions_is_rejected(checkpoint: Path) -> None:
     with pytest.raises(SettingsError, match="257 is over the 256 positions"):
         served(checkpoint, max_context_length=257)
 
 
-def test_a_missing_template_file_is_named(checkpoint: Path) -> None:
+def test_the_error_names_a_missing_template_file(checkpoint: Path) -> None:
     with pytest.raises(ChatTemplateError, match="--chat-template nowhere: no such file; give"):
         served(checkpoint, chat_template="nowhere")
 
 
-def test_defaults_need_no_tokenizer(checkpoint: Path) -> None:
+def test_request_defaults_are_read_without_a_tokenizer(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"top_p": 0.5})
     assert read_defaults(ServeSettings(checkpoint=checkpoint), checkpoint).sampling == {"top_p": 0.5}
 
@@ -169,7 +169,7 @@ def test_defaults_need_no_tokenizer(checkpoint: Path) -> None:
         ((), {"generation_config.json": {"top_p": 7}}, 1, "top_p must be"),
     ],
 )
-def test_a_service_that_cannot_be_is_one_line_and_no_start(
+def test_an_unusable_checkpoint_ends_the_start_with_a_one_line_error(
     checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
     flags: tuple[str, ...],

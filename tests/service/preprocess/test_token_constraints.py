@@ -1,4 +1,4 @@
-"""What a request says of single tokens, its place in the queue and its cache reaches the engine, or is refused."""
+"""Token rules, priority and cache salt of requests."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ def processor(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
 
 
 def submits(processor: RequestProcessor, **fields: Any) -> list[Submit]:
-    """What both routes submit: they must agree."""
+    """Return the sequences that both completion routes submit, which must be equal."""
     text = CompletionRequest.parse(json.dumps({"prompt": "abc", "max_tokens": 8, "seed": 1, **fields}).encode())
     processor.check(text)
     of_text = [choice.submit for choice in processor.plan(text, arrival_seconds=3.0)]
@@ -54,7 +54,7 @@ def params(processor: RequestProcessor, **fields: Any) -> SamplingParams:
         ({"allowed_token_ids": [5, 4, 5]}, {"allowed_token_ids": (5, 4)}),
     ],
 )
-def test_each_reaches_the_engine_and_nothing_else_changes(
+def test_each_token_rule_changes_only_its_sampling_parameter(
     processor: RequestProcessor, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     plain = params(processor)
@@ -76,25 +76,25 @@ def test_each_reaches_the_engine_and_nothing_else_changes(
         ([" "], ((32,),)),
     ],
 )
-def test_a_word_is_its_tokens_with_a_space_before_it_and_without(
+def test_a_bad_word_is_tokenized_with_and_without_a_leading_space(
     processor: RequestProcessor, words: list[str], ids: tuple[tuple[int, ...], ...]
 ) -> None:
     assert params(processor, bad_words=words).bad_word_ids == ids
 
 
 @pytest.mark.parametrize("fields", [{"logit_bias": {}}, {"bad_words": []}, {"priority": 0}, {"repetition_penalty": 1}])
-def test_what_asks_for_nothing_is_nothing(processor: RequestProcessor, fields: dict[str, Any]) -> None:
+def test_empty_token_rules_change_nothing(processor: RequestProcessor, fields: dict[str, Any]) -> None:
     assert submits(processor, **fields)[0].params == params(processor)
 
 
-def test_priority_and_salt_go_with_every_sample(processor: RequestProcessor) -> None:
+def test_priority_and_cache_salt_reach_every_sample(processor: RequestProcessor) -> None:
     for submit in submits(processor, priority=-7, cache_salt="mine", n=3):
         assert (submit.priority, submit.cache_salt) == (-7, "mine")
     assert [(submit.priority, submit.cache_salt) for submit in submits(processor)] == [(0, "")]
 
 
 @pytest.mark.parametrize("key", ["-1", "+1", "01", "1.0", " 1", "a", "", "٣", "9" * 5000])
-def test_a_key_that_is_no_token_id_is_refused(processor: RequestProcessor, key: str) -> None:
+def test_a_logit_bias_key_that_is_no_token_id_is_rejected(processor: RequestProcessor, key: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a token id") as caught:
         submits(processor, logit_bias={key: 1})
     assert caught.value.param == "logit_bias"
@@ -119,7 +119,7 @@ def test_a_key_that_is_no_token_id_is_refused(processor: RequestProcessor, key: 
         ),
     ],
 )
-def test_what_leaves_no_token_is_refused(
+def test_token_rules_that_forbid_every_token_are_rejected(
     processor: RequestProcessor, fields: dict[str, Any], param: str, said: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
@@ -136,11 +136,11 @@ def test_what_leaves_no_token_is_refused(
         {"allowed_token_ids": [A], "bad_words": ["aa"]},  # the first one may come
     ],
 )
-def test_what_leaves_one_is_not(processor: RequestProcessor, fields: dict[str, Any]) -> None:
+def test_token_rules_that_leave_a_token_are_accepted(processor: RequestProcessor, fields: dict[str, Any]) -> None:
     assert params(processor, **fields).allowed_token_ids
 
 
-def test_a_word_that_cannot_be_tokenized_is_refused(
+def test_a_bad_word_that_cannot_be_tokenized_is_rejected(
     processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = ByteLevelTokenizer.encode
@@ -157,9 +157,7 @@ def test_a_word_that_cannot_be_tokenized_is_refused(
         assert caught.value.param == "bad_words"
 
 
-def test_a_words_tokens_are_made_once_for_all_prompts_and_samples(
-    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_words_are_tokenized_once_per_request(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
     whole = ByteLevelTokenizer.encode
 
@@ -173,7 +171,7 @@ def test_a_words_tokens_are_made_once_for_all_prompts_and_samples(
     assert sorted(encoded) == [" word", "a", "b", "word"]
 
 
-def test_a_checkpoints_repetition_penalty_is_the_requests(tokenizer: ByteLevelTokenizer) -> None:
+def test_a_request_gets_the_checkpoints_repetition_penalty(tokenizer: ByteLevelTokenizer) -> None:
     processor = RequestProcessor(
         tokenizer=tokenizer,
         model_name="tiny",

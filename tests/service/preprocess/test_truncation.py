@@ -1,4 +1,4 @@
-"""Prompts cut to a length: which tokens stay, and what that does to a plan."""
+"""Truncation of prompts."""
 
 import json
 from typing import Any
@@ -23,13 +23,13 @@ def processor(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
 
 
 def kept(processor: RequestProcessor, **fields: Any) -> list[int]:
-    """The ids of the one prompt that the engine is given."""
+    """Return the token ids of the only prompt that the engine gets."""
     request = CompletionRequest.parse(json.dumps({"prompt": "abcdef", "max_tokens": 4, **fields}).encode())
     (choice,) = processor.plan(request, arrival_seconds=0.0)
     return list(choice.submit.prompt_token_ids)
 
 
-def test_the_last_tokens_stay_or_the_first(processor: RequestProcessor) -> None:
+def test_truncation_keeps_the_last_or_the_first_tokens(processor: RequestProcessor) -> None:
     assert kept(processor, truncate_prompt_tokens=2) == [*b"ef"]
     assert kept(processor, truncate_prompt_tokens=2, truncation_side="left") == [*b"ef"]
     assert kept(processor, truncate_prompt_tokens=2, truncation_side="right") == [*b"ab"]
@@ -37,7 +37,7 @@ def test_the_last_tokens_stay_or_the_first(processor: RequestProcessor) -> None:
     assert kept(processor, truncate_prompt_tokens=None) == kept(processor, truncate_prompt_tokens=6) == [*b"abcdef"]
 
 
-def test_minus_one_keeps_what_fits_beside_the_completion(processor: RequestProcessor) -> None:
+def test_truncation_to_minus_one_keeps_as_many_tokens_as_fit(processor: RequestProcessor) -> None:
     ids = [number % 250 for number in range(300)]
     assert kept(processor, prompt=ids, truncate_prompt_tokens=-1) == ids[-60:]
     assert kept(processor, prompt=ids, truncate_prompt_tokens=-1, truncation_side="right") == ids[:60]
@@ -46,8 +46,8 @@ def test_minus_one_keeps_what_fits_beside_the_completion(processor: RequestProce
     assert kept(processor, prompt="x" * 5000, truncate_prompt_tokens=-1) == [*b"x"] * 60
 
 
-def test_what_the_checkpoint_would_generate_fits_what_is_left(tokenizer: ByteLevelTokenizer) -> None:
-    """Without a length that somebody asked for, one token is sure to fit."""
+def test_a_default_length_fits_the_context_after_truncation(tokenizer: ByteLevelTokenizer) -> None:
+    """Without a requested length, truncation leaves room for one token."""
     processor = RequestProcessor(
         tokenizer=tokenizer,
         model_name="tiny",
@@ -66,7 +66,7 @@ def test_what_the_checkpoint_would_generate_fits_what_is_left(tokenizer: ByteLev
         assert (choice.num_prompt_tokens, choice.submit.params.max_tokens) == (CONTEXT - 1, 1)
 
 
-def test_more_than_could_ever_fit_is_refused_whatever_the_prompt(processor: RequestProcessor) -> None:
+def test_truncation_to_more_tokens_than_fit_is_rejected(processor: RequestProcessor) -> None:
     with pytest.raises(InvalidRequest, match="truncate_prompt_tokens=61 is over the 60 tokens") as caught:
         kept(processor, truncate_prompt_tokens=61)
     assert caught.value.param == "truncate_prompt_tokens"
@@ -74,18 +74,18 @@ def test_more_than_could_ever_fit_is_refused_whatever_the_prompt(processor: Requ
         kept(processor, truncate_prompt_tokens=-1, max_tokens=64)
 
 
-def test_ids_that_are_cut_off_are_checked_too(processor: RequestProcessor) -> None:
+def test_truncated_token_ids_are_still_checked(processor: RequestProcessor) -> None:
     with pytest.raises(InvalidRequest, match="out of vocabulary"):
         kept(processor, prompt=[9999, 1, 2], truncate_prompt_tokens=1)
 
 
-def test_echo_gives_back_what_is_left_of_the_prompt(processor: RequestProcessor) -> None:
+def test_echo_returns_the_truncated_prompt(processor: RequestProcessor) -> None:
     fields: dict[str, Any] = {"prompt": ["abcdef", "é"], "echo": True, "truncate_prompt_tokens": 2, "max_tokens": 1}
     request = CompletionRequest.parse(json.dumps(fields).encode())
     assert [choice.prompt_text for choice in processor.plan(request, arrival_seconds=0.0)] == ["ef", "é"]
 
 
-def test_the_mark_that_begins_a_text_stays_and_counts(tokenizer: ByteLevelTokenizer) -> None:
+def test_truncation_keeps_the_begin_of_text_token(tokenizer: ByteLevelTokenizer) -> None:
     marked = ByteLevelTokenizer(
         pattern=tokenizer.pattern,
         ranks={bytes([byte]): byte for byte in range(256)},
@@ -107,7 +107,7 @@ def test_the_mark_that_begins_a_text_stays_and_counts(tokenizer: ByteLevelTokeni
     st.integers(0, 1),
     st.integers(20, 30),
 )
-def test_what_is_kept_is_an_end_of_the_prompt_after_its_marks(
+def test_truncation_keeps_special_tokens_and_one_end_of_the_prompt(
     ids: list[int], num_kept: int, keeps_end: bool, num_special_tokens: int, room: int
 ) -> None:
     cut = truncate(ids, num_kept, room=room, keeps_end=keeps_end, num_special_tokens=num_special_tokens)

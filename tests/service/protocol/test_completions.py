@@ -1,4 +1,4 @@
-"""Requests are strict, errors name the field, and nothing a client can send is more than an `InvalidRequest`."""
+"""Strict validation of request bodies: every invalid body raises InvalidRequest with the field."""
 
 import json
 from typing import Any
@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.protocol import errors
 from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
 from service.protocol.completions import CompletionRequest, DetokenizeRequest
-from service.protocol.errors import ApiError, Draining, EngineFailed, InvalidRequest, Overloaded
+from service.protocol.errors import Draining, EngineFailed, InvalidRequest, Overloaded
 
 
 def parse(**fields: Any) -> CompletionRequest:
@@ -92,7 +91,7 @@ def refusal(body: bytes) -> InvalidRequest:
         ({"model": 7}, "model", "must be a string"),
     ],
 )
-def test_a_wrong_value_is_refused_and_named(fields: dict[str, Any], param: str, said: str) -> None:
+def test_an_invalid_value_is_rejected_with_the_field_name(fields: dict[str, Any], param: str, said: str) -> None:
     error = refusal(json.dumps({"prompt": "a", **fields}).encode())
     assert error.status == 400
     assert (error.param or "").startswith(param)
@@ -103,21 +102,21 @@ def test_a_wrong_value_is_refused_and_named(fields: dict[str, Any], param: str, 
 @pytest.mark.parametrize(
     "prompt", [1, True, {}, [1, "a"], ["a", 1], [1.5], [True], [[1], "a"], [[1], [1.5]], [[["a"]]], [None]]
 )
-def test_a_prompt_of_the_wrong_kind_is_refused(prompt: Any) -> None:
+def test_a_prompt_of_the_wrong_type_is_rejected(prompt: Any) -> None:
     error = refusal(json.dumps({"prompt": prompt}).encode())
     assert error.param == "prompt"
     assert "token-id lists" in error.message
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
-def test_an_empty_prompt_is_refused(prompt: Any) -> None:
+def test_an_empty_prompt_is_rejected(prompt: Any) -> None:
     assert refusal(json.dumps({"prompt": prompt}).encode()).message == "prompt must not be empty"
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"", "the body is empty"),
+        (b"", "the body is not valid JSON: EOF"),
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
         (b'{"prompt": "\\ud800"}', "not valid JSON"),
@@ -135,7 +134,7 @@ def test_an_empty_prompt_is_refused(prompt: Any) -> None:
         (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "out of range"),
     ],
 )
-def test_a_body_that_is_no_request_is_refused(body: bytes, said: str) -> None:
+def test_an_invalid_body_is_rejected(body: bytes, said: str) -> None:
     assert said in refusal(body).message
 
 
@@ -143,7 +142,7 @@ def test_a_body_that_is_no_request_is_refused(body: bytes, said: str) -> None:
     ("prompt", "prompts"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
-def test_prompts_come_one_by_one(prompt: Any, prompts: Any) -> None:
+def test_the_prompt_field_becomes_a_list_of_prompts(prompt: Any, prompts: Any) -> None:
     assert list(parse(prompt=prompt).prompts) == prompts
 
 
@@ -153,7 +152,7 @@ def test_null_means_the_default_for_every_optional_field() -> None:
     assert {name: given_null.value(name) for name in fields} == {name: not_given.value(name) for name in fields}
 
 
-def test_zero_is_a_value_and_not_a_missing_one() -> None:
+def test_zero_is_not_replaced_by_the_default() -> None:
     request = parse(temperature=0, max_tokens=0, top_k=0, seed=0, logprobs=0)
     assert [request.value(name) for name in ("temperature", "max_tokens", "top_k", "seed", "logprobs")] == [0] * 5
 
@@ -164,7 +163,7 @@ def test_zero_is_a_value_and_not_a_missing_one() -> None:
         ("suffix", "", "b"),
     ],
 )
-def test_a_field_that_is_not_built_is_refused_only_where_it_would_act(name: str, neutral: Any, acting: Any) -> None:
+def test_an_unsupported_field_accepts_only_neutral_values(name: str, neutral: Any, acting: Any) -> None:
     assert parse(**{name: neutral}).prompts == ["a"]
     error = refusal(json.dumps({"prompt": "a", name: acting}).encode())
     assert (error.param, error.status) == (name, 400)
@@ -188,7 +187,7 @@ _json = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)) | st.text(max_size=8), _json))
-def test_any_json_object_is_a_request_or_an_error_with_a_message(fields: dict[str, Any]) -> None:
+def test_any_json_object_is_a_request_or_an_invalid_request(fields: dict[str, Any]) -> None:
     request = parsed_or_refused(json.dumps(fields).encode())
     if isinstance(request, InvalidRequest):
         assert set(request.body()["error"]) == {"message", "type", "param", "code"}
@@ -199,29 +198,19 @@ def test_any_json_object_is_a_request_or_an_error_with_a_message(fields: dict[st
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_request_or_an_error(body: bytes) -> None:
+def test_invalid_bytes_raise_invalid_request(body: bytes) -> None:
     for kind in (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest):
         with pytest.raises(InvalidRequest):
             kind.parse(b"\x00" + body)
 
 
-def test_a_body_of_many_mistakes_costs_no_more_than_one() -> None:
+def test_a_body_of_many_errors_reports_the_first_error() -> None:
     many = ",".join(f'"a{i}":1' for i in range(20_000))
     assert refusal(f'{{"prompt":"a",{many}}}'.encode()).message == "unknown field: a0"
     assert "token-id lists" in refusal(b'{"prompt":[' + b",".join([b"1.5"] * 100_000) + b"]}").message
 
 
-def _errors(kind: type[ApiError] = ApiError) -> list[type[ApiError]]:
-    return [kind, *(each for child in kind.__subclasses__() for each in _errors(child))]
-
-
-def test_the_error_tree_at_the_top_of_the_file_is_the_code() -> None:
-    lines = [line.strip(" ├└─│").split() for line in (errors.__doc__ or "").splitlines()]
-    documented = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-    assert documented == {kind.__name__: kind.status for kind in _errors() if not kind.__name__.startswith("_")}
-
-
-def test_errors_that_pass_by_themselves_say_when() -> None:
+def test_retryable_errors_have_retry_headers() -> None:
     for error in (Overloaded("x", retry_after_seconds=1.234), Draining("x", retry_after_seconds=1.234)):
         headers = error.headers()
         assert (headers["retry-after"], headers["retry-after-ms"], headers["x-should-retry"]) == ("2", "1234", "true")

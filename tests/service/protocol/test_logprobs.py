@@ -1,4 +1,4 @@
-"""OpenAI's four lists: names, floats, alternatives, offsets."""
+"""Logprobs in OpenAI's and vLLM's formats."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ def writer(tokenizer: Tokenizer, num_top: int = 20) -> LogprobWriter:
     return LogprobWriter(LogprobFormat(tokenizer=tokenizer, num_top=num_top))
 
 
-def test_a_token_is_named_by_its_text_its_name_or_its_bytes(tokenizer: Tokenizer) -> None:
+def test_a_token_name_is_its_text_special_name_or_bytes(tokenizer: Tokenizer) -> None:
     assert format_token_name(tokenizer, ord("a")) == "a"
     assert format_token_name(tokenizer, tokenizer.special_tokens[EOS]) == EOS
     assert format_token_name(tokenizer, 0xF0) == "bytes:\\xf0"
@@ -34,34 +34,34 @@ def test_a_token_is_named_by_its_text_its_name_or_its_bytes(tokenizer: Tokenizer
     assert format_token_name(tokenizer, smile_start) == "bytes:\\xf0\\x9f"
 
 
-def test_the_token_itself_is_always_among_the_alternatives_with_the_identical_float(tokenizer: Tokenizer) -> None:
+def test_top_logprobs_include_the_token_with_the_same_logprob(tokenizer: Tokenizer) -> None:
     written = writer(tokenizer).write([entry(97, -2.5, ((98, -0.25), (99, -0.5))), entry(98, -0.1, ())])
     assert written.tokens == ["a", "b"]
     assert written.token_logprobs == [-2.5, -0.1]
     assert written.top_logprobs == [{"b": -0.25, "c": -0.5, "a": -2.5}, {"b": -0.1}]
 
 
-def test_the_first_token_of_a_prompt_has_no_logprob_and_impossible_ones_a_number(tokenizer: Tokenizer) -> None:
+def test_logprobs_of_first_and_impossible_tokens_are_valid_json(tokenizer: Tokenizer) -> None:
     written = writer(tokenizer).write([entry(97, None), entry(98, float("-inf"), ((99, float("-inf")),))])
     assert written.token_logprobs == [None, -9999.0]
     assert written.top_logprobs == [None, {"c": -9999.0, "b": -9999.0}]
 
 
-def test_offsets_count_whole_characters(tokenizer: Tokenizer) -> None:
+def test_text_offsets_count_whole_characters(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode("é😀"), ord("x")]
     written = writer(tokenizer).write([entry(i) for i in ids])
     assert written.tokens == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80", "x"]
     assert written.text_offset == [0, 0, 1, 1, 2]
 
 
-def test_an_unfinished_character_at_the_prompts_end_counts_as_one(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_at_the_prompts_end_counts_as_one(tokenizer: Tokenizer) -> None:
     written = writer(tokenizer).write([entry(97)], prompt=[entry(97), entry(0xF0)])
     assert written.text_offset == [0, 1, 2]
     assert prompt_text(tokenizer, [97, 0xF0]) == "a\ufffd"
 
 
 @given(st.lists(st.integers(0, tiny_tokenizer().vocab_size - 1), max_size=30), st.integers(0, 30))
-def test_offsets_point_into_the_text_however_it_is_cut(ids: list[int], cut: int) -> None:
+def test_text_offsets_do_not_depend_on_how_deltas_are_cut(ids: list[int], cut: int) -> None:
     tokenizer = tiny_tokenizer()
     one = writer(tokenizer)
     pieces = [one.write([entry(i) for i in part]) for part in (ids[:cut], ids[cut:])]
@@ -76,18 +76,18 @@ def test_offsets_point_into_the_text_however_it_is_cut(ids: list[int], cut: int)
 
 
 @pytest.mark.parametrize("text", ["once upon a time", "naïve 😀 — end", ""])
-def test_a_prompts_text_is_the_text_it_was_made_of(tokenizer: Tokenizer, text: str) -> None:
+def test_prompt_text_inverts_tokenization(tokenizer: Tokenizer, text: str) -> None:
     assert prompt_text(tokenizer, tokenizer.encode(text)) == text
 
 
-def test_only_as_many_alternatives_as_were_asked_for(tokenizer: Tokenizer) -> None:
-    """A prompt may have been scored with more, for `prompt_logprobs`."""
+def test_only_the_requested_number_of_alternatives_is_written(tokenizer: Tokenizer) -> None:
+    """With `prompt_logprobs`, the engine may have returned more alternatives."""
     scored = entry(97, -2.5, ((98, -0.25), (99, -0.5)))
     assert writer(tokenizer, 1).write([scored]).top_logprobs == [{"b": -0.25, "a": -2.5}]
     assert writer(tokenizer, 0).write([], prompt=[scored]).top_logprobs == [{"a": -2.5}]
 
 
-def test_names_may_be_ids_and_offsets_still_count_characters(tokenizer: Tokenizer) -> None:
+def test_token_names_may_be_ids_and_offsets_still_count_characters(tokenizer: Tokenizer) -> None:
     format = LogprobFormat(tokenizer=tokenizer, num_top=2, names_are_ids=True)
     written = LogprobWriter(format).write([entry(97, -2.5, ((98, -0.25),)), entry(98)])
     assert written.tokens == ["token_id:97", "token_id:98"]
@@ -97,7 +97,7 @@ def test_names_may_be_ids_and_offsets_still_count_characters(tokenizer: Tokenize
     assert (told.token, told.bytes, told.top_logprobs[0].token) == ("token_id:97", [97], "token_id:98")
 
 
-def test_a_conversations_tokens_have_bytes_and_exactly_the_most_likely_ones(tokenizer: Tokenizer) -> None:
+def test_chat_logprobs_have_bytes_and_the_most_likely_tokens(tokenizer: Tokenizer) -> None:
     end = tokenizer.special_tokens[EOS]
     entries = [entry(97, -2.5, ((98, -0.25), (99, float("-inf")))), entry(0xF0, -0.5, ((0xF0, -0.5),)), entry(end)]
     first, broken, mark = chat_logprobs(entries, LogprobFormat(tokenizer=tokenizer, num_top=2)).content
@@ -111,7 +111,7 @@ def test_a_conversations_tokens_have_bytes_and_exactly_the_most_likely_ones(toke
     assert (mark.token, mark.bytes, mark.top_logprobs) == (EOS, None, [])
 
 
-def test_a_prompts_tokens_are_told_by_id_with_their_ranks(tokenizer: Tokenizer) -> None:
+def test_prompt_logprobs_have_ids_and_ranks(tokenizer: Tokenizer) -> None:
     top = ((98, -0.25), (99, -0.5), (100, -0.5), (101, -0.75))
     scored = TokenLogprob(token_id=97, logprob=-5.0, rank=9, top=top)
     likely = TokenLogprob(token_id=100, logprob=-0.5, rank=2, top=top)
@@ -135,7 +135,7 @@ def test_a_prompts_tokens_are_told_by_id_with_their_ranks(tokenizer: Tokenizer) 
 
 
 @given(st.lists(st.integers(0, tiny_tokenizer().vocab_size - 1), max_size=30))
-def test_the_bytes_of_all_tokens_are_the_text(ids: list[int]) -> None:
+def test_the_bytes_of_chat_logprobs_join_to_the_text(ids: list[int]) -> None:
     tokenizer = tiny_tokenizer()
     content = chat_logprobs([entry(i) for i in ids], LogprobFormat(tokenizer=tokenizer, num_top=0)).content
     joined = b"".join(bytes(token.bytes or ()) for token in content)

@@ -1,4 +1,4 @@
-"""Where the library would follow something else than what was asked for: it is refused with its place, or mended."""
+"""Schemas and grammars that llguidance would enforce wrongly are rejected or narrowed."""
 
 import math
 from functools import cache
@@ -23,7 +23,7 @@ def vocabulary() -> tuple[Vocabulary, LLTokenizer]:
 
 
 def follows(kind: str, content: Any, text: str) -> bool:
-    """Whether a text is one that what is asked for allows."""
+    """Return True if the compiled constraint allows a text."""
     made, masks = vocabulary()
     matcher = compile_grammar(masks, check(masks, kind, content))
     consumed = all(matcher.consume_token(token_id) for token_id in made(text.encode()))
@@ -31,7 +31,7 @@ def follows(kind: str, content: Any, text: str) -> bool:
 
 
 def complaint(kind: str, content: Any, *, lenient: bool = False) -> str:
-    """Why something is refused."""
+    """Return the message with which a constraint is rejected."""
     with pytest.raises(GrammarError) as caught:
         check(vocabulary()[1], kind, content, lenient=lenient)
     return str(caught.value)
@@ -60,13 +60,13 @@ PATTERNS = {"type": "object", "patternProperties": {"^a$": INTEGER}, "additional
         ({"type": "object", "properties": {"\x01": INTEGER}, "required": ["\x01"]}, r'{"\u0001":1}', True),
     ],
 )
-def test_a_key_is_written_in_one_way_only(schema: Any, text: str, may: bool) -> None:
-    """Another way to write a name would pass for a key without one, and its value for one of any kind."""
+def test_a_json_key_has_only_one_spelling(schema: Any, text: str, may: bool) -> None:
+    """Another spelling of a named key would pass for an unnamed key, whose value may have another type."""
     assert follows("json", schema, text) is may
 
 
-def test_keys_that_may_repeat_are_not_counted_on() -> None:
-    """Keys without a name can come twice, which no grammar can tell: two of them may be one."""
+def test_min_properties_over_unnamed_keys_is_rejected() -> None:
+    """A grammar cannot forbid that an unnamed key repeats, so two such keys may be the same key."""
     free = {"type": "object", "minProperties": 2, "additionalProperties": INTEGER}
     assert complaint("json", free).startswith(
         "minProperties: 2 with 0 required cannot be enforced, because keys that are not named"
@@ -97,17 +97,17 @@ def test_keys_that_may_repeat_are_not_counted_on() -> None:
         ({"x-guidance": {"item_separator": "x"}}, "x-guidance is not supported"),
         ({"items": [INTEGER, {"x-guidance": {}}]}, "at items[1]: x-guidance is not supported"),
         ({"$ref": "#/mine/a", "mine": {"a": {"const": 2**60}}}, f"at mine.a.const: {2**60} {BEYOND}"),
-        ({"$ref": "#"}, "no text can ever be complete; check for a rule or a $ref that refers only to itself"),
-        ({"properties": {"a": {"oneOf": [INTEGER, {"type": "number"}]}}}, "at properties.a: oneOf with branches"),
+        ({"$ref": "#"}, "no tokens of this model can complete the text"),
+        ({"properties": {"a": {"oneOf": [INTEGER, {"type": "number"}]}}}, "oneOf with branches"),
     ],
 )
-def test_what_a_schema_cannot_say(schema: Any, message: str) -> None:
+def test_an_unenforceable_schema_is_rejected(schema: Any, message: str) -> None:
     assert complaint("json", schema).startswith(message)
     assert "coerce_one_of" not in complaint("json", schema)
 
 
-def test_numbers_are_exact_as_far_as_they_go() -> None:
-    """A bound further out is moved in, which leaves out documents and lets in none."""
+def test_integers_are_limited_to_exact_doubles() -> None:
+    """A bound beyond the exact integers is narrowed, which rejects some documents and accepts no invalid document."""
     for number in (LARGEST, -LARGEST, 0, 0.1, 1.5):
         assert follows("json", {"const": number}, str(number))
     for schema in (
@@ -120,30 +120,30 @@ def test_numbers_are_exact_as_far_as_they_go() -> None:
     assert follows("json", {"type": "number", "maximum": 1e300}, "0.5")
 
 
-def test_names_and_notes_are_no_keywords() -> None:
+def test_property_names_and_annotations_are_not_keywords() -> None:
     named = {"type": "object", "properties": {"x-guidance": INTEGER, "const": INTEGER}, "required": ["x-guidance"]}
     assert follows("json", named, '{"x-guidance":1,"const":2}')
     assert follows("json", {**INTEGER, "default": 2**70, "examples": [math.nan, 2**70]}, "12")
 
 
-TOKENS = "refers to a token; a grammar may only describe text"
+TOKENS = "a rule refers to a token, as in <|end|>; a grammar may only describe text"
 
 
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        ('start: <[256]> "a"', f"line 1: <[256]> {TOKENS}"),
-        ('start: "a"\n  | b\nb: <|im_end|>', f"line 3: <|im_end|> {TOKENS}"),
-        ("start: <[*]>", f"line 1: <[*]> {TOKENS}"),
-        ('start: "<[9]>" <[^1-5]>', f"line 1: <[^1-5]> {TOKENS}"),
-        ("start: start", "no text can ever be complete; check for a rule or a $ref that refers only to itself"),
+        ('start: <[256]> "a"', TOKENS),
+        ('start: "a"\n  | b\nb: <|im_end|>', TOKENS),
+        ("start: <[*]>", TOKENS),
+        ('start: "<[9]>" <[^1-5]>', TOKENS),
+        ("start: start", "no tokens of this model can complete the text"),
         ('start: "a"\n  b\nb[temperature=0.5]: "c"', "line 3: a rule cannot set temperature; set it in the request"),
         ('start: "a"\n  %json {"const": 1e20}', f"line 2: at const: 1e+20 {BEYOND}"),
         ('start: %json {"x-guidance": {}}', "line 1: x-guidance is not supported"),
         ("start: %json {", 'failed to parse "%json"'),
     ],
 )
-def test_what_a_grammar_cannot_say(grammar: str, message: str) -> None:
+def test_an_unenforceable_grammar_is_rejected(grammar: str, message: str) -> None:
     assert complaint("grammar", grammar).startswith(message)
 
 
@@ -158,16 +158,16 @@ def test_what_a_grammar_cannot_say(grammar: str, message: str) -> None:
         (r'root ::= "a\"<" [^"]* ">"', 'a"<b>'),
     ],
 )
-def test_texts_that_look_like_it_are_texts(grammar: str, text: str) -> None:
+def test_strings_and_comments_that_look_like_rules_are_accepted(grammar: str, text: str) -> None:
     assert follows("grammar", grammar, text)
 
 
-def test_schemas_in_a_grammar_mean_what_they_mean_elsewhere() -> None:
+def test_a_schema_within_a_grammar_is_enforced_like_response_format() -> None:
     assert not follows("grammar", 'start: "x" %json {"type": "array"}', "x[1,  2]")  # two spaces, which none writes
 
 
 @pytest.mark.parametrize(("day", "may"), [("2023-02-28", True), ("2023-02-29", True), ("2023-02-30", False)])
-def test_a_date_knows_months_and_no_leap_years(day: str, may: bool) -> None:
-    """As the documentation says."""
+def test_a_date_has_valid_months_and_ignores_leap_years(day: str, may: bool) -> None:
+    """docs/structured.md documents this limit of the `date` format."""
     assert follows("json", {"type": "string", "format": "date"}, f'"{day}"') is may
     assert follows("json", {"type": "string", "format": "date-time"}, f'"{day}T01:02:03Z"') is may
