@@ -1,9 +1,6 @@
-"""Health check of a container: exit code 0 if `GET /ready` of its service returns 200.
+"""Health check of a container, `python -m service.cli.healthcheck`: exit code 0 if `GET /ready` returns 200.
 
-    python -m service.cli.healthcheck
-
-The address comes from KVASIR_HOST and KVASIR_PORT, as it does for `kvasir serve`. The check runs every few seconds, so
-it uses `socket` alone: importing `http.client` takes another 50 ms of CPU.
+The check runs every few seconds and uses `socket` alone, since importing `http.client` takes another 50 ms of CPU.
 """
 
 import os
@@ -21,7 +18,7 @@ _STATUS_LINE_BYTES = 1024
 
 
 def main(environment: Mapping[str, str]) -> int:
-    """Check once; print the reason if the service is not ready."""
+    """Request `GET /ready` at KVASIR_HOST and KVASIR_PORT, and print the reason if the service is not ready."""
     host = environment.get("KVASIR_HOST", DEFAULT_HOST)
     host, port = _LOOPBACK.get(host, host), environment.get("KVASIR_PORT", DEFAULT_PORT)
     try:
@@ -37,12 +34,6 @@ def main(environment: Mapping[str, str]) -> int:
 
 
 def _status(host: str, port: int, api_key: str | None) -> int:
-    """Return the HTTP status of `GET /ready`.
-
-    Raises:
-        OSError: no connection, or no response within `TIMEOUT_SECONDS`.
-        ValueError: the response is not HTTP.
-    """
     lines = ["GET /ready HTTP/1.1", "Host: localhost", "Connection: close"]
     if api_key is not None:
         lines.append(f"Authorization: Bearer {api_key.strip()}")

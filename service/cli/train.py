@@ -21,8 +21,7 @@ from model.training.autopilot import RECIPE_FILE, Wish, train_own_text
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
-from service.cli.interrupts import EXIT_CODE
-from service.cli.main import program
+from service.cli.main import INTERRUPTED, program
 from service.config.settings import SettingsError, TrainSettings
 from service.engine.offline import complete_batch
 from service.worker.engine_factory import find_device, free_bytes, keep_freed_memory
@@ -79,7 +78,7 @@ def main(settings: TrainSettings) -> int:
             done = train(config, run, _report, interruption.should_stop, complete_batch)
     except KeyboardInterrupt:
         print("\nkvasir train: stopped; run the same command again to continue", file=sys.stderr)
-        return EXIT_CODE
+        return INTERRUPTED
     except (OSError, SafetensorError) as error:
         # The safetensors library reports a full disk only in the text of an error.
         is_disk_full = "No space left on device" in str(error)
@@ -88,7 +87,7 @@ def main(settings: TrainSettings) -> int:
         raise RuntimeError(f"{first_line(error)}; if memory ran out, lower batch_size or the model's sizes") from error
     if not done:
         print(f"saved in {run.run_directory}; run the same command again to continue")
-        return EXIT_CODE if interruption.is_requested else 0
+        return INTERRUPTED if interruption.is_requested else 0
     _print_next_commands(run, (config or load_train_config(run.run_directory / RECIPE_FILE)).sample_prompts)
     return 0
 

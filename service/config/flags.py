@@ -9,6 +9,7 @@ after the unit changes nothing, and case is ignored. A number alone is in MiB.
 
 import argparse
 import ast
+import functools
 import inspect
 import itertools
 import os
@@ -25,6 +26,8 @@ CONFIG = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=Tru
 # Former names of fields. Their flags and variables work for one more version.
 FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}
 _EPILOG = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
+# Without a width, argparse wraps help pages at the width of the terminal: 80 columns in a pipe.
+HELP_FORMATTER = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE | re.ASCII)
 
 
@@ -161,7 +164,7 @@ def _parser(
         prog=f"kvasir {command}",
         description=summary,
         epilog=epilog,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
+        formatter_class=HELP_FORMATTER,
         usage=f"kvasir {command} [flags]",
         allow_abbrev=False,
     )

@@ -11,8 +11,8 @@ import pytest
 
 from model.checkpoint.manifest import CONFIG_FILE, read_manifest, write_manifest
 from model.config import ModelConfig
+from model.inspect import parameter_counts
 from model.inspect.parameter_counts import count_parameters
-from service.cli import inspect_params
 from service.cli.main import main
 from tests.tiny_model import save_tiny_checkpoint, tiny_config
 
@@ -136,7 +136,7 @@ def test_params_reports_a_formula_that_disagrees_with_the_tensors(
 ) -> None:
     rows = count_parameters(read_manifest(tiny_checkpoint).config)
     wrong = [dataclasses.replace(row, num_counted=7) if row.name == "W_V" else row for row in rows]
-    monkeypatch.setattr(inspect_params, "count_parameters", lambda _: wrong)
+    monkeypatch.setattr(parameter_counts, "count_parameters", lambda _: wrong)
     code, out, err = run("params", "--checkpoint", tiny_checkpoint)
     assert code == 1
     assert "DIFFERS" in out

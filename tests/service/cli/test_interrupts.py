@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.cli.__main__ import main
-from service.cli.interrupts import EXIT_CODE
+from service.cli.main import INTERRUPTED
 from tests.e2e.process import START_SECONDS
 from tests.interrupted import interrupting_environment
 
@@ -47,8 +47,8 @@ def run(command: str, environment: dict[str, str], *prefix: str) -> subprocess.C
 @pytest.mark.parametrize(("command", "module"), MOMENTS)
 def test_an_interrupt_while_importing_ends_quietly(command: str, module: str, tmp_path: Path) -> None:
     done = run(command, interrupting_environment(tmp_path, module))
-    assert (done.returncode, done.stdout, done.stderr) == (EXIT_CODE, "", "")
-    assert EXIT_CODE == 130
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")
+    assert INTERRUPTED == 130
 
 
 def test_ignored_interrupts_stay_ignored(tmp_path: Path) -> None:
