@@ -1,4 +1,4 @@
-"""Command `kvasir generate`."""
+"""Command `kvasir generate`: complete a text in this process."""
 
 import secrets
 import sys
@@ -15,7 +15,7 @@ from service.worker.engine_factory import build_engine
 
 
 def main(settings: GenerateSettings) -> int:
-    """Print the completion of `--prompt`."""
+    """Print the completion of `--prompt` to stdout, and its statistics to stderr."""
     manifest = read_manifest(settings.checkpoint)
     tokenizer = manifest.verify()
     defaults = read_defaults(settings, manifest.directory)
@@ -39,11 +39,7 @@ def main(settings: GenerateSettings) -> int:
 def _submit(
     settings: GenerateSettings, tokenizer: Tokenizer, defaults: RequestDefaults, max_context_length: int
 ) -> Submit:
-    """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default.
-
-    Raises:
-        SettingsError: prompt and completion exceed the context length.
-    """
+    """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     prompt_ids = (*begin, *tokenizer.encode(settings.prompt))
     room = max_context_length - len(prompt_ids)

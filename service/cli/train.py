@@ -1,4 +1,4 @@
-"""Command `kvasir train`: train a checkpoint from the user's own texts, or from a recipe and its corpora."""
+"""Command `kvasir train`: train a model on the user's own texts, or by a recipe, and write its checkpoint."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 class _Interruption:
     """Handler of SIGINT and SIGTERM: the first signal stops after the current step, the second ends the process.
 
-    Before the first step, the first signal already ends the process, because there is no progress to save.
+    Before the first training step there is no progress to save, and the first signal ends the process.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Interruption:
             signal.signal(number, self._request)
 
     def should_stop(self) -> bool:
-        """Return True after a signal. The training loop calls this before each step."""
+        """Return True after a signal. The training loop calls this method before each step."""
         self._has_begun = True
         return self.is_requested
 
@@ -55,11 +55,13 @@ class _Interruption:
 
 
 def main(settings: TrainSettings) -> int:
-    """Run the command. Exit codes: 0 success, 130 interrupted."""
+    """Train until the model is finished, `--stop-after` or a signal. Return 0, or 130 after a signal."""
     began = time.monotonic() - _seconds_since_start()
     interruption = _Interruption()
     config = None if settings.config is None else _config(settings, settings.config)
-    run = _run_settings(settings, _name(settings.out) if config is None else config.name)
+    # The name of the output directory, without invalid characters.
+    own_name = re.sub(r"[^\w.-]", "-", settings.out.resolve().name).lstrip(".")[:MAX_NAME_CHARACTERS] or "own-text"
+    run = _run_settings(settings, own_name if config is None else config.name)
     _check_apart(run.checkpoint, run.run_directory)
     if config is not None:
         _check_memory(config, run.device)
@@ -67,7 +69,7 @@ def main(settings: TrainSettings) -> int:
     try:
         if config is None:
             wish = Wish(
-                name=_name(settings.out),
+                name=own_name,
                 corpora=settings.corpus,
                 minutes=settings.minutes,
                 seed=1 if settings.seed is None else settings.seed,
@@ -81,8 +83,11 @@ def main(settings: TrainSettings) -> int:
         return INTERRUPTED
     except (OSError, SafetensorError) as error:
         # The safetensors library reports a full disk only in the text of an error.
-        is_disk_full = "No space left on device" in str(error)
-        raise OSError(_disk_full(run.run_directory) if is_disk_full else str(error)) from error
+        if "No space left on device" not in str(error):
+            raise OSError(str(error)) from error
+        (run.run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
+        remedy = "the last save is intact; free some space, then run the same command to continue"
+        raise OSError(f"{run.run_directory}: the disk is full; {remedy}") from error
     except (RuntimeError, MemoryError) as error:
         raise RuntimeError(f"{first_line(error)}; if memory ran out, lower batch_size or the model's sizes") from error
     if not done:
@@ -110,21 +115,8 @@ To generate text without a server:
 """)
 
 
-def _disk_full(run_directory: Path) -> str:
-    (run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
-    return (
-        f"{run_directory}: the disk is full; the last save is intact; free some space, then run the same "
-        "command to continue"
-    )
-
-
-def _name(out: Path) -> str:
-    """Return the name of the run and its model: the output directory's name, with invalid characters replaced."""
-    return re.sub(r"[^\w.-]", "-", out.resolve().name).lstrip(".")[:MAX_NAME_CHARACTERS] or "own-text"
-
-
 def _config(settings: TrainSettings, path: Path) -> TrainConfig:
-    """Return the recipe with the values that flags override. Its warm-up, decay and chat steps follow --steps."""
+    """Return the recipe after flags have overridden its values. Warm-up, decay and chat steps follow --steps."""
     config = load_train_config(path)
     if (steps := settings.steps) is not None:
         config = dataclasses.replace(
@@ -138,13 +130,7 @@ def _config(settings: TrainSettings, path: Path) -> TrainConfig:
 
 
 def _check_apart(out: Path, run_directory: Path) -> None:
-    """Check that the output directory and the files of the run directory do not overlap.
-
-    The output may be a subdirectory of the run directory, if the run saves no file there.
-
-    Raises:
-        SettingsError: the directories overlap.
-    """
+    """Check that the output directory does not overlap the files that the run saves in the run directory."""
     finished, run = out.resolve(), run_directory.resolve()
     if finished == run:
         raise SettingsError(f"--out {out} is the run directory; choose another directory")
@@ -155,14 +141,8 @@ def _check_apart(out: Path, run_directory: Path) -> None:
 
 
 def _check_memory(config: TrainConfig, device: str) -> None:
-    """Check that the minimum memory for training is free, so that the process is not killed during training.
-
-    Each parameter needs a weight, a gradient and a momentum in float32. Each token of a step needs its logits and their
-    gradient.
-
-    Raises:
-        ValueError: less memory is free.
-    """
+    """Check that the minimum memory for training is free, so that the process is not killed during training."""
+    # Each parameter has a weight, a gradient and a momentum in float32. Each token of a step has logits and gradients.
     needed = 12 * config.model.num_parameters + 8 * config.tokens_per_step * config.vocab_size
     if needed > (free := free_bytes(device)):
         raise ValueError(

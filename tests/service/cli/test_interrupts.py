@@ -52,7 +52,9 @@ def test_an_interrupt_while_importing_ends_quietly(command: str, module: str, tm
 
 
 def test_the_entry_point_imports_no_other_module_of_the_service_before_ctrl_c_is_handled() -> None:
-    code = "import sys, service.cli.__main__; print(*sorted(name for name in sys.modules if name.startswith('service')))"
+    code = (
+        "import sys, service.cli.__main__; print(*sorted(name for name in sys.modules if name.startswith('service')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["service", "service.cli", "service.cli.__main__"]
 
