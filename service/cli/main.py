@@ -12,10 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic_settings import BaseSettings
-
 from model.io.one_line_error import error_line, first_line
 from service.config import settings as config
+from service.config.flags import CommandSettings
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
 from service.supervisor.worker_process import WorkerProcess
 
@@ -35,7 +34,7 @@ class Command(NamedTuple):
     """
 
     line: str
-    settings: type[BaseSettings] | None = None
+    settings: type[CommandSettings] | None = None
     function: str = ""
 
 

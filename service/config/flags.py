@@ -1,7 +1,4 @@
-"""Declaration of settings, and the command-line flags and help pages that follow from the declarations.
-
-One field of a settings class defines flag, environment variable, default and bounds. The docstring below the field is
-the help text.
+"""Declaration of settings: one field defines flag, environment variable, default and bounds, its docstring the help.
 
 A memory size is written as in Kubernetes: K, M, G and T are powers of 1,000; Ki, Mi, Gi and Ti are powers of 1,024. A B
 after the unit changes nothing, and case is ignored. A number alone is in MiB.
@@ -18,11 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
 PREFIX = "KVASIR_"
-CONFIG = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 # Former names of fields. Their flags and variables work for one more version.
 FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}
 _EPILOG = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
@@ -35,6 +30,12 @@ class SettingsError(ValueError):
     """Unusable flag or variable. The message is one line that names the flag or variable."""
 
 
+class CommandSettings(BaseModel):
+    """Base class of the settings of a command: immutable, without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
 def _split_paths(value: Any) -> Any:
     return value.split(os.pathsep) if isinstance(value, str) else value
 
@@ -45,7 +46,7 @@ def _split_names(value: Iterable[str]) -> list[str]:
 
 
 def _read_size(value: Any, words: str = "must be") -> ByteSize:
-    """Parse a size. Raises ValueError: the text is not a size, or the size is under 1 byte."""
+    """Return the bytes of a memory size such as "2GiB"."""
     if isinstance(value, ByteSize):
         return value
     matched = _SIZE.fullmatch(str(value).strip())
@@ -76,9 +77,9 @@ AutoOrSize = Annotated[Literal["auto"] | ByteSize, BeforeValidator(_read_auto_or
 OutputFile = Annotated[Path, AfterValidator(_check_output_file)]
 # A flag is repeated for each value. An environment variable separates values as PATH does; names, which may contain
 # that separator, are separated by commas.
-Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]
-Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_paths)]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_names)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_split_paths)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split_paths)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 
 
 def option(
@@ -86,23 +87,19 @@ def option(
 ) -> Any:
     """Declare a setting. A setting of type `SecretStr | None` has no flag, because flags show in the list of processes.
 
-    Args:
-        group: section title on the help page.
-        metavar: placeholder of the value on the help page. None derives it from the type.
-        default_text: the default as the help page shows it; None shows the value. For a required setting: the place
-            where the value is searched for.
-        bounds: constraints for pydantic's `Field`.
+    group: section title on the help page.
+    metavar: placeholder of the value on the help page; None derives the placeholder from the type.
+    default_text: default on the help page instead of the value.
+    bounds: constraints for pydantic's `Field`.
     """
     extra: dict[str, Any] = {"group": group, "metavar": metavar, "default_text": default_text}
     return Field(default, json_schema_extra=extra, **bounds)
 
 
-def parse_flags(kind: type[BaseSettings], argv: Sequence[str], *, command: str, summary: str) -> dict[str, Any]:
-    """Parse `argv` into values by field name. Values stay strings; pydantic converts and checks them.
+def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: str, summary: str) -> dict[str, Any]:
+    """Parse the flags of a command into strings by field name. Raises SettingsError: an unknown flag, no value.
 
-    Raises:
-        SettingsError: a flag is unknown, or its value is missing.
-        SystemExit: `argv` contains `--help`.
+    `--help` prints the help page and raises SystemExit.
     """
     secrets = [name for name in kind.model_fields if is_secret(kind, name)]
     for name in secrets:
@@ -124,17 +121,17 @@ def parse_flags(kind: type[BaseSettings], argv: Sequence[str], *, command: str, 
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field."""
+    """Return the flag of a settings field, such as --max-thing."""
     return "--" + name.replace("_", "-")
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a field."""
+    """Return the environment variable of a settings field, such as KVASIR_MAX_THING."""
     return PREFIX + name.upper()
 
 
-def is_secret(kind: type[BaseSettings], name: str) -> bool:
-    """Return True if a field has no flag and its value must not be shown."""
+def is_secret(kind: type[CommandSettings], name: str) -> bool:
+    """Return True if a settings field has no flag and its value must not be shown."""
     return SecretStr in get_args(kind.model_fields[name].annotation)
 
 
@@ -143,10 +140,10 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message}; see {self.prog} --help")
 
 
-def _help_texts(kind: type[BaseSettings]) -> dict[str, str]:
-    """Return the docstring below each field. Only help pages need the docstrings, and reading source code is slow."""
+def _help_texts(kind: type[CommandSettings]) -> dict[str, str]:
+    """Return the docstring below each settings field, from the source code: too slow unless a help page is shown."""
     texts = {}
-    for owner in kind.__mro__[: kind.__mro__.index(BaseSettings)]:
+    for owner in kind.__mro__[: kind.__mro__.index(CommandSettings)]:
         (tree,) = ast.parse(inspect.getsource(owner)).body
         assert isinstance(tree, ast.ClassDef)
         for field, text in itertools.pairwise(tree.body):
@@ -157,9 +154,8 @@ def _help_texts(kind: type[BaseSettings]) -> dict[str, str]:
 
 
 def _parser(
-    kind: type[BaseSettings], command: str, summary: str, epilog: str, help_texts: Mapping[str, str]
+    kind: type[CommandSettings], command: str, summary: str, epilog: str, help_texts: Mapping[str, str]
 ) -> _Parser:
-    """Build the parser: one flag per field, by group."""
     parser = _Parser(
         prog=f"kvasir {command}",
         description=summary,
