@@ -1,4 +1,4 @@
-"""ASGI middleware around the routes: request ids, CORS, API keys, load shedding."""
+"""ASGI middleware around the routes: request ids, CORS, API keys and load shedding."""
 
 import logging
 import re
@@ -40,11 +40,8 @@ def middlewares(
 ) -> list[tuple[type, dict[str, Any]]]:
     """Return the middleware around the routes, innermost first: load shedding, API keys, CORS, request id.
 
-    In this order every rejection has a request id, and a script of an allowed origin can read the rejection.
-
-    Args:
-        count: receives the error of each rejection.
-        reject_from_headers: see `LoadShedding`.
+    In this order every rejection has a request id, and a script of an allowed origin can read the rejection. `count`
+    gets the error of each rejection.
     """
     around: list[tuple[type, dict[str, Any]]] = [(LoadShedding, {"reject": reject_from_headers, "count": count})]
     if keys:
@@ -63,13 +60,13 @@ def middlewares(
 
 
 def _open_paths(settings: ServeSettings) -> frozenset[str]:
-    """Return the paths that need no API key. Every other path needs an API key, unknown paths included."""
+    """Return the paths that need no API key. Unknown paths need a key."""
     probes = {"/health", "/ready"} if settings.open_probes else set()
     return ALWAYS_OPEN | probes | ({"/metrics"} if settings.open_metrics else set())
 
 
 class RequestId:
-    """ASGI middleware: put an `x-request-id` on every response, the client's or, if missing or unsafe, a new one."""
+    """ASGI middleware: put an `x-request-id` on every response: the client's id, or a new id if it is unsafe."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -90,12 +87,7 @@ class RequestId:
 
 
 class Authentication:
-    """ASGI middleware: reject requests without a known API key; store the key's name in the request's state.
-
-    Args:
-        open_paths: paths that need no key.
-        count: receives the error of each rejection.
-    """
+    """ASGI middleware: reject requests without a known API key; store the key's name in the request's state."""
 
     def __init__(
         self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str], count: Callable[[ApiError], None]
@@ -122,11 +114,7 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _key_name(self, scope: Scope) -> str:
-        """Return the name of the request's API key.
-
-        Raises:
-            Unauthorized: the request has no API key, or an unknown one.
-        """
+        """Return the name of the request's API key. Raises Unauthorized: the request has no key, or an unknown key."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = given[0].strip().partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer" or not key.strip():
@@ -141,13 +129,10 @@ class Authentication:
 class LoadShedding:
     """ASGI middleware: reject requests by their headers while the server is full.
 
-    Of four requests to a full server, three are rejected. A rejection by a route, with its checks and error handlers,
-    costs over twice as much CPU time. Requests that cannot be judged by their headers pass, and their routes decide.
+    A rejection by a route, with its checks and error handlers, costs over twice as much CPU time. Requests that cannot
+    be judged by their headers pass, and their routes decide.
 
-    Args:
-        reject: raises an `ApiError` if no request with these headers would be admitted, whatever its body. A body that
-            sets `timeout` is the exception, and is never passed to `reject`.
-        count: receives the error of each rejection.
+    reject: raises an `ApiError` if no request with these headers would be admitted, unless its body sets `timeout`.
     """
 
     def __init__(self, app: ASGIApp, *, reject: Callable[[Scope], None], count: Callable[[ApiError], None]) -> None:
