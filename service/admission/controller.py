@@ -1,19 +1,15 @@
-"""Admission control: admit a request into the queue, or reject it with a Retry-After.
+"""Admission control: admit a request into the queue, or reject the request with a Retry-After.
 
-Three bounds apply: the number of sequences, the number of waiting tokens, and the predicted wait for a slot. The
-predicted wait is the number of sequences ahead, divided by the recent rate of endings on a full server. This bound
-keeps the service fast for admitted requests, since a permanent queue adds latency and no throughput. The bound on the
-wait is not applied while slots are free or before the rate is known. It is replaced by the request's timeout for a
-tenant with nothing waiting and less than an even share of the slots.
+Three bounds apply: the number of sequences, the number of waiting tokens, and the predicted wait for a slot. The wait
+is the number of sequences ahead, divided by the recent rate of endings on a full server. A longer queue would add
+latency and no throughput.
 
-Capacity is shared among tenants by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)). A
-tenant may hold at most four times the capacity that is left, out of 5/4 of the configured limit. A single tenant thus
-gets the whole configured limit, and the extra quarter is kept for further tenants. Two tenants that flood the server
-get 5/9 of the limit each, and a third tenant still finds capacity.
+Tenants share the capacity by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): a tenant
+may hold four times the capacity that is left, out of 5/4 of the limit. A single tenant gets the whole limit. Two
+tenants that flood the server get 5/9 of the limit each, and a third tenant still finds capacity.
 
-Rejected clients form a virtual queue for each tenant: each gets a later Retry-After than the clients rejected before.
-No connection is held meanwhile. The share of clients that retry is learned from recent rejections. A retry gets
-slightly higher bounds than a first attempt.
+Rejected clients of a tenant form a virtual queue without connections: each gets a later Retry-After than the clients
+rejected before. The share of clients that retry is learned from recent rejections.
 """
 
 import math
@@ -55,7 +51,7 @@ _MAX_RETRY_QUEUES = 1000
 
 
 class Rate:
-    """Exponentially weighted average of an amount per second. Only time passed to `add` counts, so no idle time."""
+    """Exponentially weighted average of an amount per second. Only the seconds given to `add` count."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
@@ -71,11 +67,11 @@ class Rate:
 
     @property
     def is_known(self) -> bool:
-        """True if enough events were observed to reject a request on the prediction."""
+        """True if the rate has enough events to reject a request on the prediction."""
         return self._num_events >= _MIN_EVENTS and self._amount > 0.0 and self._seconds > 0.0
 
     def seconds_for(self, amount: float) -> float:
-        """Return the seconds that `amount` takes at the observed rate; 1 s if nothing was observed."""
+        """Return the seconds that `amount` takes at this rate; 1 s before the first event."""
         if self._amount <= 0.0 or self._seconds <= 0.0:
             return _UNKNOWN_WAIT_SECONDS
         return amount * self._seconds / self._amount
@@ -92,7 +88,7 @@ class _Holding:
 
 @dataclass(slots=True)
 class _RetryQueue:
-    """Virtual queue of one tenant: times of expected retries, and decaying counts of rejections and retries."""
+    """Virtual queue of a tenant's rejected clients: times of expected retries, decaying counts of both."""
 
     due_seconds: list[float] = field(default_factory=list)  # one entry per rejected sequence, ascending
     num_rejected: float = 2.0  # prior: half of the rejected clients retry
@@ -106,7 +102,7 @@ class _RetryQueue:
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """Number of a request's sequences, and the tokens of all sequences together."""
+    """Demand of a request: its sequences, the tokens of all its sequences, its queueing terms."""
 
     num_sequences: int
     num_tokens: int
@@ -124,13 +120,10 @@ class _Shortage:
 class Admission:
     """Admission control by the number of sequences that were admitted and have not ended.
 
-    A sequence counts as waiting until its first event from the engine. The `num_tokens` of a sequence is its upper
-    limit: prompt plus max_tokens.
+    A sequence waits until its first event from the engine. Its `num_tokens` is its upper limit: prompt plus max_tokens.
 
-    Args:
-        observe_error: receives how much later than a checked Retry-After its request would have fit, in seconds;
-            negative if earlier.
-        draw: returns a random number from 0 to 1, which spreads the Retry-After values.
+    observe_error: gets the seconds from a sampled Retry-After to the time at which its request would have fit.
+    draw: returns a random number from 0 to 1, which spreads the Retry-After values.
     """
 
     def __init__(
@@ -159,11 +152,10 @@ class Admission:
         self.num_waiting_tokens = 0
 
     def admit(self, token_counts: list[int], terms: QueuePolicy | None = None) -> None:
-        """Admit all sequences of one request, or none. An idle server admits any request.
+        """Admit all sequences of one request. An idle server admits any request.
 
-        Raises:
-            Overloaded: the bound on sequences or tokens is reached; carries a Retry-After.
-            WaitTooLong: the predicted wait is longer than the request allows; carries a Retry-After.
+        Raises Overloaded, with a Retry-After: the bound on sequences or tokens is reached, or (WaitTooLong) the
+        predicted wait is longer than the request allows.
         """
         demand = _Demand(len(token_counts), sum(token_counts), QueuePolicy() if terms is None else terms)
         self._advance()
@@ -178,11 +170,7 @@ class Admission:
         self.num_waiting_tokens += demand.num_tokens
 
     def reject_by_headers(self, terms: QueuePolicy) -> None:
-        """Reject a request by its terms alone, if not even the smallest request would be admitted.
-
-        Raises:
-            Overloaded, WaitTooLong: as in `admit`.
-        """
+        """Raise Overloaded as `admit` does, if not even the smallest request with these terms would be admitted."""
         demand = _Demand(1, 1, terms)
         self._advance()
         if (shortage := self._shortage(demand)) is not None:
@@ -199,7 +187,7 @@ class Admission:
         self._check_retry_after()
 
     def ended(self, tenant: str = "") -> None:
-        """Record that a sequence has ended, for whatever reason, after `started` was called for it."""
+        """Record that a started sequence has ended, for whatever reason."""
         self._advance(num_ended=1)
         holding = self._holdings[tenant]
         holding.num_sequences -= 1
@@ -214,13 +202,13 @@ class Admission:
         self._max_num_running = configured if max_num_running is None else min(max_num_running, configured)
 
     def retry_after(self, token_counts: list[int], terms: QueuePolicy) -> float:
-        """Return the Retry-After of a request that is rejected elsewhere, in seconds."""
+        """Return the Retry-After, in seconds, of a request that is rejected by its deadline."""
         demand = _Demand(len(token_counts), sum(token_counts), terms)
         shortage = self._shortage(demand)
         return self._retry_after(demand, 0.0 if shortage is None else shortage.seconds)
 
     def _retry_after(self, demand: _Demand, seconds: float) -> float:
-        """Return the Retry-After of a request that would fit in `seconds` if no other client retried; record it.
+        """Record a rejection; return the Retry-After of a request that would fit in `seconds` without other retries.
 
         Expected retries of the same tenant are served first, which lengthens the Retry-After.
         """
@@ -257,7 +245,7 @@ class Admission:
                 self._checked.append((demand, due_seconds))
 
     def _rejection(self, demand: _Demand, shortage: _Shortage) -> Overloaded:
-        """Return the error of a request for which the queue has no room, with its Retry-After."""
+        """Return the error, with a Retry-After, of a request for which the queue has no room."""
         seconds = self._retry_after(demand, shortage.seconds)
         if shortage.wait_seconds is not None:
             return WaitTooLong(
@@ -271,7 +259,7 @@ class Admission:
         )
 
     def _shortage(self, demand: _Demand, num_before: float = 0.0) -> _Shortage | None:
-        """Return why a request does not fit behind `num_before` expected sequences; None if the request fits."""
+        """Return the reason why a request does not fit behind `num_before` further sequences; None if it fits."""
         terms = demand.terms
         bonus = _RETRY_BONUS if terms.is_retry else 0.0
         holding = self._holdings.get(terms.tenant, _Holding())
@@ -298,17 +286,12 @@ class Admission:
         # of the slots is therefore bounded by its timeout only.
         num_tenants = len(self._holdings) + (terms.tenant not in self._holdings)
         is_served = holding.num_waiting or holding.num_sequences * num_tenants >= self._max_num_running
-        max_predicted_wait_seconds = (terms.max_predicted_wait_seconds if is_served else terms.timeout_seconds) * (
-            1.0 + bonus
-        )
-        return (
-            None
-            if wait_seconds <= max_predicted_wait_seconds
-            else _Shortage(wait_seconds - max_predicted_wait_seconds, wait_seconds)
-        )
+        accepted_seconds = terms.max_predicted_wait_seconds if is_served else terms.timeout_seconds
+        excess_seconds = wait_seconds - accepted_seconds * (1.0 + bonus)
+        return _Shortage(excess_seconds, wait_seconds) if excess_seconds > 0 else None
 
     def _advance(self, *, num_ended: int = 0, num_started_tokens: int = 0) -> None:
-        """Add the time since the last call, and what happened at its end, to the rates."""
+        """Add the time since the last call, and the events at its end, to the rates."""
         now = self._clock()
         seconds, self._last_seconds = now - self._last_seconds, now
         if self.num_sequences >= _FULL * self._max_num_running:
@@ -318,10 +301,10 @@ class Admission:
 
 
 def _excess(held: float, total: float, demanded: float, limit: float, bonus: float) -> float:
-    """Return how much must be freed before a tenant that holds `held` of `total` may have `demanded` more.
+    """Return the amount that a tenant, which holds `held` of `total`, must free before it may have `demanded` more.
 
-    A tenant may hold `_THRESHOLD` times what is left of a capacity of `limit * (1 + 1 / _THRESHOLD)`, so that a single
-    tenant may hold `limit`. What is freed is assumed to be the tenant's own, so it lowers both `held` and `total`.
+    A tenant may hold `_THRESHOLD` times what is left of a capacity of `limit * (1 + 1 / _THRESHOLD)`. The freed amount
+    lowers both `held` and `total`.
     """
     room = math.floor(limit * (1.0 + bonus)) * (_THRESHOLD + 1)
     return (held + demanded + _THRESHOLD * (total + demanded) - room) / (_THRESHOLD + 1)

@@ -1,8 +1,4 @@
-"""Queueing terms of a request: its tenant, its longest wait, and whether it is a retry.
-
-A timeout bounds the time in the queue, not the response: a request that has started is finished. The shortest of the
-body's `timeout`, the header `x-request-timeout`, the timeout of OpenAI's SDKs and `--max-queue-seconds` applies.
-"""
+"""Queueing terms of a request: tenant, longest wait in the queue, and whether the request is a retry."""
 
 import ipaddress
 import math
@@ -27,10 +23,9 @@ _IPV6_SITE = 64
 class QueuePolicy:
     """Queueing terms of one request.
 
-    tenant: name of the API key, or address of the client. Slots and queue room are shared fairly among tenants, not
-        among requests.
+    tenant: name of the API key, or address of the client. Slots and queue room are shared fairly among tenants.
     cache_namespace: requests of different namespaces share no cached prefixes.
-    timeout_seconds: time in the queue after which the request is ended.
+    timeout_seconds: time in the queue after which the request is ended. A request that has started is finished.
     max_predicted_wait_seconds: predicted wait above which the request is rejected.
     is_retry: the SDK reports an earlier attempt at this request.
     """
@@ -42,62 +37,38 @@ class QueuePolicy:
     is_retry: bool = False
 
     def deadline(self, arrival_seconds: float) -> float | None:
-        """Return the time after which a request that arrived then is ended unstarted; None: no deadline."""
+        """Return the end of the queue time of a request that arrived at `arrival_seconds`; None: no limit."""
         return arrival_seconds + self.timeout_seconds if math.isfinite(self.timeout_seconds) else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueueLimits:
-    """Queueing limits of the server.
+def read_queue_policy(request: Request, timeout: float | None, settings: ServeSettings) -> QueuePolicy:
+    """Return the queueing terms of a request with the body's `timeout`.
 
-    max_seconds: longest wait of any request; caps every `timeout`.
-    target_seconds: longest predicted wait that a request without an explicit timeout accepts.
-    shares_prefix_cache: all API keys share one namespace of the prefix cache.
+    The shortest of `timeout`, the header `x-request-timeout`, the timeout of OpenAI's SDKs and `--max-queue-seconds`
+    applies. Raises InvalidRequest: `x-request-timeout` is not a number of seconds above 0.
     """
-
-    max_seconds: float = math.inf
-    target_seconds: float = math.inf
-    shares_prefix_cache: bool = False
-
-    def terms(self, request: Request, timeout: float | None) -> QueuePolicy:
-        """Return the terms of a request.
-
-        Args:
-            timeout: the body's `timeout`.
-
-        Raises:
-            InvalidRequest: `x-request-timeout` is not a number of seconds above 0.
-        """
-        header = request.headers.get(TIMEOUT_HEADER)
-        header_seconds = math.inf if header is None else _seconds(header)
-        if header_seconds is None:
-            raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
-        sdk_limits = (_seconds(request.headers.get(name, "")) or math.inf for name in _SDK_TIMEOUTS)
-        limit = min(self.max_seconds, math.inf if timeout is None else timeout, header_seconds, *sdk_limits)
-        is_explicit = timeout is not None or header is not None
-        is_retry = request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal()
-        return QueuePolicy(
-            tenant=tenant_of(request),
-            cache_namespace="" if self.shares_prefix_cache else getattr(request.state, KEY_NAME, ""),
-            timeout_seconds=limit,
-            # An explicit timeout is a willingness to wait that long. SDK default timeouts are not. But an SDK gives up
-            # after two retries, so a retry is queued if there is room.
-            max_predicted_wait_seconds=limit if is_explicit or is_retry else min(self.target_seconds, limit),
-            is_retry=is_retry,
-        )
-
-
-def queue_limits(settings: ServeSettings) -> QueueLimits:
-    """Return the queueing limits of the settings. A setting of 0 means no limit."""
-    return QueueLimits(
-        max_seconds=settings.max_queue_seconds or math.inf,
-        target_seconds=settings.target_queue_seconds or math.inf,
-        shares_prefix_cache=settings.share_prefix_cache,
+    header = request.headers.get(TIMEOUT_HEADER)
+    header_seconds = math.inf if header is None else _seconds(header)
+    if header_seconds is None:
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+    sdk_limits = (_seconds(request.headers.get(name, "")) or math.inf for name in _SDK_TIMEOUTS)
+    # A setting of 0 means no limit.
+    limit = min(settings.max_queue_seconds or math.inf, timeout or math.inf, header_seconds, *sdk_limits)
+    is_retry = request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal()
+    # An explicit timeout is a willingness to wait that long. SDK default timeouts are not. But an SDK gives up after
+    # two retries, so a retry is queued if there is room.
+    accepts_wait = timeout is not None or header is not None or is_retry
+    return QueuePolicy(
+        tenant=tenant_of(request),
+        cache_namespace="" if settings.share_prefix_cache else getattr(request.state, KEY_NAME, ""),
+        timeout_seconds=limit,
+        max_predicted_wait_seconds=limit if accepts_wait else min(settings.target_queue_seconds or math.inf, limit),
+        is_retry=is_retry,
     )
 
 
 def tenant_of(request: Request) -> str:
-    """Return the tenant: the name of the request's API key, or the client's address if there are no keys."""
+    """Return the tenant of a request: the name of its API key, or the client's address if there are no keys."""
     if (name := getattr(request.state, KEY_NAME, None)) is not None:
         return f"key {name}"
     host = "" if request.client is None else request.client.host
@@ -108,7 +79,7 @@ def tenant_of(request: Request) -> str:
 
 
 def _seconds(text: str) -> float | None:
-    """Parse a positive, finite number of seconds. Return None for any other text."""
+    """Return a positive, finite number of seconds; None for any other text."""
     try:
         seconds = float(text)
     except ValueError:

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from service.admission.controller import Admission
+from service.admission.queue_policy import read_queue_policy
 from service.api.attention import Inspection
 from service.api.completions import Completions
 from service.api.context import ApiContext
@@ -212,7 +213,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             InvalidRequest: the timeout header is not a valid timeout.
         """
         self.context.reject_when_draining()
-        self.context.admission.reject_by_headers(self.context.queue_limits.terms(Request(scope), None))
+        self.context.admission.reject_by_headers(read_queue_policy(Request(scope), None, self.context.settings))
 
     def _send(self, commands: Sequence[Command]) -> None:
         """Send commands to the last worker that sent `WorkerReady`, or to the first worker before that.

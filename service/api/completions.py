@@ -7,6 +7,7 @@ from functools import partial
 from fastapi import Request
 from starlette.responses import Response
 
+from service.admission.queue_policy import read_queue_policy
 from service.api.context import ApiContext
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
 from service.api.streaming import CompletionBody, CompletionStream
@@ -63,7 +64,9 @@ class Completions:
         plan = partial(processor.plan, asked, conversation_ids, arrival_seconds=arrival_seconds, grammar=grammar)
         choices = await asyncio.to_thread(plan) if len(body) > MAX_INLINE_CHARACTERS else plan()
         live = InflightRequest(
-            choices=choices, arrival_seconds=arrival_seconds, terms=context.queue_limits.terms(request, asked.timeout)
+            choices=choices,
+            arrival_seconds=arrival_seconds,
+            terms=read_queue_policy(request, asked.timeout, context.settings),
         )
         response_builder = builder(
             response_id=builder.id_prefix + choices[0].submit.uid,

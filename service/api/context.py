@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.admission.controller import Admission
-from service.admission.queue_policy import queue_limits
 from service.config.settings import ServeSettings
 from service.http.request_io import read_body
 from service.ipc.messages import WorkerReady
@@ -55,7 +54,6 @@ class ApiContext:
         self.metrics = metrics
         self.worker: WorkerReady | None = None
         self.worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
-        self.queue_limits = queue_limits(settings)
         self.processor = RequestProcessor(
             tokenizer=served.tokenizer,
             model_name=served.model_name,

@@ -1,7 +1,6 @@
-"""Engine client of the API process: all unfinished requests, their submitted work and their results so far.
+"""Engine client of the API process: unfinished requests, which survive the death of the worker process.
 
-Unfinished requests survive the death of a worker. A new worker sends `WorkerReady` and gets all unfinished work again,
-with the tokens that were already received.
+A new worker sends `WorkerReady` and gets all unfinished requests again, with the tokens that were already received.
 """
 
 import logging
@@ -36,18 +35,14 @@ _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
 
 class EngineClient:
-    """Owner of the inflight requests and attention queries. One thread: the API process' event loop.
+    """Owner of the inflight requests and attention queries, on the event loop of the API process.
 
-    A query is handled as a request with one choice, except that admission does not count queries.
+    An attention query is a request with one choice, except that admission does not count queries.
 
-    Args:
-        send: sends commands to the worker, in order.
-        admission: limits the inflight requests.
-        on_worker_ready: called with the `WorkerReady` of each new worker, before requests are resubmitted.
-        on_engine: called with the statistics of each step, and when the engine has no work left.
-        on_replay: called per request with the outcome of its resubmission: "resubmitted" or "gave_up".
-        on_late: called with the number of tokens that arrived for a cancelled sequence.
-        on_count: called with the number of unfinished requests when the number changes.
+    on_worker_ready: called for each new worker, before requests are resubmitted.
+    on_replay: called for each resubmitted request with "resubmitted", and for each poison request with "gave_up".
+    on_late: called with the number of tokens that arrived for a cancelled sequence.
+    on_count: called with the number of unfinished requests when the number changes.
     """
 
     def __init__(
@@ -68,8 +63,7 @@ class EngineClient:
         self._on_replay = on_replay
         self._on_late = on_late
         self._on_count = on_count
-        # Unfinished choices by uid, each with its request.
-        self._choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = {}
+        self._choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = {}  # unfinished, by uid
         self._requests: dict[Inflight, None] = {}  # in order of arrival
         self._detector = PoisonRequestDetector()
 
@@ -79,10 +73,6 @@ class EngineClient:
         return len(self._requests)
 
     @property
-    def num_choices(self) -> int:
-        return len(self._choices)
-
-    @property
     def num_queries(self) -> int:
         """Number of unfinished attention queries."""
         return sum(isinstance(request, InflightQuery) for request in self._requests)
@@ -90,10 +80,7 @@ class EngineClient:
     def submit(self, request: Inflight) -> None:
         """Admit a request or attention query and send all its choices. Call `finish` when its response ends.
 
-        After any exception, also of `send`, the request is not registered.
-
-        Raises:
-            Overloaded: the queue is full, or the request would wait too long.
+        After an exception the request is not registered. Raises Overloaded: admission rejects the request.
         """
         if isinstance(request, InflightRequest):
             self._admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
@@ -110,7 +97,7 @@ class EngineClient:
         self._on_count(self.num_requests)
 
     def finish(self, request: Inflight) -> int:
-        """Discard a request and cancel its unfinished choices. Returns the number of cancelled choices."""
+        """Discard a request and cancel its unfinished choices. Return the number of cancelled choices."""
         self._requests.pop(request, None)
         uids = [choice.submit.uid for choice in request.choices if choice.submit.uid in self._choices]
         for uid in uids:
@@ -122,7 +109,7 @@ class EngineClient:
         return len(uids)
 
     def receive(self, events: Sequence[Event]) -> None:
-        """Process the events of one message of a worker."""
+        """Process the events of one message of the worker."""
         touched: dict[InflightRequest, None] = {}
         for event in events:
             if isinstance(event, TokenDelta):
@@ -144,30 +131,29 @@ class EngineClient:
                 send()
 
     def fail_all(self, error: ApiError) -> None:
-        """End every inflight request."""
+        """End every inflight request with `error`."""
         for request in self._requests:
             request.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """Fail the requests whose deadline to leave the queue has passed.
+        """Fail the requests whose queue time has ended before a first result. The engine does so between two steps.
 
-        The engine also does this between two steps, but not while it hangs.
-
-        Args:
-            is_stalled: the worker hangs. Then a request that the worker has begun, but without output, expires too.
+        is_stalled: the worker hangs, so a request that the worker has begun expires too.
         """
         for request in self._requests:
-            if request.is_expired(now) and not request.has_failed and (is_stalled or not request.is_scheduled):
+            deadline = request.terms.deadline(request.arrival_seconds)
+            has_expired = deadline is not None and deadline < now and not (request.has_started or request.has_failed)
+            if has_expired and (is_stalled or not request.is_scheduled):
                 request.fail(self._queue_timeout(request, has_begun=request.is_scheduled))
 
     def wake_silent_requests(self, *, since_seconds: float) -> None:
-        """Wake each streamed response that has sent nothing since `since_seconds`, to send a keep-alive."""
+        """Let each streamed response that has sent nothing since `since_seconds` send a keep-alive."""
         for request in self._requests:
             if isinstance(request, InflightRequest) and request.last_sent_seconds < since_seconds:
                 request.wake()
 
     def _receive_start(self, started: Started) -> None:
-        """Record that the worker begins a choice. Ignore reports of a dead worker, and choices that have ended."""
+        """Record that the worker begins a choice. Ignore events of a dead worker, and choices that have ended."""
         entry = self._choices.get(started.uid)
         if entry is not None and started.attempt == entry[1].submit.attempt:
             entry[1].is_scheduled = True
@@ -181,7 +167,7 @@ class EngineClient:
             self._release()
 
     def _receive_delta(self, delta: TokenDelta) -> InflightRequest | None:
-        """Add a delta to its choice. Returns the request to deliver to, or None if the delta was dropped."""
+        """Add a token delta to its choice. Return the request to deliver to; None if the delta was dropped."""
         uid = delta.uid
         entry = self._choices.get(uid)
         if entry is None:
@@ -220,7 +206,7 @@ class EngineClient:
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Resubmit all unfinished requests to a new worker. At the first start (epoch 0) there are none."""
+        """Resubmit all unfinished requests to a new worker. The first worker (epoch 0) finds no requests."""
         self._on_worker_ready(ready)
         self._admission.limit_running(None)
         if ready.epoch == 0:
@@ -244,12 +230,12 @@ class EngineClient:
         self._release(again)
 
     def _release(self, uids: Iterable[str] = ()) -> None:
-        """Send new choices and held choices to the worker. While a poison candidate runs alone, hold them back."""
+        """Send the choices that the poison detector releases to the worker, out of `uids` and the held choices."""
         if released := self._detector.release(uids):
             self._send([self._choices[uid][1].submit for uid in released])
 
     def _failure(self, request: InflightRequest, choice: Choice, finish: Finish) -> ApiError:
-        """Return the client's error for a sequence that the worker could not finish."""
+        """Return the error of a sequence that the worker could not finish, for the client."""
         if finish.reason is FinishReason.ABORT and not choice.token_ids:
             # A cancelled sequence sends no event, so the abort means that the deadline has passed.
             return self._queue_timeout(request, has_begun=False)
@@ -273,7 +259,7 @@ class EngineClient:
         )
 
     def _discard(self, uid: str) -> None:
-        """Remove a choice that has ended or is cancelled, and report its end to admission."""
+        """Remove a choice that has ended or is cancelled, and report the end to admission."""
         _, choice = self._choices.pop(uid)
         self._detector.forget(uid)
         if isinstance(choice, Choice):

@@ -1,4 +1,4 @@
-"""State of an admitted request until the end of its response: its choices and their undelivered deltas."""
+"""State of an admitted request until the end of its response: choices, and token deltas not yet delivered."""
 
 import asyncio
 import dataclasses
@@ -15,8 +15,8 @@ from service.protocol.errors import ApiError, ClientGone
 
 logger = logging.getLogger(__name__)
 
-# Completion tokens that admission counts for a request without max_tokens. Such a completion may fill the context, but
-# with a context of 131,072 tokens two such requests would fill the queue.
+# Completion tokens that admission counts for a request without max_tokens. With the rest of a context of 131,072
+# tokens, two such requests would fill the queue.
 DEFAULT_COUNTED_TOKENS: Final = 1024
 # Limit of the undelivered deltas and logprob entries of a request. A request whose client is further behind fails. A
 # delta takes about 600 bytes, and a logprob entry up to 2,550 (20 alternatives), so at most about 21 MB.
@@ -27,11 +27,11 @@ MAX_BACKLOG: Final = 8192
 class Choice:
     """One completion of a request. `index` is its position in the response, `prompt_index` that of its prompt.
 
-    prompt_logprobs: logprobs of the prompt's tokens, one list shared by all samples of the prompt. The first sample
-        fills the list before another sample's first token, because the engine serves equal priorities in arrival order.
+    prompt_logprobs: one list, shared by all samples of a prompt. The first sample fills the list before the first token
+        of another sample, because the engine serves equal priorities in arrival order.
     has_requested_length: the client set a maximum length; else `max_tokens` is the rest of the context.
-    grammar_param: the request field that the grammar comes from.
-    num_prompt_logprobs: alternatives per prompt token that the first sample of the prompt requests.
+    grammar_param: request field of the grammar.
+    num_prompt_logprobs: alternatives per prompt token that the first sample requests.
     is_scheduled: the worker has begun to compute the choice.
     has_started: the first delta of the choice has arrived.
     """
@@ -55,17 +55,13 @@ class Choice:
 
     @property
     def num_counted_tokens(self) -> int:
-        """Tokens that admission counts: the prompt and the maximum length of the completion.
-
-        A completion without a requested length counts at most `DEFAULT_COUNTED_TOKENS`.
-        """
+        """Tokens that admission counts: the prompt and the maximum length of the completion."""
         max_tokens = self.submit.params.max_tokens
-        return self.num_prompt_tokens + (
-            max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
-        )
+        counted = max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
+        return self.num_prompt_tokens + counted
 
     def add(self, delta: TokenDelta) -> None:
-        """Add a delta's tokens, prompt logprobs and finish to the choice."""
+        """Add the tokens, prompt logprobs and finish of a delta to the choice."""
         self.has_started = True
         self.token_ids.extend(delta.token_ids)
         # If the list is complete, another sample of the prompt has filled it.
@@ -74,10 +70,9 @@ class Choice:
         self.finish = delta.finish
 
     def retry(self) -> None:
-        """Prepare the next attempt, which continues after the tokens received so far.
+        """Prepare the choice's next attempt, which continues after the tokens received so far.
 
-        If the prompt's logprobs are incomplete, each sample of the prompt requests them again, because any sample may
-        run first.
+        Each sample of a prompt requests incomplete prompt logprobs again, because any sample may run first.
         """
         num_prompt_logprobs = None
         if len(self.prompt_logprobs) < self.num_prompt_tokens:
@@ -93,15 +88,14 @@ class Choice:
         )
 
 
-# Deltas in the order of arrival, each with its choice.
-Deltas: TypeAlias = list[tuple[Choice, TokenDelta]]
+Deltas: TypeAlias = list[tuple[Choice, TokenDelta]]  # in order of arrival
 # Encodes deltas. Returns a function that sends the bytes; None if the task must deliver the deltas instead.
 DirectWriter: TypeAlias = Callable[[Deltas], Callable[[], None] | None]
 
 
 @dataclass(slots=True, eq=False)
 class InflightRequest:
-    """Unfinished request: its choices, undelivered deltas, and the wake-up of the task that sends the response.
+    """Unfinished request: choices, undelivered deltas, and the wake-up of the task that sends the response.
 
     last_sent_seconds: time of the last `record_sent`; infinity for a response without keep-alives.
     """
@@ -117,10 +111,7 @@ class InflightRequest:
     _at_once: DirectWriter | None = None  # set while the task waits
 
     def apply_terms(self) -> None:
-        """Set the tenant, cache namespace and deadline of each choice's `Submit`. Only the first has a deadline.
-
-        The first choice begins first. Once the first choice has begun, the other choices may take any time.
-        """
+        """Write the queueing terms into each choice's `Submit`. Only the first choice to begin gets a deadline."""
         terms = self.terms
         prompt_logprobs: dict[int, int | None] = {}
         for number, choice in enumerate(self.choices):
@@ -139,13 +130,11 @@ class InflightRequest:
         self.last_sent_seconds = now
 
     async def next_deltas(self, at_once: DirectWriter | None = None) -> Deltas:
-        """Wait for deltas and return all of them. Empty if `wake` ended the wait.
+        """Wait for token deltas and return all of them; an empty list if `wake` ended the wait.
 
-        Args:
-            at_once: delivers deltas that arrive during the wait, without waking the task.
+        at_once: delivers deltas that arrive during the wait, without waking the task.
 
-        Raises:
-            ApiError: the request has failed; earlier deltas were returned first. Or the client disconnected.
+        Raises an `ApiError`: the request has failed, after its deltas were returned, or the client disconnected.
         """
         self._at_once = at_once
         try:
@@ -161,7 +150,7 @@ class InflightRequest:
         return arrived
 
     def push(self, choice: Choice, delta: TokenDelta) -> bool:
-        """Buffer a delta until `deliver`. Returns False if the client is too far behind; the request then fails."""
+        """Buffer a delta until `deliver`. Return False, and fail, if the client is too far behind."""
         if self._backlog > MAX_BACKLOG:
             self._arrived.clear()
             self.fail(ClientGone("the client reads the response too slowly"))
@@ -173,7 +162,7 @@ class InflightRequest:
         return True
 
     def deliver(self) -> Callable[[], None] | None:
-        """Deliver the buffered deltas: return a function that sends them, or wake the task and return None.
+        """Return a function that sends the buffered deltas; else wake the response's task, and return None.
 
         Never raises, because the caller delivers to further requests next.
         """
@@ -198,7 +187,7 @@ class InflightRequest:
             self._wake.set()
 
     def wake(self) -> None:
-        """Wake the task so that it sends a keep-alive to the client."""
+        """Wake the task of the response to send a keep-alive."""
         self._wake.set()
 
     @property
@@ -211,15 +200,15 @@ class InflightRequest:
         """True if the worker has begun to compute one of the choices."""
         return any(choice.is_scheduled for choice in self.choices)
 
-    def is_expired(self, now: float) -> bool:
-        """Return True if the deadline has passed and no choice has had an event."""
-        deadline = self.terms.deadline(self.arrival_seconds)
-        return deadline is not None and deadline < now and not any(choice.has_started for choice in self.choices)
+    @property
+    def has_started(self) -> bool:
+        """True if the first delta of one of the choices has arrived."""
+        return any(choice.has_started for choice in self.choices)
 
 
 @dataclass(slots=True, eq=False)
 class InflightQuery:
-    """Attention query in progress, and the future that the query's route waits for."""
+    """Unfinished attention query, and the future that the query's route waits for."""
 
     submit: AttentionQuery
     arrival_seconds: float
@@ -229,7 +218,7 @@ class InflightQuery:
 
     @property
     def choices(self) -> "list[InflightQuery]":
-        """The query itself: to the engine client, a query is a request with one choice."""
+        """The query itself, as the one choice of a request."""
         return [self]
 
     @property
@@ -237,22 +226,22 @@ class InflightQuery:
         """True if the query ended with an error, or its client disconnected."""
         return self.answer.cancelled() or (self.answer.done() and self.answer.exception() is not None)
 
-    def is_expired(self, now: float) -> bool:
-        """Return True if the deadline has passed without a response."""
-        deadline = self.terms.deadline(self.arrival_seconds)
-        return deadline is not None and deadline < now and not self.answer.done()
+    @property
+    def has_started(self) -> bool:
+        """True if the query has its result."""
+        return self.answer.done()
 
     def set_answer(self, result: AttentionResult) -> None:
-        """Wake the query's route with the worker's result. Has no effect on a query that has ended."""
+        """Wake the query's route with the worker's result, unless the query has ended."""
         if not self.answer.done():
             self.answer.set_result(result)
 
     def fail(self, error: ApiError) -> None:
-        """Wake the query's route with an error. Has no effect on a query that has ended."""
+        """Wake the query's route with an error, unless the query has ended."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def retry(self) -> None:
-        """Prepare the attention query's next attempt, for a new worker."""
+        """Prepare the query's next attempt, for a new worker."""
         self.is_scheduled = False
         self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1)

@@ -1,12 +1,8 @@
-"""Detection of poison requests: requests that crash the worker.
+"""Detection of poison requests, which crash the worker. A request here is one sequence or one attention query.
 
-Completions, chats, embeddings and attention inspections are handled alike. A request here is one sequence or one
-inspection, identified by its uid.
-
-- A request that was running at a crash, and had made no progress since its start, gets a strike.
-- Any progress of a request removes its strikes.
-- A request with two strikes is tried alone: the worker gets no other work while the request runs.
-- A crash during the trial identifies the request as poison, since nothing else was running.
+A request that was running at a crash, without progress since its start, gets a strike. Any progress removes the
+strikes. A request with two strikes is tried alone: the worker gets no other work meanwhile. A crash during the trial
+identifies the request as poison.
 """
 
 from collections.abc import Iterable
@@ -16,7 +12,7 @@ _STRIKES_BEFORE_TRIAL = 2
 
 
 class PoisonRequestDetector:
-    """Strikes of unfinished requests, and the requests held back during a trial."""
+    """Strikes of unfinished requests by uid, and the requests that are held back from the worker during a trial."""
 
     def __init__(self) -> None:
         self._running: dict[str, None] = {}  # in order of start; no progress since
@@ -27,13 +23,13 @@ class PoisonRequestDetector:
 
     @property
     def is_empty(self) -> bool:
-        """True if no request is tracked, so that `record_progress` would change nothing."""
+        """True if no request is running, has strikes or is held back."""
         return not (self._running or self._strikes or self._held)
 
     def release(self, uids: Iterable[str] = ()) -> list[str]:
         """Return the requests that may be sent to the worker now, out of `uids` and the requests held so far.
 
-        During a trial no request may be sent. Before a trial only the next suspect may be sent.
+        During a trial no request may be sent, and before a trial only the next suspect.
         """
         self._held.update(dict.fromkeys(uids))
         if self._on_trial is not None:
@@ -47,14 +43,13 @@ class PoisonRequestDetector:
         return released
 
     def record_start(self, uid: str) -> None:
-        """Record that the worker starts to compute a request."""
+        """Record that the worker has begun to compute a request."""
         self._running[uid] = None
 
     def record_progress(self, uid: str) -> bool:
-        """Remove the strikes of a request that made progress.
+        """Remove the strikes of a request that made progress. Return True if a trial ends and another suspect waits.
 
-        Returns:
-            True if the request must be taken back from the worker, because the next suspect is to be tried alone.
+        The caller then takes the request back from the worker, because the next suspect must run alone.
         """
         self._running.pop(uid, None)
         self._strikes.pop(uid, None)
@@ -64,16 +59,15 @@ class PoisonRequestDetector:
         return bool(self._suspects)
 
     def forget(self, uid: str) -> None:
-        """Forget the strikes and the trial of a request that has ended."""
+        """Forget a request that has ended."""
         self.record_progress(uid)
         self._suspects.pop(uid, None)
         self._held.pop(uid, None)
 
     def record_crash(self) -> str | None:
-        """Give a strike to each request that was running at a crash. Then `release` all unfinished requests again.
+        """Give a strike to each request that was running at a crash; return the poison request, or None if unknown.
 
-        Returns:
-            The uid of the poison request; None while it is unknown.
+        The caller then releases all unfinished requests again.
         """
         for uid in self._running:
             self._strikes[uid] = self._strikes.get(uid, 0) + 1

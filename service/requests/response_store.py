@@ -1,13 +1,8 @@
 """Resumable streams and idempotent retries: response buffers that outlive a connection.
 
-A response is buffered if its request has an `Idempotency-Key`, or accepts only `text/event-stream`. Generation then
-does not depend on the connection. Every connection of that request reads from the buffer:
-
-- the first connection
-- a reconnect with `Last-Event-ID` (WHATWG EventSource), which gets the events after that id
-- a retry under the same `Idempotency-Key` (draft-ietf-httpapi-idempotency-key-header), which does not generate twice
-
-Any other request ends with its connection. Its events have no ids, because some clients take ids for data.
+A response is buffered if its request has an `Idempotency-Key`, or accepts only `text/event-stream`. A reconnect with
+`Last-Event-ID` (WHATWG EventSource) gets the events after that id. A retry under the same `Idempotency-Key`
+(draft-ietf-httpapi-idempotency-key-header) gets the same response. Any other request ends with its connection.
 """
 
 import asyncio
@@ -32,7 +27,7 @@ from service.protocol.responses import KEEP_ALIVE, encode_event
 
 logger = logging.getLogger(__name__)
 
-# Buffer limit of one response: 16,000 tokens of a stream without logprobs. A longer stream keeps its latest events; a
+# Buffer limit of one response: 16,000 tokens of a stream without logprobs. A longer stream keeps its latest events. A
 # response that is not streamed is kept whole.
 MAX_RESPONSE_BYTES: Final = 4 * 2**20
 # Limit of all buffers together. Over the limit, finished buffers without readers are dropped, oldest first.
@@ -46,7 +41,7 @@ Make: TypeAlias = Callable[[], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """Identity of a request. Only an equal request may get the buffered response."""
+    """Identity of a request, which a retry must share to get the buffered response."""
 
     path: str
     digest: bytes  # of the body, byte for byte
@@ -54,15 +49,13 @@ class RequestIdentity:
 
 
 class BufferedResponse:
-    """Buffer of one response, while it is generated and for some time after. Generation starts at once.
+    """Buffer of one response, during its generation and for some time after. The generation starts at once.
 
-    Args:
-        make: returns the ASGI response to run.
-        tenant: the name of its API key.
-        key: the request's `Idempotency-Key`; None without the header.
-        identity: identity of the request; a different request under the same key is an error.
-        on_change: called when the response ends, and when a reader leaves.
-        waste: called with the number of tokens that were generated and sent to no client.
+    make: returns the ASGI response to run.
+    tenant: name of the request's API key.
+    key: the request's `Idempotency-Key`.
+    on_change: called when the response ends, and when a reader leaves.
+    waste: called with the number of tokens that were generated and sent to no client.
     """
 
     def __init__(
@@ -97,7 +90,7 @@ class BufferedResponse:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts so far, dropped parts included. One part of a stream is one event."""
+        """Number of parts of the response so far, dropped parts included. One part of a stream is one event."""
         return self._num_dropped + len(self._parts)
 
     def has(self, number: int) -> bool:
@@ -125,7 +118,7 @@ class BufferedResponse:
         self._on_change(self)
 
     def read(self, start: int) -> bytes:
-        """Return all parts from `start` on, as sent to a client. Events get their ids."""
+        """Return all parts from `start` on, as sent to a client. The events of a stream get ids."""
         sent = [self._parts[index][0] for index in range(start - self._num_dropped, len(self._parts))]
         self._num_read_tokens = max(self._num_read_tokens, self._parts[-1][1])
         if self.is_stream:
@@ -133,13 +126,13 @@ class BufferedResponse:
         return b"".join(sent)
 
     def abandon(self) -> None:
-        """Send a client disconnect to the response, since no client came back for the response."""
+        """Disconnect from the response, since no client came back for the response."""
         if self.is_finished and not self._abandoned.is_set():
             self._waste(self._num_tokens - self._num_read_tokens)
         self._abandoned.set()
 
     def cancel(self) -> None:
-        """Cancel the generation of the response, because the process ends."""
+        """Cancel the generation of the response, because the API process ends."""
         self._task.cancel()
 
     async def _record(self, make: Make) -> None:
@@ -188,11 +181,9 @@ class BufferedResponse:
 
 
 class BufferedResponseReplay(Response):
-    """Response that sends a buffered response to one connection. The client may disconnect at any time.
+    """ASGI response that sends a buffered response to one connection, from part number `start` on.
 
-    Args:
-        start: number of the first part to send.
-        is_again: the buffered response was started by an earlier request.
+    is_again: an earlier request started the buffered response.
     """
 
     def __init__(self, buffered: BufferedResponse, *, start: int = 0, is_again: bool = True) -> None:
@@ -206,11 +197,7 @@ class BufferedResponseReplay(Response):
         self._has_gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the buffered parts of the response, then new parts as they arrive.
-
-        Raises:
-            ApiError: the request failed before its response began.
-        """
+        """Send the buffered parts of the response, then new parts as they arrive. Raises the error of the response."""
         self._buffered.add_reader(self._wake)
         watcher = asyncio.create_task(self._watch(receive))
         try:
@@ -243,10 +230,9 @@ class BufferedResponseReplay(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _catch_up(self, send: Send) -> bool:
-        """Send the new parts, or a keep-alive comment if there are no new parts.
+        """Send the new parts of the response, or a keep-alive comment if there are no new parts.
 
-        Returns:
-            False if the client read so slowly that its next parts were dropped. The stream then ends with an error.
+        Return False if the client read so slowly that its next parts were dropped, and the stream ends with an error.
         """
         buffered = self._buffered
         if self._next == buffered.num_parts and buffered.is_stream and not buffered.is_finished:
@@ -266,12 +252,11 @@ class BufferedResponseReplay(Response):
 
 
 class ResponseStore:
-    """Response buffers of this API process, by id and by key.
+    """Response buffers of the API process, by id and by `Idempotency-Key`.
 
-    Args:
-        keep_seconds: how long a buffer without readers is kept, finished or not; 0 turns buffering off.
-        count: called with "event_id" or "key" for each connection that reads a buffer started by an earlier request.
-        waste: called with the number of tokens of a response that were sent to no client.
+    keep_seconds: how long a buffer without readers is kept, finished or not; 0 turns buffering off.
+    count: called with "event_id" or "key" for each connection that reads the buffer of an earlier request.
+    waste: called with the number of tokens of a response that were sent to no client.
     """
 
     def __init__(self, *, keep_seconds: float, count: Callable[[str], None], waste: Callable[[int], None]) -> None:
@@ -284,10 +269,7 @@ class ResponseStore:
     async def answer(self, request: Request, body: bytes, make: Make) -> Response:
         """Return the response to a request: the result of `make`, or a buffered response.
 
-        Raises:
-            InvalidRequest: a header is malformed, or names the response to a different request.
-            IdempotencyKeyReused: the key belongs to a different request.
-            ResponseGone: the buffered response is no longer there, or its needed beginning was dropped.
+        Raises an `ApiError`: a header is malformed or belongs to another request, or the buffered parts are gone.
         """
         key = request.headers.get("idempotency-key")
         tenant = str(getattr(request.state, KEY_NAME, ""))
@@ -312,7 +294,7 @@ class ResponseStore:
         return BufferedResponseReplay(buffered, is_again=False)
 
     def discard_expired(self) -> None:
-        """Discard the buffers that have expired or exceed the memory limit. Call about once a second."""
+        """Discard the buffers that have expired or exceed the memory limit. Call this method once a second."""
         since = time.monotonic() - self._keep_seconds
         for buffered in list(self._by_id.values()):
             if not buffered.num_readers and buffered.idle_since_seconds <= since:
@@ -325,7 +307,7 @@ class ResponseStore:
             self._discard(buffered)
 
     def close(self) -> None:
-        """Cancel all buffered responses, because the process ends."""
+        """Cancel all buffered responses, because the API process ends."""
         for buffered in self._by_id.values():
             buffered.cancel()
 
@@ -358,7 +340,7 @@ class ResponseStore:
         return BufferedResponseReplay(buffered)
 
     def _discard_failed(self, buffered: BufferedResponse) -> None:
-        """Discard a failed response once it has no readers, so that a retry is a new attempt."""
+        """Discard a failed response without readers, so that a retry is a new attempt."""
         if buffered.has_failed and not buffered.num_readers:
             self._discard(buffered)
 

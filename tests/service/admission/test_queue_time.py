@@ -94,7 +94,7 @@ def test_a_request_that_expires_in_the_queue_gets_408_with_retry_after(
     assert int(response.headers["retry-after-ms"]) >= 1
     assert response.headers["x-should-retry"] == "true"
     assert 'status="408"} 1.0' in client.get("/metrics").text
-    assert frontend.context.engine_client.num_choices == 0
+    assert frontend.context.engine_client.num_requests == 0
 
 
 def test_a_replayed_sequence_has_no_deadline_if_it_had_begun(frontend: Frontend, queue: EchoChannel) -> None:
