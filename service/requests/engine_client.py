@@ -5,6 +5,7 @@ A new worker sends `WorkerReady` and gets all unfinished requests again, with th
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from service.admission.controller import Admission
@@ -34,6 +35,7 @@ Inflight: TypeAlias = InflightRequest | InflightQuery
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class EngineClient:
     """Owner of the inflight requests and attention queries, on the event loop of the API process.
 
@@ -45,27 +47,16 @@ class EngineClient:
     on_count: called with the number of unfinished requests when the number changes.
     """
 
-    def __init__(
-        self,
-        *,
-        send: Callable[[Sequence[Command]], None],
-        admission: Admission,
-        on_worker_ready: Callable[[WorkerReady], None],
-        on_engine: Callable[[StepStats | EngineIdle], None],
-        on_replay: Callable[[str], None],
-        on_late: Callable[[int], None],
-        on_count: Callable[[int], None],
-    ) -> None:
-        self._send = send
-        self._admission = admission
-        self._on_worker_ready = on_worker_ready
-        self._on_engine = on_engine
-        self._on_replay = on_replay
-        self._on_late = on_late
-        self._on_count = on_count
-        self._choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = {}  # unfinished, by uid
-        self._requests: dict[Inflight, None] = {}  # in order of arrival
-        self._detector = PoisonRequestDetector()
+    send: Callable[[Sequence[Command]], None]
+    admission: Admission
+    on_worker_ready: Callable[[WorkerReady], None]
+    on_engine: Callable[[StepStats | EngineIdle], None]
+    on_replay: Callable[[str], None]
+    on_late: Callable[[int], None]
+    on_count: Callable[[int], None]
+    _requests: dict[Inflight, None] = field(default_factory=dict)  # in order of arrival
+    _choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = field(default_factory=dict)  # unfinished, by uid
+    _detector: PoisonRequestDetector = field(default_factory=PoisonRequestDetector)
 
     @property
     def num_requests(self) -> int:
@@ -83,7 +74,7 @@ class EngineClient:
         After an exception the request is not registered. Raises Overloaded: admission rejects the request.
         """
         if isinstance(request, InflightRequest):
-            self._admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
+            self.admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
             request.apply_terms()
         self._requests[request] = None
         self._choices.update((choice.submit.uid, (request, choice)) for choice in request.choices)
@@ -94,7 +85,7 @@ class EngineClient:
             for choice in request.choices:
                 self._discard(choice.submit.uid)  # all choices, before a later send can fail too
             raise
-        self._on_count(self.num_requests)
+        self.on_count(self.num_requests)
 
     def finish(self, request: Inflight) -> int:
         """Discard a request and cancel its unfinished choices. Return the number of cancelled choices."""
@@ -103,9 +94,9 @@ class EngineClient:
         for uid in uids:
             self._discard(uid)
         if uids:
-            self._send([Cancel(uid=uid) for uid in uids])
+            self.send([Cancel(uid=uid) for uid in uids])
             self._release()
-        self._on_count(self.num_requests)
+        self.on_count(self.num_requests)
         return len(uids)
 
     def receive(self, events: Sequence[Event]) -> None:
@@ -118,11 +109,11 @@ class EngineClient:
             elif isinstance(event, WorkerReady):
                 self._replay(event)
             elif isinstance(event, RunningLimitChanged):
-                self._admission.limit_running(event.max_num_running)
+                self.admission.limit_running(event.max_num_running)
             elif isinstance(event, Started):
                 self._receive_start(event)
             elif isinstance(event, StepStats | EngineIdle):
-                self._on_engine(event)
+                self.on_engine(event)
             else:
                 self._receive_result(event)
         # All system calls (`send`) run after all Python code, so that each finds its code in the CPU caches.
@@ -171,7 +162,7 @@ class EngineClient:
         uid = delta.uid
         entry = self._choices.get(uid)
         if entry is None:
-            self._on_late(len(delta.token_ids))  # computed before the worker read the cancellation
+            self.on_late(len(delta.token_ids))  # computed before the worker read the cancellation
             return None
         request, choice = entry
         if delta.attempt != choice.submit.attempt or isinstance(request, InflightQuery):
@@ -185,13 +176,13 @@ class EngineClient:
             request.fail(EngineFailed("the engine's output arrived out of order; try again", retry=True))
             return None
         if not choice.has_started:
-            self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
+            self.admission.started(choice.num_counted_tokens, choice.submit.tenant)
         choice.add(delta)
         if not self._detector.is_empty:
             again: list[str] = []
             if self._detector.record_progress(uid) and delta.finish is None:
                 # The choice leaves the worker, because the next poison candidate must run alone.
-                self._send([Cancel(uid=uid)])
+                self.send([Cancel(uid=uid)])
                 choice.retry()
                 again.append(uid)
             self._release(again)
@@ -207,15 +198,15 @@ class EngineClient:
 
     def _replay(self, ready: WorkerReady) -> None:
         """Resubmit all unfinished requests to a new worker. The first worker (epoch 0) finds no requests."""
-        self._on_worker_ready(ready)
-        self._admission.limit_running(None)
+        self.on_worker_ready(ready)
+        self.admission.limit_running(None)
         if ready.epoch == 0:
             return
         if (uid := self._detector.record_crash()) is not None:
             request, _ = self._choices[uid]
             logger.error("a request (%s, %s) ends with an error: it killed several workers", request.terms.tenant, uid)
             request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
-            self._on_replay("gave_up")
+            self.on_replay("gave_up")
         again: list[str] = []
         for request in self._requests:
             waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
@@ -226,13 +217,13 @@ class EngineClient:
                 for choice in waiting:
                     choice.retry()
                 again += [choice.submit.uid for choice in waiting]
-                self._on_replay("resubmitted")
+                self.on_replay("resubmitted")
         self._release(again)
 
     def _release(self, uids: Iterable[str] = ()) -> None:
         """Send the choices that the poison detector releases to the worker, out of `uids` and the held choices."""
         if released := self._detector.release(uids):
-            self._send([self._choices[uid][1].submit for uid in released])
+            self.send([self._choices[uid][1].submit for uid in released])
 
     def _failure(self, request: InflightRequest, choice: Choice, finish: Finish) -> ApiError:
         """Return the error of a sequence that the worker could not finish, for the client."""
@@ -255,7 +246,7 @@ class EngineClient:
         verb = "answered" if has_begun else "begun"
         return QueueTimeout(
             f"the request was not {verb} within its time, {request.terms.timeout_seconds:g} s; try again later",
-            retry_after_seconds=self._admission.retry_after(counts, request.terms),
+            retry_after_seconds=self.admission.retry_after(counts, request.terms),
         )
 
     def _discard(self, uid: str) -> None:
@@ -264,5 +255,5 @@ class EngineClient:
         self._detector.forget(uid)
         if isinstance(choice, Choice):
             if not choice.has_started:
-                self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
-            self._admission.ended(choice.submit.tenant)
+                self.admission.started(choice.num_counted_tokens, choice.submit.tenant)
+            self.admission.ended(choice.submit.tenant)

@@ -43,6 +43,8 @@ Make: TypeAlias = Callable[[], Awaitable[Response]]
 class RequestIdentity:
     """Identity of a request, which a retry must share to get the buffered response."""
 
+    tenant: str  # name of the API key
+    key: str | None  # the Idempotency-Key header
     path: str
     digest: bytes  # of the body, byte for byte
     timeout: str | None  # the x-request-timeout header, which means the same as the body's `timeout`
@@ -52,8 +54,6 @@ class BufferedResponse:
     """Buffer of one response, during its generation and for some time after. The generation starts at once.
 
     make: returns the ASGI response to run.
-    tenant: name of the request's API key.
-    key: the request's `Idempotency-Key`.
     on_change: called when the response ends, and when a reader leaves.
     waste: called with the number of tokens that were generated and sent to no client.
     """
@@ -61,16 +61,12 @@ class BufferedResponse:
     def __init__(
         self,
         make: Make,
-        *,
-        tenant: str,
-        key: str | None,
         identity: RequestIdentity,
+        *,
         on_change: Callable[["BufferedResponse"], None],
         waste: Callable[[int], None],
     ) -> None:
         self.id = uuid.uuid4().hex
-        self.tenant = tenant
-        self.key = key
         self.identity = identity
         self._on_change = on_change
         self._waste = waste
@@ -238,16 +234,14 @@ class BufferedResponseReplay(Response):
         if self._next == buffered.num_parts and buffered.is_stream and not buffered.is_finished:
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         while self._next < buffered.num_parts and not self._has_gone:
-            has_next = buffered.has(self._next)
-            if has_next:
-                body = buffered.read(self._next)
-                self._next = buffered.num_parts
-            else:
+            if not buffered.has(self._next):
                 error = "the stream was read too slowly and its next events were dropped; repeat the request"
                 body = encode_event(ResponseGone(error).body())
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            if not has_next:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
                 return False
+            body = buffered.read(self._next)
+            self._next = buffered.num_parts
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         return True
 
 
@@ -272,25 +266,27 @@ class ResponseStore:
         Raises an `ApiError`: a header is malformed or belongs to another request, or the buffered parts are gone.
         """
         key = request.headers.get("idempotency-key")
-        tenant = str(getattr(request.state, KEY_NAME, ""))
-        digest = hashlib.blake2b(body, digest_size=16).digest()
-        identity = RequestIdentity(request.url.path, digest, request.headers.get(TIMEOUT_HEADER))
+        identity = RequestIdentity(
+            tenant=str(getattr(request.state, KEY_NAME, "")),
+            key=key,
+            path=request.url.path,
+            digest=hashlib.blake2b(body, digest_size=16).digest(),
+            timeout=request.headers.get(TIMEOUT_HEADER),
+        )
         if event_id := request.headers.get("last-event-id", ""):
-            return self._resume(event_id, tenant, identity, has_body=bool(body))
+            return self._resume(event_id, identity, has_body=bool(body))
         if key is not None and not _KEY.fullmatch(key):
             raise InvalidRequest("Idempotency-Key must be 1 to 255 visible ASCII characters")
         # A client that also accepts JSON may not understand event ids, and may not have asked for a stream.
         is_event_source = request.headers.get("accept", "").strip().lower() == "text/event-stream"
         if not (key or is_event_source) or not self._keep_seconds:
             return await make()
-        if key and (buffered := self._by_key.get((tenant, key))) is not None:
+        if key and (buffered := self._by_key.get((identity.tenant, key))) is not None:
             return self._repeat(buffered, identity)
-        buffered = BufferedResponse(
-            make, tenant=tenant, key=key, identity=identity, on_change=self._discard_failed, waste=self._waste
-        )
+        buffered = BufferedResponse(make, identity, on_change=self._discard_failed, waste=self._waste)
         self._by_id[buffered.id] = buffered
         if key:
-            self._by_key[tenant, key] = buffered
+            self._by_key[identity.tenant, key] = buffered
         return BufferedResponseReplay(buffered, is_again=False)
 
     def discard_expired(self) -> None:
@@ -300,27 +296,24 @@ class ResponseStore:
             if not buffered.num_readers and buffered.idle_since_seconds <= since:
                 self._discard(buffered)
         excess = sum(each.num_bytes + _OVERHEAD_BYTES for each in self._by_id.values()) - MAX_KEPT_BYTES
-        for buffered in [each for each in self._by_id.values() if each.is_finished and not each.num_readers]:
-            if excess <= 0:
-                break
-            excess -= buffered.num_bytes + _OVERHEAD_BYTES
-            self._discard(buffered)
+        for buffered in list(self._by_id.values()):
+            if excess > 0 and buffered.is_finished and not buffered.num_readers:
+                excess -= buffered.num_bytes + _OVERHEAD_BYTES
+                self._discard(buffered)
 
     def close(self) -> None:
         """Cancel all buffered responses, because the API process ends."""
         for buffered in self._by_id.values():
             buffered.cancel()
 
-    def _resume(
-        self, event_id: str, tenant: str, identity: RequestIdentity, *, has_body: bool
-    ) -> BufferedResponseReplay:
+    def _resume(self, event_id: str, identity: RequestIdentity, *, has_body: bool) -> BufferedResponseReplay:
         match = _EVENT_ID.fullmatch(event_id)
         if match is None:
             raise InvalidRequest(
                 "Last-Event-ID is not an event id of this server; send the id of the last event received"
             )
         buffered, start = self._by_id.get(match[1]), int(match[2]) + 1
-        if buffered is None or buffered.tenant != tenant or not buffered.has(start):
+        if buffered is None or buffered.identity.tenant != identity.tenant or not buffered.has(start):
             raise ResponseGone(
                 "the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"
             )
@@ -347,5 +340,6 @@ class ResponseStore:
     def _discard(self, buffered: BufferedResponse) -> None:
         buffered.abandon()
         self._by_id.pop(buffered.id, None)
-        if buffered.key and self._by_key.get((buffered.tenant, buffered.key)) is buffered:
-            del self._by_key[buffered.tenant, buffered.key]
+        slot = (buffered.identity.tenant, buffered.identity.key or "")
+        if self._by_key.get(slot) is buffered:
+            del self._by_key[slot]

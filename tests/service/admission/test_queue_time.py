@@ -115,7 +115,7 @@ def test_a_request_with_too_long_a_predicted_wait_gets_429_and_is_not_submitted(
 ) -> None:
     """The test worker responds at once, so the rate of a slow worker is added first."""
     frontend: Frontend = queue.frontend
-    admission = frontend.context.engine_client._admission
+    admission = frontend.context.engine_client.admission
     admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
     for _ in range(200):
         admission._ended.add(1, 10.0)

@@ -68,7 +68,7 @@ def test_a_request_that_cannot_be_sent_leaves_no_state(monkeypatch: pytest.Monke
     def send(commands: object) -> None:
         raise Draining("the queue is gone", retry_after_seconds=1.0)
 
-    monkeypatch.setattr(desk.engine_client, "_send", send)
+    monkeypatch.setattr(desk.engine_client, "send", send)
     with pytest.raises(Draining):
         desk.submit(make_choice("a"), make_choice("b", index=1))
     assert desk.engine_client.num_requests == 0
