@@ -147,41 +147,41 @@ def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, tor
 
 def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
     """Print the tables of an evaluation. `plain` is the evaluation of the unquantized model, to show the change."""
-    console = Console(markup=False)  # names of splits and pairs come from files and may contain markup
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
-    if evaluation.held_out:
-        columns = ["held out", "documents", "tokens", "bits/byte", "nats/token", "top-1"]
-        table = _table(title, *columns, *([] if plain is None else ["change in bits/byte by quantization"]))
-        for name, held_out in evaluation.held_out.items():
-            counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
-            losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
-            before = None if plain is None else plain.held_out[name].bits_per_byte
-            effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
-            table.add_row(name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect)
-        console.print(table)
+    rows = []
+    for name, held_out in evaluation.held_out.items():
+        counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
+        losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
+        before = None if plain is None else plain.held_out[name].bits_per_byte
+        effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
+        rows.append((name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect))
+    change = () if plain is None else ("change in bits/byte by quantization",)
+    _print_table(title, ("held out", "documents", "tokens", "bits/byte", "nats/token", "top-1", *change), rows)
     if evaluation.pairs:
-        table = _table(title, "minimal pairs", "pairs", "accuracy")
-        for name, scores in by_group(evaluation.pairs).items():
-            if name:
-                table.add_row(name, f"{len(scores):,}", f"{accuracy(scores):.2%}")
-        table.add_row("all", f"{len(evaluation.pairs):,}", f"{accuracy(evaluation.pairs):.2%}")
-        console.print(table)
-    if evaluation.diversity:
-        table = _table(title, "temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition")
-        for measured in evaluation.diversity:
-            shares = ("–" if share is None else f"{share:.3f}" for share in (*measured.distinct, measured.repetition))
-            table.add_row(f"{measured.temperature}", f"{measured.num_samples:,}", *shares)
-        console.print(table)
+        groups = [(name, scores) for name, scores in by_group(evaluation.pairs).items() if name]
+        rows = [
+            (name, f"{len(scores):,}", f"{accuracy(scores):.2%}")
+            for name, scores in (*groups, ("all", evaluation.pairs))
+        ]
+        _print_table(title, ("minimal pairs", "pairs", "accuracy"), rows)
+    rows = []
+    for measured in evaluation.diversity:
+        shares = ("–" if share is None else f"{share:.3f}" for share in (*measured.distinct, measured.repetition))
+        rows.append((f"{measured.temperature}", f"{measured.num_samples:,}", *shares))
+    _print_table(title, ("temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition"), rows)
     for sample in evaluation.samples:
         gap = " →\n" if sample.kind == "chat" else ""
         print(f"\n[{sample.kind}] {sample.prompt}{gap}{sample.completion}")
 
 
-def _table(title: str, first: str, *headings: str) -> Table:
-    table = Table(first, title=title)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
+def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if rows:
+        table = Table(headings[0], title=title)
+        for heading in headings[1:]:
+            table.add_column(heading, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        Console(markup=False).print(table)  # names of splits and pairs come from files and may contain markup
 
 
 def _documents(

@@ -21,8 +21,17 @@ def main(environment: Mapping[str, str]) -> int:
     """Request `GET /ready` at KVASIR_HOST and KVASIR_PORT, and print the reason if the service is not ready."""
     host = environment.get("KVASIR_HOST", DEFAULT_HOST)
     host, port = _LOOPBACK.get(host, host), environment.get("KVASIR_PORT", DEFAULT_PORT)
+    lines = ["GET /ready HTTP/1.1", "Host: localhost", "Connection: close"]
+    if (api_key := environment.get("KVASIR_API_KEY")) is not None:
+        lines.append(f"Authorization: Bearer {api_key.strip()}")
     try:
-        status = _status(host, int(port), environment.get("KVASIR_API_KEY"))
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_SECONDS) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode())
+            with connection.makefile("rb") as response:
+                words = response.readline(_STATUS_LINE_BYTES).split()
+        if len(words) < 2 or not words[0].startswith(b"HTTP/"):
+            raise ValueError("the response is not HTTP")
+        status = int(words[1])
     except (OSError, ValueError) as error:
         print(f"{host} port {port}: {error}")
         return 1
@@ -31,19 +40,6 @@ def main(environment: Mapping[str, str]) -> int:
     elif status != 200:
         print(f"GET /ready: {status}")
     return int(status != 200)
-
-
-def _status(host: str, port: int, api_key: str | None) -> int:
-    lines = ["GET /ready HTTP/1.1", "Host: localhost", "Connection: close"]
-    if api_key is not None:
-        lines.append(f"Authorization: Bearer {api_key.strip()}")
-    with socket.create_connection((host, port), timeout=TIMEOUT_SECONDS) as connection:
-        connection.sendall("\r\n".join([*lines, "", ""]).encode())
-        with connection.makefile("rb") as answer:
-            words = answer.readline(_STATUS_LINE_BYTES).split()
-    if len(words) < 2 or not words[0].startswith(b"HTTP/"):
-        raise ValueError("the response is not HTTP")
-    return int(words[1])
 
 
 if __name__ == "__main__":

@@ -68,19 +68,19 @@ def main(settings: InspectSettings) -> int:
     manifest = read_manifest(settings.checkpoint)
     tokenizer = manifest.verify()
     files = "files, all hashes correct" if manifest.family is None else "files, not verified: no hashes known"
-    sections: dict[str, list[tuple[str, object]]] = {
-        f"{manifest.name} ({manifest.directory})": list(_choices(manifest.config)),
-        "parameters": list(_parameter_rows(manifest.config)),
-        "memory": list(_memory_rows(manifest.config)),
-        "tokens": list(_token_rows(manifest, tokenizer)),
-        files: [
+    sections: dict[str, Rows] = {
+        f"{manifest.name} ({manifest.directory})": _choices(manifest.config),
+        "parameters": _parameter_rows(manifest.config),
+        "memory": _memory_rows(manifest.config),
+        "tokens": _token_rows(manifest, tokenizer),
+        files: (
             (name, f"{size:>13,} bytes" + (f"  SHA-256 {digest[:16]}…" if digest else ""))
             for name, (size, digest) in manifest.files.items()
-        ],
-        "training": list(_flat(manifest.training)),
+        ),
+        "training": _flat(manifest.training),
     }
-    for title, rows in sections.items():
-        if rows:
+    for title, lines in sections.items():
+        if rows := list(lines):
             width = max(len(name) for name, _ in rows)
             print(title, *(f"  {name:<{width}}  {value}" for name, value in rows), "", sep="\n")
     return 0
@@ -128,13 +128,9 @@ def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
     yield "vocabulary", f"{tokenizer.vocab_size:,}, including {len(tokenizer.special_tokens)} special tokens"
     yield "begin-of-text token", named([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id])
     yield "end-of-text tokens", named(tokenizer.eos_token_ids)
-    sampling = {
-        field.name: value
-        for field in dataclasses.fields(wanted)
-        if field.name not in ("ignored", "eos_token_ids", "bos_token_id", "pad_token_id")
-        and (value := getattr(wanted, field.name)) is not None
-    }
-    defaults = ", ".join(f"{name} {value}" for name, value in sampling.items())
+    known = dataclasses.asdict(wanted).items()
+    other = ("ignored", "eos_token_ids", "bos_token_id", "pad_token_id")
+    defaults = ", ".join(f"{name} {value}" for name, value in known if value is not None and name not in other)
     yield "generation defaults", defaults or "not set"
     if wanted.ignored:
         yield "ignored defaults", ", ".join(wanted.ignored)
@@ -183,21 +179,18 @@ def inspect_params(settings: InspectParamsSettings) -> int:
     config, rows = manifest.config, parameter_counts.count_parameters(manifest.config)
     attention = parameter_counts.attention_name(config)
     print(f"{manifest.name}: {config.num_parameters:,} parameters, {attention} attention\n")
-    for lines in (_letters(config), _table(rows, config), _attention(config), _kv_cache(config)):
+    values = {name: getattr(parameter_counts.Letters(config), name).value for name in _LETTERS}
+    letters = (
+        "letters",
+        *(f"  {name:<4} {value:>9,}  {_LETTERS[name]}" for name, value in values.items() if value > 0),
+    )
+    for lines in (letters, _table(rows, config), _attention(config), _kv_cache(config)):
         print(*lines, "", sep="\n")
     wrong = [row for row in rows if not row.agrees]
     for row in wrong:
         differs = f"formula {row.formula.text} gives {row.by_formula:,}, but the tensors have {row.num_counted:,}"
         print(f"kvasir inspect params: {row.group} {row.name}: {differs}", file=sys.stderr)
     return 1 if wrong or sum(row.num_counted for row in rows) != config.num_parameters else 0
-
-
-def _letters(config: ModelConfig) -> Iterator[str]:
-    at = parameter_counts.Letters(config)
-    yield "letters"
-    for name, meaning in _LETTERS.items():
-        if (value := getattr(at, name).value) > 0:
-            yield f"  {name:<4} {value:>9,}  {meaning}"
 
 
 def _table(rows: list[parameter_counts.PartCount], config: ModelConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ import pkgutil
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from typing import NamedTuple
 from model.io.one_line_error import error_line, first_line
 from service.config import settings as config
 from service.config.flags import CommandSettings
-from service.config.torch_environment import LIBRARY_ENVIRONMENT
 from service.supervisor.worker_process import WorkerProcess
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit code that shells report for a process killed by SIGINT
@@ -24,6 +23,8 @@ EXTRA_MODULES = ("matplotlib",)
 # Entry points of commands that other packages of the project implement (pyproject.toml).
 ENTRY_POINT_GROUP = "kvasir.commands"
 logger = logging.getLogger("service.cli")
+_HELP_HEAD = "Kvasir serves decoder-only language models.\n\nusage: kvasir COMMAND [flags]"
+_HELP_END = "`kvasir COMMAND --help` explains a command; `kvasir --version` prints the version."
 
 
 class Command(NamedTuple):
@@ -63,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 invalid arguments, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
+        width = max(map(len, COMMANDS))
+        lines = "\n".join(f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items())
+        print(f"{_HELP_HEAD}\n\n{lines}\n\n{_HELP_END}")
         return 0
     if arguments[0] == "--version":
         print(f"kvasir {importlib.metadata.version('kvasir')}")
@@ -77,12 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, command: Command, argv: list[str]) -> int:
     # Set before torch is loaded, in this process or in a worker, which inherits the environment.
-    for variable, value in LIBRARY_ENVIRONMENT.items():
+    for variable, value in config.LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     worker: WorkerProcess | None = None
     try:
         if command.settings is None:
-            function = _load_entry_point(name)
+            try:
+                (entry_point,) = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+                function = entry_point.load()
+            except (ValueError, ModuleNotFoundError) as error:
+                advice = "its package is not installed; run `make install` in a checkout of Kvasir"
+                raise config.SettingsError(f"{advice} ({error})") from error
             raise_on_interrupt()
             code = int(function(argv))
         else:
@@ -104,10 +112,8 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_MODULES:
             raise
-        print(
-            f"kvasir {name}: needs {error.name}, which is not installed; run `pip install {error.name}`",
-            file=sys.stderr,
-        )
+        advice = f"needs {error.name}, which is not installed; run `pip install {error.name}`"
+        print(f"kvasir {name}: {advice}", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         logger.debug("the command failed", exc_info=True)
@@ -119,33 +125,10 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     return code
 
 
-def _load_entry_point(name: str) -> Callable[[list[str]], int]:
-    """Return the function of a command that another package registers. Raises `SettingsError` if it is missing."""
-    try:
-        (entry_point,) = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
-        function: Callable[[list[str]], int] = entry_point.load()
-    except (ValueError, ModuleNotFoundError) as error:
-        advice = "its package is not installed; run `make install` in a checkout of Kvasir"
-        raise config.SettingsError(f"{advice} ({error})") from error
-    return function
-
-
 def raise_on_interrupt() -> None:
     """Let SIGINT raise KeyboardInterrupt, so that a command can clean up. An ignored SIGINT stays ignored."""
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items())
-    return f"""Kvasir serves decoder-only language models.
-
-usage: kvasir COMMAND [flags]
-
-{lines}
-
-`kvasir COMMAND --help` explains a command; `kvasir --version` prints the version."""
 
 
 def program() -> str:

@@ -20,7 +20,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Confi
 PREFIX = "KVASIR_"
 # Former names of fields. Their flags and variables work for one more version.
 FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}
-_EPILOG = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
 # Without a width, argparse wraps help pages at the width of the terminal: 80 columns in a pipe.
 HELP_FORMATTER = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE | re.ASCII)
@@ -101,16 +100,39 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
 
     `--help` prints the help page and raises SystemExit.
     """
-    secrets = [name for name in kind.model_fields if is_secret(kind, name)]
-    for name in secrets:
-        if any(word.partition("=")[0] == flag_of(name) for word in argv):
-            raise SettingsError(
-                f"{flag_of(name)} is not a flag, because flags show in the list of processes; "
-                f"set {variable_of(name)} instead"
-            )
-    help_texts = _help_texts(kind) if {"-h", "--help"} & set(argv) else {}
-    notes = (f" {variable_of(name)}: {help_texts[name]}." for name in secrets if help_texts)
-    parser = _parser(kind, command, summary, _EPILOG + "".join(notes), help_texts)
+    help_texts = _help_texts(kind) if {"-h", "--help"} & set(argv) else dict.fromkeys(kind.model_fields, "")
+    parser = _Parser(
+        prog=f"kvasir {command}",
+        description=summary,
+        formatter_class=HELP_FORMATTER,
+        usage=f"kvasir {command} [flags]",
+        allow_abbrev=False,
+    )
+    epilog = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, field in kind.model_fields.items():
+        flag, variable, extra = flag_of(name), variable_of(name), field.json_schema_extra
+        assert isinstance(extra, dict), f"{name} must be declared with `option`"
+        if is_secret(kind, name):
+            epilog += f" {variable}: {help_texts[name]}."
+            if any(word.partition("=")[0] == flag for word in argv):
+                reason = "is not a flag, because flags show in the list of processes"
+                raise SettingsError(f"{flag} {reason}; set {variable} instead")
+            continue
+        title, default_text = str(extra["group"]), extra["default_text"]
+        is_needed = field.is_required() and not default_text
+        has_default = not is_needed and field.default is not False and field.default not in (None, ())
+        default = f" (default: {default_text or field.default})" if has_default else ""
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
+            *(flag_of(each) for each in (name, FORMER_NAMES.get(name)) if each),
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=f"{help_texts[name]}{default}{' (required)' * is_needed}".replace("%", "%%"),
+            **_argument(field.annotation, default=field.default, metavar=extra["metavar"]),
+        )
+    parser.epilog = epilog
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         # A single unknown argument that is a directory is probably a checkpoint without `--checkpoint`.
@@ -151,39 +173,6 @@ def _help_texts(kind: type[CommandSettings]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
                     texts[name] = " ".join(words.split())
     return texts
-
-
-def _parser(
-    kind: type[CommandSettings], command: str, summary: str, epilog: str, help_texts: Mapping[str, str]
-) -> _Parser:
-    parser = _Parser(
-        prog=f"kvasir {command}",
-        description=summary,
-        epilog=epilog,
-        formatter_class=HELP_FORMATTER,
-        usage=f"kvasir {command} [flags]",
-        allow_abbrev=False,
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for name, field in kind.model_fields.items():
-        extra = field.json_schema_extra
-        assert isinstance(extra, dict), f"{name} must be declared with `option`"
-        if is_secret(kind, name):
-            continue
-        title, default_text = str(extra["group"]), extra["default_text"]
-        is_needed = field.is_required() and not default_text
-        has_default = not is_needed and field.default is not False and field.default not in (None, ())
-        default = f" (default: {default_text or field.default})" if has_default else ""
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(
-            *(flag_of(flag) for flag in (name, FORMER_NAMES.get(name)) if flag),
-            dest=name,
-            default=argparse.SUPPRESS,
-            help=f"{help_texts[name] if help_texts else ''}{default}{' (required)' * is_needed}".replace("%", "%%"),
-            **_argument(field.annotation, default=field.default, metavar=extra["metavar"]),
-        )
-    return parser
 
 
 def _argument(annotation: Any, *, default: Any, metavar: object) -> dict[str, Any]:
