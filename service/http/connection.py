@@ -163,7 +163,6 @@ class HalfCloseProbe(asyncio.Transport):
         return self._transport.is_closing()
 
     def stop(self) -> None:
-        """Stop sending bytes of the response early."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -185,7 +184,6 @@ class _HeldFlow(FlowControl):
             super().resume_reading()
 
     def hold(self, is_held: bool) -> None:
-        """Pause reading from the client, or resume reading after a hold."""
         if is_held != self.is_held:
             self.is_held = is_held
             if is_held:
@@ -254,7 +252,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return not self.transport.is_closing()
 
     def on_response_complete(self) -> None:
-        """Start the next request of the connection after a response, or send a pending error."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -266,7 +263,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse received bytes up to the end of a request. Parsing continues after the request's response."""
         while self._unparsed and not (self.is_busy or self.transport.is_closing()):
             # A body is parsed only up to its end, so that the next request waits for the response.
             num_bytes = self._num_missing_bytes if self._num_missing_bytes > 0 else _PARSED_BYTES
@@ -444,7 +440,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def _is_late(self, now: float) -> bool:
-        """Return True if the client has used up its time to send."""
         if self._waiting_since is None:
             return False
         if self.flow.read_paused or self._unparsed:  # the server makes the client wait

@@ -11,7 +11,6 @@ from typing import TypeAlias
 from service.admission.controller import Admission
 from service.ipc.messages import (
     NON_FINITE,
-    AttentionResult,
     Cancel,
     Command,
     EngineIdle,
@@ -37,9 +36,7 @@ _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EngineClient:
-    """Owner of the inflight requests and attention queries, on the event loop of the API process.
-
-    An attention query is a request with one choice, except that admission does not count queries.
+    """Owner of the inflight requests and attention queries. Admission does not count queries.
 
     on_worker_ready: called for each new worker, before requests are resubmitted.
     on_replay: called for each resubmitted request with "resubmitted", and for each poison request with "gave_up".
@@ -110,12 +107,18 @@ class EngineClient:
                 self._replay(event)
             elif isinstance(event, RunningLimitChanged):
                 self.admission.limit_running(event.max_num_running)
-            elif isinstance(event, Started):
-                self._receive_start(event)
             elif isinstance(event, StepStats | EngineIdle):
                 self.on_engine(event)
-            else:
-                self._receive_result(event)
+            elif (entry := self._choices.get(event.uid)) is None:
+                continue  # the choice or query has ended
+            elif isinstance(event, Started):
+                if event.attempt == entry[1].submit.attempt:  # not from a dead worker
+                    entry[1].is_scheduled = True
+                    self._detector.record_start(event.uid)
+            elif isinstance(entry[1], InflightQuery):
+                entry[1].set_answer(event)
+                self._discard(event.uid)
+                self._release()
         # All system calls (`send`) run after all Python code, so that each finds its code in the CPU caches.
         for send in [request.deliver() for request in touched]:
             if send is not None:
@@ -142,20 +145,6 @@ class EngineClient:
         for request in self._requests:
             if isinstance(request, InflightRequest) and request.last_sent_seconds < since_seconds:
                 request.wake()
-
-    def _receive_start(self, started: Started) -> None:
-        """Record that the worker begins a choice. Ignore events of a dead worker, and choices that have ended."""
-        entry = self._choices.get(started.uid)
-        if entry is not None and started.attempt == entry[1].submit.attempt:
-            entry[1].is_scheduled = True
-            self._detector.record_start(started.uid)
-
-    def _receive_result(self, result: AttentionResult) -> None:
-        entry = self._choices.get(result.uid)
-        if entry is not None and isinstance(entry[1], InflightQuery):
-            entry[1].set_answer(result)
-            self._discard(result.uid)
-            self._release()
 
     def _receive_delta(self, delta: TokenDelta) -> InflightRequest | None:
         """Add a token delta to its choice. Return the request to deliver to; None if the delta was dropped."""

@@ -61,7 +61,6 @@ class Choice:
         return self.num_prompt_tokens + counted
 
     def add(self, delta: TokenDelta) -> None:
-        """Add the tokens, prompt logprobs and finish of a delta to the choice."""
         self.has_started = True
         self.token_ids.extend(delta.token_ids)
         # If the list is complete, another sample of the prompt has filled it.
@@ -126,7 +125,7 @@ class InflightRequest:
             )
 
     def record_sent(self, now: float) -> None:
-        """Record that bytes of the response were sent, so that no keep-alive is due for a while."""
+        """Record that bytes of the response were sent, which postpones the next keep-alive."""
         self.last_sent_seconds = now
 
     async def next_deltas(self, at_once: DirectWriter | None = None) -> Deltas:
@@ -197,12 +196,10 @@ class InflightRequest:
 
     @property
     def is_scheduled(self) -> bool:
-        """True if the worker has begun to compute one of the choices."""
         return any(choice.is_scheduled for choice in self.choices)
 
     @property
     def has_started(self) -> bool:
-        """True if the first delta of one of the choices has arrived."""
         return any(choice.has_started for choice in self.choices)
 
 
@@ -218,7 +215,6 @@ class InflightQuery:
 
     @property
     def choices(self) -> "list[InflightQuery]":
-        """The query itself, as the one choice of a request."""
         return [self]
 
     @property
@@ -242,6 +238,5 @@ class InflightQuery:
             self.answer.set_exception(error)
 
     def retry(self) -> None:
-        """Prepare the query's next attempt, for a new worker."""
         self.is_scheduled = False
         self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1)

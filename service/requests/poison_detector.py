@@ -7,7 +7,6 @@ identifies the request as poison.
 
 from collections.abc import Iterable
 
-# Strikes after which a request is tried alone.
 _STRIKES_BEFORE_TRIAL = 2
 
 
@@ -43,7 +42,6 @@ class PoisonRequestDetector:
         return released
 
     def record_start(self, uid: str) -> None:
-        """Record that the worker has begun to compute a request."""
         self._running[uid] = None
 
     def record_progress(self, uid: str) -> bool:
@@ -59,7 +57,6 @@ class PoisonRequestDetector:
         return bool(self._suspects)
 
     def forget(self, uid: str) -> None:
-        """Forget a request that has ended."""
         self.record_progress(uid)
         self._suspects.pop(uid, None)
         self._held.pop(uid, None)

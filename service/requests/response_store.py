@@ -128,7 +128,6 @@ class BufferedResponse:
         self._abandoned.set()
 
     def cancel(self) -> None:
-        """Cancel the generation of the response, because the API process ends."""
         self._task.cancel()
 
     async def _record(self, make: Make) -> None:
@@ -302,7 +301,7 @@ class ResponseStore:
                 self._discard(buffered)
 
     def close(self) -> None:
-        """Cancel all buffered responses, because the API process ends."""
+        """Cancel the generation of all buffered responses, because the API process ends."""
         for buffered in self._by_id.values():
             buffered.cancel()
 
