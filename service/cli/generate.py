@@ -9,6 +9,7 @@ from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import GenerateSettings, SettingsError, context_length
+from service.engine.engine import create_submit
 from service.ipc.messages import Finish, Submit
 from service.preprocess.served_model import RequestDefaults, read_defaults
 from service.worker.engine_factory import build_engine
@@ -47,10 +48,8 @@ def _submit(
     if defaults.max_new_tokens is not None and "max_tokens" not in settings.model_fields_set:
         max_tokens = min(defaults.max_new_tokens, max(1, room))
     if max_tokens > room:
-        raise SettingsError(
-            f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens "
-            f"exceed the context length of {max_context_length}; lower --max-tokens or shorten the prompt"
-        )
+        excess = f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed the context length"
+        raise SettingsError(f"{excess} of {max_context_length}; lower --max-tokens or shorten the prompt")
     flags = ("temperature", "top_k", "top_p", "min_p")
     sampling = {name: getattr(settings, name) for name in flags} | {
         name: value for name, value in defaults.sampling.items() if name not in settings.model_fields_set
@@ -61,15 +60,7 @@ def _submit(
         seed=secrets.randbits(64) if settings.seed is None else settings.seed,
         stop=() if settings.stop is None else (settings.stop,),
     )
-    return Submit(
-        uid="generate",
-        attempt=0,
-        prompt_token_ids=prompt_ids,
-        prior_token_ids=(),
-        params=params,
-        arrival_seconds=time.monotonic(),
-        deadline_seconds=None,
-    )
+    return create_submit("generate", prompt_ids, params)
 
 
 def _figures(finish: Finish, submit: Submit, seconds: float) -> str:

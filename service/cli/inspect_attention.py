@@ -64,12 +64,11 @@ def _token_ids(settings: InspectAttentionSettings, manifest: Manifest, tokenizer
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     token_ids = [*begin, *tokenizer.encode(settings.prompt)]
     context = manifest.config.max_context_length
+    count = f"--prompt: {len(token_ids)} tokens"
     if len(token_ids) > context:
-        raise SettingsError(f"--prompt: {len(token_ids)} tokens exceed the model's context of {context}; shorten it")
+        raise SettingsError(f"{count} exceed the model's context of {context}; shorten it")
     if settings.out is not None and len(token_ids) > MAX_TOKENS:
-        raise SettingsError(
-            f"--prompt: {len(token_ids)} tokens, but a picture shows at most {MAX_TOKENS}; shorten it or omit --out"
-        )
+        raise SettingsError(f"{count}, but a picture shows at most {MAX_TOKENS}; shorten it or omit --out")
     return token_ids
 
 

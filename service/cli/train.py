@@ -30,10 +30,7 @@ _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 
 
 class _Interruption:
-    """Handler of SIGINT and SIGTERM: the first signal stops after the current step, the second ends the process.
-
-    Before the first training step there is no progress to save, and the first signal ends the process.
-    """
+    """Handler of SIGINT and SIGTERM: the first signal stops after the current step, the second ends the process."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -49,7 +46,7 @@ class _Interruption:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.is_requested = True
         signal.signal(number, signal.SIG_DFL)
-        if not self._has_begun:
+        if not self._has_begun:  # no progress to save
             raise KeyboardInterrupt
         print("\nstopping after this step; interrupt again to stop now", file=sys.stderr, flush=True)
 
@@ -98,7 +95,6 @@ def main(settings: TrainSettings) -> int:
 
 
 def _print_next_commands(run: RunSettings, prompts: Sequence[str]) -> None:
-    """Print commands that serve the finished model and send it a request."""
     kvasir, checkpoint = program(), shlex.quote(str(run.checkpoint))
     prompt = prompts[0] if prompts else _PROMPT
     body = shlex.quote(json.dumps({"prompt": prompt, "max_tokens": 100}, ensure_ascii=False))

@@ -45,7 +45,6 @@ def _split_names(value: Iterable[str]) -> list[str]:
 
 
 def _read_size(value: Any, words: str = "must be") -> ByteSize:
-    """Return the bytes of a memory size such as "2GiB"."""
     if isinstance(value, ByteSize):
         return value
     matched = _SIZE.fullmatch(str(value).strip())
@@ -84,22 +83,16 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 def option(
     group: str, default: Any = ..., *, metavar: str | None = None, default_text: str | None = None, **bounds: Any
 ) -> Any:
-    """Declare a setting. A setting of type `SecretStr | None` has no flag, because flags show in the list of processes.
+    """Declare a setting in a section of the help page. `default_text` replaces the default on the help page.
 
-    group: section title on the help page.
-    metavar: placeholder of the value on the help page; None derives the placeholder from the type.
-    default_text: default on the help page instead of the value.
-    bounds: constraints for pydantic's `Field`.
+    A setting of type `SecretStr | None` has no flag, because flags show in the list of processes.
     """
     extra: dict[str, Any] = {"group": group, "metavar": metavar, "default_text": default_text}
     return Field(default, json_schema_extra=extra, **bounds)
 
 
 def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: str, summary: str) -> dict[str, Any]:
-    """Parse the flags of a command into strings by field name. Raises SettingsError: an unknown flag, no value.
-
-    `--help` prints the help page and raises SystemExit.
-    """
+    """Parse the flags of a command into strings by field name."""
     help_texts = _help_texts(kind) if {"-h", "--help"} & set(argv) else dict.fromkeys(kind.model_fields, "")
     parser = _Parser(
         prog=f"kvasir {command}",

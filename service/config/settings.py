@@ -1,7 +1,6 @@
-"""Settings of every command, from flags, then environment variables, then defaults. No other module reads them.
+"""Settings of every command: from flags, else environment variables, else defaults.
 
-The docstring of a settings class heads the help page of its command. The worker process resolves "auto", because only
-the worker imports torch and knows the device.
+The docstring of a settings class heads its help page. The worker process, which knows the device, resolves "auto".
 """
 
 import os
@@ -25,10 +24,8 @@ Settings = TypeVar("Settings", bound=CommandSettings)
 CacheDtype = Literal["auto", "float16"]
 # Origin as browsers send it (https://fetch.spec.whatwg.org/#origin-header).
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
-# The shipped model is the default checkpoint.
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
-# Parent directory of `service`; the repository, if the package is installed in editable mode.
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
 # Environment variables of torch's libraries, set before torch is imported. A value of the environment takes precedence.
 LIBRARY_ENVIRONMENT = {
     # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
@@ -395,21 +392,16 @@ class ConvertSettings(CommandSettings):
         return self
 
 
-_COMMANDS: tuple[type[CommandSettings], ...] = (
-    *(ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings, InspectAttentionSettings, ConvertSettings),
-    *(ExportTokenizerSettings, EvalSettings),
-)
-
-
 def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, summary: str) -> Settings:
-    """Read the settings of one command from its flags and the environment.
+    """Read the settings of a command from flags and environment. Raises SettingsError: an unknown flag, a wrong value.
 
-    Raises:
-        SettingsError: a flag is unknown, or a value is unusable. The message is one line that names the flag.
-        SystemExit: `--help` was given.
+    `--help` prints the help page and raises SystemExit.
     """
     given = flags.parse_flags(kind, argv, command=command, summary=summary)
-    _warn_of_unknown_variables(command)
+    for name in sorted(set(os.environ) - {flags.variable_of(name) for name in _field_names(flags.CommandSettings)}):
+        # An error would stop services in Kubernetes, which gives every pod KVASIR_SERVICE_HOST for a Service kvasir.
+        if name.startswith(flags.PREFIX):
+            print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)
     variables = {name: variable for name in kind.model_fields if (variable := _given_variable(name)) is not None}
     values = {name: os.environ[variable] for name, variable in variables.items()} | given
     default = None
@@ -423,6 +415,12 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     if default is not None:
         print(f"kvasir {command}: no --checkpoint given; using the shipped model, {default}", file=sys.stderr)
     return settings
+
+
+def _field_names(kind: type[CommandSettings]) -> set[str]:
+    """Return the present and former field names of a settings class and its subclasses."""
+    names = {name for each in kind.__subclasses__() for name in _field_names(each)}
+    return {*kind.model_fields, *flags.FORMER_NAMES.values(), *names}
 
 
 def _given_variable(name: str) -> str | None:
@@ -463,29 +461,9 @@ def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> 
 
 
 def context_length(settings: ModelSettings, config: ModelConfig) -> int:
-    """Return the maximum tokens of prompt and completion together: the setting, or all positions of the model.
-
-    Raises:
-        SettingsError: the setting is over the positions of the model.
-    """
+    """Return the maximum tokens of prompt and completion together: the setting, or all positions of the model."""
     wanted, available = settings.max_context_length, config.max_context_length
-    if wanted == "auto":
-        return available
-    if wanted > available:
-        raise SettingsError(
-            f"--max-context-length {wanted} is over the {available} positions of the model; "
-            f"ask for at most {available}, or leave it at auto"
-        )
-    return wanted
-
-
-def _warn_of_unknown_variables(command: str) -> None:
-    """Print a warning for each variable with the prefix KVASIR_ that is not a setting.
-
-    An error would stop services in Kubernetes, which gives every pod KVASIR_SERVICE_HOST for a Service named kvasir.
-    """
-    names = {name for kind in _COMMANDS for name in kind.model_fields} | {*flags.FORMER_NAMES.values()}
-    known = {flags.variable_of(name) for name in names}
-    for name in sorted(set(os.environ) - known):
-        if name.startswith(flags.PREFIX):
-            print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)
+    if wanted != "auto" and wanted > available:
+        advice = f"ask for at most {available}, or leave it at auto"
+        raise SettingsError(f"--max-context-length {wanted} is over the {available} positions of the model; {advice}")
+    return available if wanted == "auto" else wanted
