@@ -2,16 +2,11 @@
 
 Three bounds apply: the number of sequences, the number of waiting tokens, and the predicted wait for a slot. The wait
 is the number of sequences ahead, divided by the recent rate of endings on a full server. A longer queue would add
-latency and no throughput.
-
-Tenants share the capacity by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): a tenant
-may hold four times the capacity that is left, out of 5/4 of the limit. A single tenant gets the whole limit. Two
-tenants that flood the server get 5/9 of the limit each, and a third tenant still finds capacity.
-
-Rejected clients of a tenant form a virtual queue without connections: each gets a later Retry-After than the clients
-rejected before. The share of clients that retry is learned from recent rejections.
+latency and no throughput. The rejected clients of a tenant form a virtual queue: each gets a later Retry-After than
+the clients rejected before.
 """
 
+import ipaddress
 import math
 import random
 import time
@@ -20,34 +15,53 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from service.admission.queue_policy import QueuePolicy
-from service.protocol.errors import Overloaded, WaitTooLong
+from starlette.requests import Request
 
-# The OpenAI SDKs ignore a Retry-After of over two minutes.
-_MAX_RETRY_AFTER_SECONDS = 120.0
-# Shortest Retry-After: a new connection and a request take some milliseconds by themselves.
-_MIN_RETRY_AFTER_SECONDS = 0.02
-# Largest holding of a tenant, as a multiple of the capacity that is left.
-_THRESHOLD = 4
+from service.config.settings import ServeSettings
+from service.http.middleware import KEY_NAME
+from service.http.request_io import TIMEOUT_HEADER
+from service.protocol.errors import InvalidRequest, Overloaded, WaitTooLong
+
+_MAX_RETRY_AFTER_SECONDS = 120.0  # the OpenAI SDKs ignore a longer Retry-After
+_MIN_RETRY_AFTER_SECONDS = 0.02  # a new connection and a request take some milliseconds by themselves
+_THRESHOLD = 4  # largest holding of a tenant, as a multiple of the capacity that is left
 # Load (admitted sequences per slot) from which endings count toward the rate of a full server. The load is below 1 so
 # that a slot which is free for a moment does not interrupt the measurement.
 _FULL = 7 / 8
-# Retry-After is lengthened by up to this share at random, so that requests rejected together do not retry together.
-_SPREAD = 0.25
-# Extra capacity and patience for a retry, as a share.
-_RETRY_BONUS = 0.25
-# Time constant of the rates: long enough to average over a batch, short enough to follow the load.
-_RATE_SECONDS = 30.0
-# Predicted wait while a rate is unknown.
-_UNKNOWN_WAIT_SECONDS = 1.0
-# Events that make a rate known. The mean of 16 exponential gaps has a relative standard error of a quarter.
-_MIN_EVENTS = 16
-# Rejections over which the share of clients that retry is averaged.
-_NUM_AVERAGED_REJECTIONS = 100
-# Retry-After values that are checked at a time, a sample that suffices to measure the accuracy of all values.
-_MAX_CHECKED = 16
-# Virtual queues to keep. Above this number, queues with no expected retry are dropped.
-_MAX_RETRY_QUEUES = 1000
+_SPREAD = 0.25  # random lengthening of Retry-After, so that requests rejected together do not retry together
+_RETRY_BONUS = 0.25  # extra capacity and patience for a retry, as a share
+_RATE_SECONDS = 30.0  # time constant of the rates: long enough to average over a batch, short enough to follow the load
+_UNKNOWN_WAIT_SECONDS = 1.0  # predicted wait while a rate is unknown
+_MIN_EVENTS = 16  # that make a rate known: the mean of 16 exponential gaps has a standard error of a quarter
+_NUM_AVERAGED_REJECTIONS = 100  # over which the share of clients that retry is averaged
+_MAX_CHECKED = 16  # sample of Retry-After values whose error is measured
+_MAX_RETRY_QUEUES = 1000  # above this number of virtual queues, queues with no expected retry are dropped
+# Seconds after which a client of OpenAI's SDKs no longer reads, in Python and in Node.js.
+_SDK_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
+_RETRY_COUNT = "x-stainless-retry-count"  # header of OpenAI's SDKs: number of earlier attempts at this request
+_IPV6_SITE = 64  # prefix length of one tenant, since a site has all addresses of its network (RFC 6177)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueuePolicy:
+    """Queueing terms of one request.
+
+    tenant: name of the API key, or address of the client. Slots and queue room are shared fairly among tenants.
+    cache_namespace: requests of different namespaces share no cached prefixes.
+    timeout_seconds: time in the queue after which the request is ended. A request that has started is finished.
+    max_predicted_wait_seconds: predicted wait above which the request is rejected.
+    is_retry: the SDK reports an earlier attempt at this request.
+    """
+
+    tenant: str = ""
+    cache_namespace: str = ""
+    timeout_seconds: float = math.inf
+    max_predicted_wait_seconds: float = math.inf
+    is_retry: bool = False
+
+    def deadline(self, arrival_seconds: float) -> float | None:
+        """Return the end of the queue time of a request that arrived at `arrival_seconds`; None: no limit."""
+        return arrival_seconds + self.timeout_seconds if math.isfinite(self.timeout_seconds) else None
 
 
 class Rate:
@@ -303,8 +317,55 @@ class Admission:
 def _excess(held: float, total: float, demanded: float, limit: float, bonus: float) -> float:
     """Return the amount that a tenant, which holds `held` of `total`, must free before it may have `demanded` more.
 
-    A tenant may hold `_THRESHOLD` times what is left of a capacity of `limit * (1 + 1 / _THRESHOLD)`. The freed amount
-    lowers both `held` and `total`.
+    Dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): a tenant may hold `_THRESHOLD` times
+    what is left of a capacity of `limit * (1 + 1 / _THRESHOLD)`. One tenant gets `limit`, two tenants get 5/9 of it
+    each, and a third tenant still finds capacity. The freed amount lowers both `held` and `total`.
     """
     room = math.floor(limit * (1.0 + bonus)) * (_THRESHOLD + 1)
     return (held + demanded + _THRESHOLD * (total + demanded) - room) / (_THRESHOLD + 1)
+
+
+def read_queue_policy(request: Request, timeout: float | None, settings: ServeSettings) -> QueuePolicy:
+    """Return the queueing terms of a request with the body's `timeout`.
+
+    The shortest of `timeout`, the header `x-request-timeout`, the timeout of OpenAI's SDKs and `--max-queue-seconds`
+    applies. Raises InvalidRequest: `x-request-timeout` is not a number of seconds above 0.
+    """
+    header = request.headers.get(TIMEOUT_HEADER)
+    header_seconds = math.inf if header is None else _seconds(header)
+    if header_seconds is None:
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+    sdk_limits = (_seconds(request.headers.get(name, "")) or math.inf for name in _SDK_TIMEOUTS)
+    # A setting of 0 means no limit.
+    limit = min(settings.max_queue_seconds or math.inf, timeout or math.inf, header_seconds, *sdk_limits)
+    is_retry = request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal()
+    # An explicit timeout is a willingness to wait that long. SDK default timeouts are not. But an SDK gives up after
+    # two retries, so a retry is queued if there is room.
+    accepts_wait = timeout is not None or header is not None or is_retry
+    return QueuePolicy(
+        tenant=tenant_of(request),
+        cache_namespace="" if settings.share_prefix_cache else getattr(request.state, KEY_NAME, ""),
+        timeout_seconds=limit,
+        max_predicted_wait_seconds=limit if accepts_wait else min(settings.target_queue_seconds or math.inf, limit),
+        is_retry=is_retry,
+    )
+
+
+def tenant_of(request: Request) -> str:
+    """Return the tenant of a request: the name of its API key, or the client's address if there are no keys."""
+    if (name := getattr(request.state, KEY_NAME, None)) is not None:
+        return f"key {name}"
+    host = "" if request.client is None else request.client.host
+    try:
+        return f"address {ipaddress.IPv6Network((host, _IPV6_SITE), strict=False)}"
+    except ValueError:
+        return f"address {host}"
+
+
+def _seconds(text: str) -> float | None:
+    """Return a positive, finite number of seconds; None for any other text."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds < math.inf else None

@@ -21,8 +21,7 @@ from litserve.specs.base import LitSpec
 from starlette.requests import Request
 from starlette.types import Scope
 
-from service.admission.controller import Admission
-from service.admission.queue_policy import read_queue_policy
+from service.admission.controller import Admission, read_queue_policy
 from service.api.attention import Inspection
 from service.api.completions import Completions
 from service.api.context import ApiContext

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from pydantic import Field
 from starlette.types import Receive
 
-from service.admission.queue_policy import read_queue_policy
+from service.admission.controller import read_queue_policy
 from service.api.context import ApiContext
 from service.http.request_io import json_response, wait_for_disconnect
 from service.ipc.messages import AttentionQuery, AttentionResult

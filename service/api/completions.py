@@ -7,7 +7,7 @@ from functools import partial
 from fastapi import Request
 from starlette.responses import Response
 
-from service.admission.queue_policy import read_queue_policy
+from service.admission.controller import read_queue_policy
 from service.api.context import ApiContext
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseOptions
 from service.api.streaming import CompletionBody, CompletionStream

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from model.sampling.params import SamplingParams
-from service.admission.queue_policy import QueuePolicy, read_queue_policy
+from service.admission.controller import QueuePolicy, read_queue_policy
 from service.api.context import ApiContext
 from service.api.streaming import Delivery
 from service.http.connection import ChunkedBody

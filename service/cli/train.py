@@ -1,6 +1,7 @@
 """Command `kvasir train`: train a model on the user's own texts, or by a recipe, and write its checkpoint."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -63,6 +64,7 @@ def main(settings: TrainSettings) -> int:
     if config is not None:
         _check_memory(config, run.device)
     keep_freed_memory()
+    report = functools.partial(print, flush=True)
     try:
         if config is None:
             wish = Wish(
@@ -72,9 +74,9 @@ def main(settings: TrainSettings) -> int:
                 seed=1 if settings.seed is None else settings.seed,
                 began=began,
             )
-            done = train_own_text(wish, run, _report, interruption.should_stop, complete_batch)
+            done = train_own_text(wish, run, report, interruption.should_stop, complete_batch)
         else:
-            done = train(config, run, _report, interruption.should_stop, complete_batch)
+            done = train(config, run, report, interruption.should_stop, complete_batch)
     except KeyboardInterrupt:
         print("\nkvasir train: stopped; run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
@@ -128,12 +130,9 @@ def _config(settings: TrainSettings, path: Path) -> TrainConfig:
 def _check_apart(out: Path, run_directory: Path) -> None:
     """Check that the output directory does not overlap the files that the run saves in the run directory."""
     finished, run = out.resolve(), run_directory.resolve()
-    if finished == run:
-        raise SettingsError(f"--out {out} is the run directory; choose another directory")
-    if finished in run.parents:
-        raise SettingsError(f"--out {out} contains the run directory {run_directory}; choose another directory")
-    if any(run / name in (finished, *finished.parents) for name in RUN_FILES):
-        raise SettingsError(f"--out {out} is used by the run for its saved state; choose another directory")
+    is_run_file = any(run / name in (finished, *finished.parents) for name in RUN_FILES)
+    if is_run_file or finished in (run, *run.parents):
+        raise SettingsError(f"--out {out} overlaps the saved run in {run_directory}; choose another directory")
 
 
 def _check_memory(config: TrainConfig, device: str) -> None:
@@ -159,10 +158,6 @@ def _run_settings(settings: TrainSettings, name: str) -> RunSettings:
         stop_after=settings.stop_after,
         attention=settings.attention,
     )
-
-
-def _report(text: str) -> None:
-    print(text, flush=True)
 
 
 def _seconds_since_start() -> float:

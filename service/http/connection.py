@@ -37,25 +37,20 @@ _MIN_CONNECTIONS: Final = 16
 # nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 100
-_HEAD_TOO_LARGE: Final = (
-    f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
-)
+_HEAD_TOO_LARGE: Final = f"the header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
 # Unparsed bytes of a connection at which reading pauses. While reading is paused, a disconnect goes unnoticed.
 MAX_AHEAD_BYTES: Final = 64 * 1024
 # Bytes parsed at a time. The shortest request has 18 bytes, so at most 57 requests are parsed before a response.
 _PARSED_BYTES: Final = 1024
-# Slowest accepted upload of a body: these bytes add one second to the time limit.
-MIN_BODY_BYTES_PER_SECOND: Final = 10_000
+MIN_BODY_BYTES_PER_SECOND: Final = 10_000  # slowest accepted upload of a body
 # Limit of chunked framing (chunk sizes, trailer fields): this factor times the body, plus `MAX_HEAD_BYTES`.
 MAX_FRAMING_RATIO: Final = 8
 # Fields that may occur only once. Of two values, a proxy in front may have used the other one.
 _SINGLE: Final = frozenset(
     {b"host", b"content-encoding", b"idempotency-key", b"last-event-id", TIMEOUT_HEADER.encode()}
 )
-# Bytes of the response that a slow client must read within each time limit.
-MIN_READ_BYTES: Final = 16 * 1024
-# Beginning of every response, whatever its status.
-_BEGINNING: Final = b"HTTP/1.1 "
+MIN_READ_BYTES: Final = 16 * 1024  # of the response, which a slow client must read within each time limit
+_BEGINNING: Final = b"HTTP/1.1 "  # of every response, whatever its status
 # Pause after the first probe byte, longer than a round trip within a network. Each further pause is four times as long,
 # so the nine bytes of the beginning last 219 s.
 _FIRST_PAUSE_SECONDS: Final = 0.01
@@ -184,12 +179,11 @@ class _HeldFlow(FlowControl):
             super().resume_reading()
 
     def hold(self, is_held: bool) -> None:
-        if is_held != self.is_held:
-            self.is_held = is_held
-            if is_held:
-                self.pause_reading()
-            else:
-                self.resume_reading()
+        was_held, self.is_held = self.is_held, is_held
+        if is_held:
+            self.pause_reading()
+        elif was_held:
+            self.resume_reading()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

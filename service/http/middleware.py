@@ -20,11 +20,9 @@ logger = logging.getLogger(__name__)
 
 # The playground, where the user types an API key, and the OpenAPI document. Neither contains a secret.
 ALWAYS_OPEN: Final = frozenset({"/", "/playground", "/openapi.json"})
-# Attribute of `request.state` with the name of the API key that the request was authenticated by.
-KEY_NAME: Final = "api_key_name"
+KEY_NAME: Final = "api_key_name"  # attribute of `request.state`: the name of the request's API key
 REQUEST_ID: Final = "x-request-id"
-# Request ids that are safe to echo into a header and a log line.
-_SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # safe to echo into a header and a log line
 # Response headers that scripts of allowed origins may read: the request id for support, and the retry hints.
 _EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry", "idempotent-replayed")
 # Routes whose requests wait for the engine.

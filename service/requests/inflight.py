@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.ipc.messages import AttentionQuery, AttentionResult, Finish, Submit, TokenDelta, TokenLogprob
 from service.protocol.errors import ApiError, ClientGone
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 
-from service.admission.queue_policy import QueuePolicy, read_queue_policy, tenant_of
+from service.admission.controller import QueuePolicy, read_queue_policy, tenant_of
 from service.config.settings import ServeSettings
 from service.http.middleware import KEY_NAME
 from service.protocol.errors import InvalidRequest

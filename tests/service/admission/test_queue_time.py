@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.api.app import Frontend
 from service.api.openapi import openapi_document
 from service.http.request_io import TIMEOUT_HEADER

@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.api.app import Frontend
 from service.http.api_keys import ApiKeys
 from service.http.middleware import SHED_ROUTES, EarlyRejection

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.ipc.messages import Cancel, FinishReason, RunningLimitChanged, Started, Submit, TokenDelta
 from service.protocol.errors import (
     ApiError,

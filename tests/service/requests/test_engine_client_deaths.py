@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, Command, Started, TokenLogprob
 from service.protocol.errors import EngineFailed
 from service.requests.inflight import InflightQuery
