@@ -44,20 +44,13 @@ _IPV6_SITE = 64  # prefix length of one tenant, since a site has all addresses o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuePolicy:
-    """Queueing terms of one request.
+    """Queueing terms of one request."""
 
-    tenant: name of the API key, or address of the client. Slots and queue room are shared fairly among tenants.
-    cache_namespace: requests of different namespaces share no cached prefixes.
-    timeout_seconds: time in the queue after which the request is ended. A request that has started is finished.
-    max_predicted_wait_seconds: predicted wait above which the request is rejected.
-    is_retry: the SDK reports an earlier attempt at this request.
-    """
-
-    tenant: str = ""
-    cache_namespace: str = ""
-    timeout_seconds: float = math.inf
-    max_predicted_wait_seconds: float = math.inf
-    is_retry: bool = False
+    tenant: str = ""  # API key or address of the client; slots and queue room are shared fairly among tenants
+    cache_namespace: str = ""  # requests of different namespaces share no cached prefixes
+    timeout_seconds: float = math.inf  # time in the queue after which the request is ended
+    max_predicted_wait_seconds: float = math.inf  # predicted wait above which the request is rejected
+    is_retry: bool = False  # the SDK reports an earlier attempt at this request
 
     def deadline(self, arrival_seconds: float) -> float | None:
         """Return the end of the queue time of a request that arrived at `arrival_seconds`; None: no limit."""
@@ -102,7 +95,7 @@ class _Holding:
 
 @dataclass(slots=True)
 class _RetryQueue:
-    """Virtual queue of a tenant's rejected clients: times of expected retries, decaying counts of both."""
+    """Virtual queue of a tenant's rejected clients: expected retries, and decaying counts of rejections and retries."""
 
     due_seconds: list[float] = field(default_factory=list)  # one entry per rejected sequence, ascending
     num_rejected: float = 2.0  # prior: half of the rejected clients retry
@@ -134,10 +127,9 @@ class _Shortage:
 class Admission:
     """Admission control by the number of sequences that were admitted and have not ended.
 
-    A sequence waits until its first event from the engine. Its `num_tokens` is its upper limit: prompt plus max_tokens.
+    A sequence waits until its first event from the engine. Its tokens are the prompt plus max_tokens.
 
     observe_error: gets the seconds from a sampled Retry-After to the time at which its request would have fit.
-    draw: returns a random number from 0 to 1, which spreads the Retry-After values.
     """
 
     def __init__(
@@ -148,7 +140,7 @@ class Admission:
         max_waiting_tokens: int,
         observe_error: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = random.random,  # spreads the Retry-After values
     ) -> None:
         self.max_num_sequences = max_num_running + max_waiting_requests
         self._configured_max_num_running = self._max_num_running = max_num_running
@@ -166,11 +158,7 @@ class Admission:
         self.num_waiting_tokens = 0
 
     def admit(self, token_counts: list[int], terms: QueuePolicy | None = None) -> None:
-        """Admit all sequences of one request. An idle server admits any request.
-
-        Raises Overloaded, with a Retry-After: the bound on sequences or tokens is reached, or (WaitTooLong) the
-        predicted wait is longer than the request allows.
-        """
+        """Admit all sequences of a request, or raise Overloaded with a Retry-After. An idle server admits all."""
         demand = _Demand(len(token_counts), sum(token_counts), QueuePolicy() if terms is None else terms)
         self._advance()
         self._count_retry(demand.terms)

@@ -1,7 +1,4 @@
-"""Entry point of the `kvasir` program: Ctrl-C while a command is imported prints nothing, and the exit code is 130.
-
-Python itself prints a traceback for a Ctrl-C of its first milliseconds, before any module of Kvasir runs.
-"""
+"""Entry point of the `kvasir` program: Ctrl-C while a command is imported prints nothing, and the exit code is 130."""
 
 import signal
 import sys
@@ -11,7 +8,7 @@ from os import _exit
 
 def main() -> int:
     """Run the command given by this process' arguments and return its exit code."""
-    exit_on_interrupt()
+    exit_on_interrupt()  # in the milliseconds before, Ctrl-C shows a traceback of Python
     code: int = import_module("service.cli.main").main()
     exit_on_interrupt()  # also while the interpreter shuts down
     return code

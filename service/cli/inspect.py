@@ -171,10 +171,7 @@ def _size(num_bytes: int) -> str:
 
 
 def inspect_params(settings: InspectParamsSettings) -> int:
-    """Run `kvasir inspect params`: print parameter counts by formula and by tensor.
-
-    Exit code 1 if a formula and the tensors disagree: a bug, or a config of a later version.
-    """
+    """Run `kvasir inspect params`: print parameter counts by formula and by tensor. Return 1 if the counts differ."""
     manifest = read_manifest(settings.checkpoint)
     config, rows = manifest.config, parameter_counts.count_parameters(manifest.config)
     attention = parameter_counts.attention_name(config)

@@ -98,10 +98,7 @@ def _most(weights_T: Tensor, labels: Sequence[str], count: int) -> str:
 
 
 def label(name: str, *, max_length: int = 16) -> str:
-    """Return a readable label for a token's name from `format_token_name`: "␣dog", "↵↵", "⟨f0 9f⟩" for bytes.
-
-    Control characters are shown in caret notation ("^A"), other invisible characters as code points ("U+200D").
-    """
+    """Return a readable label for the name of a token: "␣dog", "↵↵", "^A", "U+200D", or "⟨f0 9f⟩" for bytes."""
     is_bytes = name.startswith(_BYTES)
     text = f"⟨{name[len(_BYTES) :].replace(chr(92) + 'x', ' ').strip()}⟩" if is_bytes else "".join(map(_visible, name))
     return text if len(text) <= max_length else text[: max_length - 1] + "…"

@@ -28,15 +28,11 @@ _HELP_END = "`kvasir COMMAND --help` explains a command; `kvasir --version` prin
 
 
 class Command(NamedTuple):
-    """Command of the command line: a line for the list of commands, the settings class, and the function to run.
-
-    The function is named, because importing torch takes seconds, which a wrong flag should not cost. A command without
-    a settings class is an entry point of another package and gets the unparsed arguments.
-    """
+    """Command of `kvasir`: a line for the list of commands, a settings class, and the function to run."""
 
     line: str
-    settings: type[CommandSettings] | None = None
-    function: str = ""
+    settings: type[CommandSettings] | None = None  # None: an entry point takes the unparsed arguments
+    function: str = ""  # imported after the flags are parsed: importing torch takes seconds
 
 
 COMMANDS = {

@@ -83,10 +83,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 def option(
     group: str, default: Any = ..., *, metavar: str | None = None, default_text: str | None = None, **bounds: Any
 ) -> Any:
-    """Declare a setting in a section of the help page. `default_text` replaces the default on the help page.
-
-    A setting of type `SecretStr | None` has no flag, because flags show in the list of processes.
-    """
+    """Declare a setting in a section (`group`) of the help page, which shows `default_text` instead of the default."""
     extra: dict[str, Any] = {"group": group, "metavar": metavar, "default_text": default_text}
     return Field(default, json_schema_extra=extra, **bounds)
 
@@ -146,7 +143,7 @@ def variable_of(name: str) -> str:
 
 
 def is_secret(kind: type[CommandSettings], name: str) -> bool:
-    """Return True if a settings field has no flag and its value must not be shown."""
+    """Return True if a settings field has no flag, because flags show in the list of processes."""
     return SecretStr in get_args(kind.model_fields[name].annotation)
 
 

@@ -393,10 +393,7 @@ class ConvertSettings(CommandSettings):
 
 
 def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, summary: str) -> Settings:
-    """Read the settings of a command from flags and environment. Raises SettingsError: an unknown flag, a wrong value.
-
-    `--help` prints the help page and raises SystemExit.
-    """
+    """Read the settings of a command from flags and environment. Raises SettingsError: a flag or value is wrong."""
     given = flags.parse_flags(kind, argv, command=command, summary=summary)
     for name in sorted(set(os.environ) - {flags.variable_of(name) for name in _field_names(flags.CommandSettings)}):
         # An error would stop services in Kubernetes, which gives every pod KVASIR_SERVICE_HOST for a Service kvasir.

@@ -38,10 +38,7 @@ class ApiKeys:
 
 
 def read_api_keys(settings: ServeSettings) -> ApiKeys:
-    """Return the API keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together.
-
-    Raises SettingsError: a source cannot be read or holds no key, an entry is malformed, or a name or key occurs twice.
-    """
+    """Return the API keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together."""
     found: list[tuple[str, str]] = []
     warnings: list[str] = []
     if (path := settings.api_keys_file) is not None:

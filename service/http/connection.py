@@ -60,17 +60,11 @@ _BODY_EXTENSION: Final = "kvasir.chunked_body"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """Limits of the client connections of the server.
+    """Limits of the client connections of the server."""
 
-    max_connections: a further connection closes the longest-idle connection.
-    client_seconds: time limit for a request's head, for its body (plus 1 s per 10 kB of body), and for each 16 KiB that
-        a slow client reads.
-    max_body_bytes: size above which a body gets no additional time.
-    """
-
-    max_connections: int = 1024
-    client_seconds: float = 30.0
-    max_body_bytes: int = 2 * 2**20
+    max_connections: int = 1024  # a further connection closes the longest-idle connection
+    client_seconds: float = 30.0  # for a request's head, body (plus 1 s per 10 kB), and each 16 KiB of a response
+    max_body_bytes: int = 2 * 2**20  # above this size, a body gets no additional time
 
 
 def limit_connections(wanted: int) -> int:

@@ -36,21 +36,15 @@ _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EngineClient:
-    """Owner of the inflight requests and attention queries. Admission does not count queries.
-
-    on_worker_ready: called for each new worker, before requests are resubmitted.
-    on_replay: called for each resubmitted request with "resubmitted", and for each poison request with "gave_up".
-    on_late: called with the number of tokens that arrived for a cancelled sequence.
-    on_count: called with the number of unfinished requests when the number changes.
-    """
+    """Owner of the inflight requests and attention queries. Admission does not count queries."""
 
     send: Callable[[Sequence[Command]], None]
     admission: Admission
-    on_worker_ready: Callable[[WorkerReady], None]
+    on_worker_ready: Callable[[WorkerReady], None]  # called before requests are resubmitted
     on_engine: Callable[[StepStats | EngineIdle], None]
-    on_replay: Callable[[str], None]
-    on_late: Callable[[int], None]
-    on_count: Callable[[int], None]
+    on_replay: Callable[[str], None]  # gets "resubmitted" per request, and "gave_up" for a poison request
+    on_late: Callable[[int], None]  # gets the number of tokens that arrived for a cancelled sequence
+    on_count: Callable[[int], None]  # gets the number of unfinished requests when the number changes
     _requests: dict[Inflight, None] = field(default_factory=dict)  # in order of arrival
     _choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = field(default_factory=dict)  # unfinished, by uid
     _detector: PoisonRequestDetector = field(default_factory=PoisonRequestDetector)
@@ -66,10 +60,7 @@ class EngineClient:
         return sum(isinstance(request, InflightQuery) for request in self._requests)
 
     def submit(self, request: Inflight) -> None:
-        """Admit a request or attention query and send all its choices. Call `finish` when its response ends.
-
-        After an exception the request is not registered. Raises Overloaded: admission rejects the request.
-        """
+        """Admit a request or attention query and send all its choices. After an exception it is not registered."""
         if isinstance(request, InflightRequest):
             self.admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
             request.apply_terms()
@@ -130,10 +121,7 @@ class EngineClient:
             request.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """Fail the requests whose queue time has ended before a first result. The engine does so between two steps.
-
-        is_stalled: the worker hangs, so a request that the worker has begun expires too.
-        """
+        """Fail the requests whose queue time has ended. If the worker is stalled, begun requests without result too."""
         for request in self._requests:
             deadline = request.terms.deadline(request.arrival_seconds)
             has_expired = deadline is not None and deadline < now and not (request.has_started or request.has_failed)

@@ -25,29 +25,24 @@ MAX_BACKLOG: Final = 8192
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One completion of a request. `index` is its position in the response, `prompt_index` that of its prompt.
+    """One completion of a request: the `index`th of the response, for the `prompt_index`th prompt.
 
     prompt_logprobs: one list, shared by all samples of a prompt. The first sample fills the list before the first token
         of another sample, because the engine serves equal priorities in arrival order.
-    has_requested_length: the client set a maximum length; else `max_tokens` is the rest of the context.
-    grammar_param: request field of the grammar.
-    num_prompt_logprobs: alternatives per prompt token that the first sample requests.
-    is_scheduled: the worker has begun to compute the choice.
-    has_started: the first delta of the choice has arrived.
     """
 
     index: int
     prompt_index: int
     prompt_text: str
     submit: Submit
-    has_requested_length: bool = True
-    grammar_param: str | None = None
-    num_prompt_logprobs: int | None = None
+    has_requested_length: bool = True  # the client set a maximum length; else `max_tokens` is the rest of the context
+    grammar_param: str | None = None  # request field of the grammar
+    num_prompt_logprobs: int | None = None  # alternatives per prompt token that the first sample requests
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
-    is_scheduled: bool = False
-    has_started: bool = False
+    is_scheduled: bool = False  # the worker has begun to compute the choice
+    has_started: bool = False  # the first delta has arrived
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -69,10 +64,8 @@ class Choice:
         self.finish = delta.finish
 
     def retry(self) -> None:
-        """Prepare the choice's next attempt, which continues after the tokens received so far.
-
-        Each sample of a prompt requests incomplete prompt logprobs again, because any sample may run first.
-        """
+        """Prepare the choice's next attempt, which continues after the tokens received so far."""
+        # Each sample of a prompt requests incomplete prompt logprobs again, because any sample may run first.
         num_prompt_logprobs = None
         if len(self.prompt_logprobs) < self.num_prompt_tokens:
             self.prompt_logprobs.clear()
@@ -94,15 +87,12 @@ DirectWriter: TypeAlias = Callable[[Deltas], Callable[[], None] | None]
 
 @dataclass(slots=True, eq=False)
 class InflightRequest:
-    """Unfinished request: choices, undelivered deltas, and the wake-up of the task that sends the response.
-
-    last_sent_seconds: time of the last `record_sent`; infinity for a response without keep-alives.
-    """
+    """Unfinished request: choices, undelivered deltas, and the wake-up of the task that sends the response."""
 
     choices: list[Choice]
     arrival_seconds: float
     terms: QueuePolicy = field(default_factory=QueuePolicy)
-    last_sent_seconds: float = float("inf")
+    last_sent_seconds: float = float("inf")  # infinity: a response without keep-alives
     _arrived: Deltas = field(default_factory=list)
     _backlog: int = 0  # deltas and logprob entries in `_arrived`
     _failure: ApiError | None = None
@@ -132,7 +122,6 @@ class InflightRequest:
         """Wait for token deltas and return all of them; an empty list if `wake` ended the wait.
 
         at_once: delivers deltas that arrive during the wait, without waking the task.
-
         Raises an `ApiError`: the request has failed, after its deltas were returned, or the client disconnected.
         """
         self._at_once = at_once
@@ -161,15 +150,12 @@ class InflightRequest:
         return True
 
     def deliver(self) -> Callable[[], None] | None:
-        """Return a function that sends the buffered deltas; else wake the response's task, and return None.
-
-        Never raises, because the caller delivers to further requests next.
-        """
+        """Return a function that sends the buffered deltas; else wake the response's task, and return None."""
         send = None
         if self._at_once is not None and self._arrived and not self._wake.is_set():
             try:
                 send = self._at_once(self._arrived)
-            except Exception:
+            except Exception:  # the caller delivers to further requests next
                 logger.exception("a response could not be delivered")
                 self._arrived.clear()
                 self.fail(ApiError("internal error"))

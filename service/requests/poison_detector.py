@@ -26,10 +26,7 @@ class PoisonRequestDetector:
         return not (self._running or self._strikes or self._held)
 
     def release(self, uids: Iterable[str] = ()) -> list[str]:
-        """Return the requests that may be sent to the worker now, out of `uids` and the requests held so far.
-
-        During a trial no request may be sent, and before a trial only the next suspect.
-        """
+        """Return the requests to send now, out of `uids` and the held requests: none in a trial, one before a trial."""
         self._held.update(dict.fromkeys(uids))
         if self._on_trial is not None:
             return []
@@ -62,10 +59,7 @@ class PoisonRequestDetector:
         self._held.pop(uid, None)
 
     def record_crash(self) -> str | None:
-        """Give a strike to each request that was running at a crash; return the poison request, or None if unknown.
-
-        The caller then releases all unfinished requests again.
-        """
+        """Give a strike to each request that was running at a crash; return the poison request, or None if unknown."""
         for uid in self._running:
             self._strikes[uid] = self._strikes.get(uid, 0) + 1
         poison = self._on_trial if list(self._running) == [self._on_trial] else None

@@ -176,10 +176,7 @@ class BufferedResponse:
 
 
 class BufferedResponseReplay(Response):
-    """ASGI response that sends a buffered response to one connection, from part number `start` on.
-
-    is_again: an earlier request started the buffered response.
-    """
+    """ASGI response that sends a buffered response to one connection, from part number `start` on."""
 
     def __init__(self, buffered: BufferedResponse, *, start: int = 0, is_again: bool = True) -> None:
         self.status_code = 200
@@ -187,7 +184,7 @@ class BufferedResponseReplay(Response):
         self.init_headers()
         self._buffered = buffered
         self._next = start
-        self._is_again = is_again
+        self._is_again = is_again  # an earlier request started the buffered response
         self._wake = asyncio.Event()
         self._has_gone = False
 
@@ -225,10 +222,7 @@ class BufferedResponseReplay(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _catch_up(self, send: Send) -> bool:
-        """Send the new parts of the response, or a keep-alive comment if there are no new parts.
-
-        Return False if the client read so slowly that its next parts were dropped, and the stream ends with an error.
-        """
+        """Send the new parts, else a keep-alive. Return False if parts were dropped, because the client read slowly."""
         buffered = self._buffered
         if self._next == buffered.num_parts and buffered.is_stream and not buffered.is_finished:
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
