@@ -18,8 +18,7 @@ _NO_FONT = "Last Resort"  # comes with matplotlib; shows every character as a bo
 _COLOURS = "YlGnBu"
 # Inches per token in a panel, for the labels and title around a panel, and at least for a panel.
 _TOKEN_INCHES, _LABEL_INCHES, _LEAST_INCHES = 0.2, 0.85, 1.6
-# With more heads, only the panels at the left and lower edge of the picture have token labels.
-_MAX_LABELLED = 16
+_MAX_LABELLED = 16  # with more heads, only the panels at the left and lower edge have token labels
 _MAX_PIXELS = 40_000_000
 
 

@@ -10,7 +10,7 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import GenerateSettings, SettingsError, context_length
 from service.engine.engine import create_submit
-from service.ipc.messages import Finish, Submit
+from service.ipc.messages import Submit
 from service.preprocess.served_model import RequestDefaults, read_defaults
 from service.worker.engine_factory import build_engine
 
@@ -33,7 +33,15 @@ def main(settings: GenerateSettings) -> int:
             print(delta.text, end="", flush=True)
             finish = delta.finish
     print()
-    print(f"[{facts}]\n[{_figures(finish, submit, time.monotonic() - begun)}]", file=sys.stderr)
+    rate = max(0, finish.num_completion_tokens - 1) / finish.decode_seconds if finish.decode_seconds > 0 else 0.0
+    # Greedy sampling (temperature 0) does not use the seed, so the seed is not printed.
+    seed = "" if submit.params.temperature == 0 else f", seed {submit.params.seed}"
+    figures = (
+        f"{finish.num_prompt_tokens} prompt tokens, {finish.num_completion_tokens} completion tokens "
+        f"({finish.reason}){seed}, prefill {finish.prefill_seconds * 1000:.0f} ms, "
+        f"decode {rate:.0f} tokens/s, {time.monotonic() - begun:.2f} s in total"
+    )
+    print(f"[{facts}]\n[{figures}]", file=sys.stderr)
     return 0
 
 
@@ -61,14 +69,3 @@ def _submit(
         stop=() if settings.stop is None else (settings.stop,),
     )
     return create_submit("generate", prompt_ids, params)
-
-
-def _figures(finish: Finish, submit: Submit, seconds: float) -> str:
-    rate = max(0, finish.num_completion_tokens - 1) / finish.decode_seconds if finish.decode_seconds > 0 else 0.0
-    # Greedy sampling (temperature 0) does not use the seed, so the seed is not printed.
-    seed = "" if submit.params.temperature == 0 else f", seed {submit.params.seed}"
-    return (
-        f"{finish.num_prompt_tokens} prompt tokens, {finish.num_completion_tokens} completion tokens "
-        f"({finish.reason}){seed}, prefill {finish.prefill_seconds * 1000:.0f} ms, "
-        f"decode {rate:.0f} tokens/s, {seconds:.2f} s in total"
-    )

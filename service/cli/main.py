@@ -18,10 +18,8 @@ from service.config.flags import CommandSettings
 from service.supervisor.worker_process import WorkerProcess
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit code that shells report for a process killed by SIGINT
-# Optional dependencies (extras in pyproject.toml), which serving does not need.
-EXTRA_MODULES = ("matplotlib",)
-# Entry points of commands that other packages of the project implement (pyproject.toml).
-ENTRY_POINT_GROUP = "kvasir.commands"
+EXTRA_MODULES = ("matplotlib",)  # optional dependencies (extras in pyproject.toml)
+ENTRY_POINT_GROUP = "kvasir.commands"  # commands of other packages of the project (pyproject.toml)
 logger = logging.getLogger("service.cli")
 _HELP_HEAD = "Kvasir serves decoder-only language models.\n\nusage: kvasir COMMAND [flags]"
 _HELP_END = "`kvasir COMMAND --help` explains a command; `kvasir --version` prints the version."

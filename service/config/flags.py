@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
 PREFIX = "KVASIR_"
-# Former names of fields. Their flags and variables work for one more version.
-FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}
+FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}  # of fields; accepted for one more version
 # Without a width, argparse wraps help pages at the width of the terminal: 80 columns in a pipe.
 HELP_FORMATTER = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE | re.ASCII)
@@ -71,8 +70,7 @@ def _check_output_file(path: Path) -> Path:
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 Size = Annotated[ByteSize, BeforeValidator(_read_size)]
 AutoOrSize = Annotated[Literal["auto"] | ByteSize, BeforeValidator(_read_auto_or_size)]
-# Checked when flags are read, before minutes of computation.
-OutputFile = Annotated[Path, AfterValidator(_check_output_file)]
+OutputFile = Annotated[Path, AfterValidator(_check_output_file)]  # checked before minutes of computation
 # A flag is repeated for each value. An environment variable separates values as PATH does; names, which may contain
 # that separator, are separated by commas.
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_split_paths)]

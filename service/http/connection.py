@@ -90,6 +90,7 @@ def limit_connections(wanted: int) -> int:
     return number
 
 
+@dataclass(frozen=True, slots=True)
 class ChunkedBody:
     """Streaming response body for direct writes that bypass ASGI's `send`, in chunked encoding (RFC 9112, 7.1).
 
@@ -97,10 +98,7 @@ class ChunkedBody:
     which doubles the cost of a token.
     """
 
-    __slots__ = ("_cycle",)
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+    _cycle: RequestResponseCycle
 
     @property
     def is_writable(self) -> bool:

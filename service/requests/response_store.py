@@ -51,20 +51,15 @@ class RequestIdentity:
 
 
 class BufferedResponse:
-    """Buffer of one response, during its generation and for some time after. The generation starts at once.
-
-    make: returns the ASGI response to run.
-    on_change: called when the response ends, and when a reader leaves.
-    waste: called with the number of tokens that were generated and sent to no client.
-    """
+    """Buffer of one response, during its generation and for some time after. The generation starts at once."""
 
     def __init__(
         self,
         make: Make,
         identity: RequestIdentity,
         *,
-        on_change: Callable[["BufferedResponse"], None],
-        waste: Callable[[int], None],
+        on_change: Callable[["BufferedResponse"], None],  # called when the response ends, and when a reader leaves
+        waste: Callable[[int], None],  # gets the number of tokens that were generated and sent to no client
     ) -> None:
         self.id = uuid.uuid4().hex
         self.identity = identity
