@@ -86,5 +86,5 @@ def _parse(lines: list[str], source: str) -> list[tuple[str, str]]:
             )
         found.append((matched["name"], matched["key"]))
     if not found:
-        raise SettingsError(f"{source}: holds no key; write one NAME: KEY a line")
+        raise SettingsError(f"{source}: contains no API key; write one NAME: KEY per line")
     return found

@@ -63,7 +63,7 @@ class ConnectionLimits:
     """Limits of the client connections of the server."""
 
     max_connections: int = 1024  # a further connection closes the longest-idle connection
-    client_seconds: float = 30.0  # for a request's head, body (plus 1 s per 10 kB), and each 16 KiB of a response
+    client_seconds: float = 30.0  # time limit for a head, a body (plus 1 s per 10 kB), each 16 KiB of a response
     max_body_bytes: int = 2 * 2**20  # above this size, a body gets no additional time
 
 
@@ -269,7 +269,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.hold(len(self._unparsed) > MAX_AHEAD_BYTES)
 
     def _end_requests(self) -> None:
-        """Close after the last complete request of a client that has ended its input; probe if the client reads."""
+        """Close the connection after the last complete request of a half-closed client; probe the client."""
         if not (self._unparsed or self.transport.is_closing()):
             self._drop_incomplete()
             if not self.is_busy:
@@ -338,7 +338,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise ValueError("the body has an unsupported transfer encoding")
         names = [name for name, _ in self.headers]
         if len(set(names)) < len(names) and (twice := min((n for n in _SINGLE if names.count(n) > 1), default=b"")):
-            self._refusal = InvalidRequest(f"{twice.decode()} came twice; send it once", param=twice.decode())
+            self._refusal = InvalidRequest(
+                f"the header {twice.decode()} occurs twice; send one value", param=twice.decode()
+            )
             raise ValueError("a header field occurs twice")
         if self._offers_another_protocol():
             return
@@ -434,7 +436,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return now - self._waiting_since > self._limits.client_seconds + num_bytes / MIN_BODY_BYTES_PER_SECOND
 
     def _is_stuck(self, now: float) -> bool:
-        """Return True if the client has used up its time to read: bytes block the writer, or remain at the end."""
+        """Return True if the client has used up its time to read the unsent bytes of a response."""
         num_bytes = self.transport.get_write_buffer_size()
         if not num_bytes or not (self.flow.write_paused or self.transport.is_closing() or not self._unanswered()):
             self._behind = None

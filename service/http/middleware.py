@@ -136,7 +136,7 @@ class EarlyRejection:
 
 
 def _waits_for_the_engine(scope: Scope) -> bool:
-    """Return True for a request whose response is generated now: not buffered, resumed or compressed."""
+    """Return True if the engine must compute the response to a request, as far as the headers tell."""
     if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SHED_ROUTES:
         return False
     return not any(

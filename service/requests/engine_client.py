@@ -181,7 +181,9 @@ class EngineClient:
             return
         if (uid := self._detector.record_crash()) is not None:
             request, _ = self._choices[uid]
-            logger.error("a request (%s, %s) ends with an error: it killed several workers", request.terms.tenant, uid)
+            logger.error(
+                "poison request %s of %s fails: several workers died on this request", uid, request.terms.tenant
+            )
             request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
             self.on_replay("gave_up")
         again: list[str] = []
@@ -220,9 +222,9 @@ class EngineClient:
 
     def _queue_timeout(self, request: Inflight, *, has_begun: bool) -> QueueTimeout:
         counts = [choice.num_counted_tokens if isinstance(choice, Choice) else 1 for choice in request.choices]
-        verb = "answered" if has_begun else "begun"
+        event = "finish" if has_begun else "start"
         return QueueTimeout(
-            f"the request was not {verb} within its time, {request.terms.timeout_seconds:g} s; try again later",
+            f"the request did not {event} within its timeout of {request.terms.timeout_seconds:g} s; try again later",
             retry_after_seconds=self.admission.retry_after(counts, request.terms),
         )
 

@@ -85,7 +85,7 @@ def test_a_request_that_expires_in_the_queue_gets_408_with_retry_after(
     response = client.post("/v1/completions", json={"prompt": ["a", "b"], "stream": stream, "timeout": 5})
     assert response.status_code == 408
     assert response.json()["error"] == {
-        "message": "the request was not begun within its time, 5 s; try again later",
+        "message": "the request did not start within its timeout of 5 s; try again later",
         "type": "timeout_error",
         "param": None,
         "code": "queue_timeout",

@@ -319,11 +319,11 @@ def test_a_look_that_waits_longer_than_requests_may_ends_with_a_408(bench: Bench
         await asyncio.sleep(0)
         assert not began.done()
         bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=False)
-        with pytest.raises(QueueTimeout, match="not begun within its time, 60 s"):
+        with pytest.raises(QueueTimeout, match="did not start within its timeout of 60 s"):
             await began
         assert not running.done(), "the worker computes it"
         bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=True)
-        with pytest.raises(QueueTimeout, match="not answered within its time, 60 s"):
+        with pytest.raises(QueueTimeout, match="did not finish within its timeout of 60 s"):
             await running
 
     asyncio.run(wait())

@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run_inspect
 
 
-def test_facts(tiny_checkpoint: Path, run: Run) -> None:
+def test_inspect_shows_sizes_tokens_files_and_training(tiny_checkpoint: Path, run: Run) -> None:
     code, out, _ = run("--checkpoint", tiny_checkpoint)
     assert code == 0
     assert f"{tiny_config(274).num_parameters:,}" in out

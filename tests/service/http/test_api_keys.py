@@ -59,8 +59,8 @@ def test_without_keys_no_request_needs_a_key(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no key; write one NAME: KEY a line"),
-        ("# alice: sk-secret\n\n", "holds no key"),
+        ("", "contains no API key; write one NAME: KEY per line"),
+        ("# alice: sk-secret\n\n", "contains no API key"),
         ("\nsk-secret\n", "entry 2 must be NAME: KEY"),
         ("alice: sk-secret and more", "entry 1 must be NAME: KEY"),
         ("alice: sk-secrét", "entry 1 must be NAME: KEY"),

@@ -208,9 +208,9 @@ def test_a_waiting_request_expires_and_a_begun_request_expires_only_if_the_worke
         assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, False, False, False]
         desk.engine_client.expire(5.2, is_stalled=True)
         assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, True, False, False]
-        with pytest.raises(QueueTimeout, match="not begun within its time, 5 s; try again later"):
+        with pytest.raises(QueueTimeout, match="did not start within its timeout of 5 s; try again later"):
             await waits.next_deltas()
-        with pytest.raises(QueueTimeout, match="not answered within its time, 5 s; try again later"):
+        with pytest.raises(QueueTimeout, match="did not finish within its timeout of 5 s; try again later"):
             await begun.next_deltas()
 
     run(test)
