@@ -338,9 +338,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise ValueError("the body has an unsupported transfer encoding")
         names = [name for name, _ in self.headers]
         if len(set(names)) < len(names) and (twice := min((n for n in _SINGLE if names.count(n) > 1), default=b"")):
-            self._refusal = InvalidRequest(
-                f"the header {twice.decode()} occurs twice; send one value", param=twice.decode()
-            )
+            name = twice.decode()
+            self._refusal = InvalidRequest(f"the header {name} occurs twice; send one value", param=name)
             raise ValueError("a header field occurs twice")
         if self._offers_another_protocol():
             return

@@ -28,10 +28,7 @@ TIMEOUT_HEADER = "x-request-timeout"
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """Read the body of a request. Raises ClientDisconnect: the client disconnected before the end of the body.
-
-    Raises an `ApiError`: the body is compressed, too large, or holds too many lists and objects.
-    """
+    """Read the body of a request. Raises an `ApiError` for an unusable body, ClientDisconnect for an incomplete one."""
     too_large = BodyTooLarge(f"the body is over the limit of {max_bytes} bytes")
     if (encoding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
         raise UnsupportedEncoding(f"Content-Encoding {encoding[:50]!r} is not supported; send the body uncompressed")

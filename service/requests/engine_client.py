@@ -181,9 +181,7 @@ class EngineClient:
             return
         if (uid := self._detector.record_crash()) is not None:
             request, _ = self._choices[uid]
-            logger.error(
-                "poison request %s of %s fails: several workers died on this request", uid, request.terms.tenant
-            )
+            logger.error("poison request %s (%s): several workers died on this request", uid, request.terms.tenant)
             request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
             self.on_replay("gave_up")
         again: list[str] = []

@@ -249,10 +249,7 @@ class ResponseStore:
         self._by_key: dict[tuple[str, str], BufferedResponse] = {}
 
     async def answer(self, request: Request, body: bytes, make: Make) -> Response:
-        """Return the response to a request: the result of `make`, or a buffered response.
-
-        Raises an `ApiError`: a header is malformed or belongs to another request, or the buffered parts are gone.
-        """
+        """Return the response to a request: the result of `make`, or a buffered response to an earlier attempt."""
         key = request.headers.get("idempotency-key")
         identity = RequestIdentity(
             tenant=str(getattr(request.state, KEY_NAME, "")),
