@@ -49,7 +49,6 @@ TORCH_FREE = [
     "service.server",
     "service.metrics.recorder",
     "service.cli.main",
-    "service.cli.tokenize",
     "service.cli.inspect",
     "model.huggingface.export",
 ]

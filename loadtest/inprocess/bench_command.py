@@ -11,6 +11,7 @@ from typing import Final, NoReturn
 
 from loadtest.measurement.benchmark_program import read_arguments, run_benchmark
 from loadtest.measurement.shape_names import SHAPE_SIZES
+from service.config.flags import HELP_FORMATTER
 from service.config.settings import ModelSettings, SettingsError, read_settings
 
 # Option: description, default, default with --quick. A list is swept.
@@ -36,11 +37,16 @@ def _parser() -> _Parser:
         prog="kvasir bench",
         usage="kvasir bench [flags] [-- settings]",
         allow_abbrev=False,
+        formatter_class=HELP_FORMATTER,
         description="Measure the engine in this process, over batch size, context and prompt length.",
         epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--checkpoint", metavar="DIR", help="checkpoint directory")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="checkpoint directory (default: checkpoints/kvasir-9m in the working directory, else beside the package)",
+    )
     model.add_argument(
         "--shape",
         choices=sorted(SHAPE_SIZES),
@@ -83,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.steps < 2:
         parser.error("--steps must be at least 2")
     # For a shape, the checkpoint is a placeholder until the model is written.
-    flags = ["--checkpoint", arguments.checkpoint or f"shape-{arguments.shape}", *arguments.serve]
+    checkpoint = arguments.checkpoint if arguments.shape is None else f"shape-{arguments.shape}"
+    flags = [*([] if checkpoint is None else ["--checkpoint", checkpoint]), *arguments.serve]
     try:
         settings = read_settings(ModelSettings, flags, command="bench", summary="")
     except SettingsError as error:

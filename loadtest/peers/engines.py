@@ -19,7 +19,7 @@ from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.shape_names import SHAPE_SIZES
 from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
 from loadtest.scenarios.service_process import kvasir_serve
-from service.config.torch_environment import LIBRARY_ENVIRONMENT
+from service.config.settings import LIBRARY_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = Path(__file__).resolve().parent

@@ -1,21 +1,12 @@
-"""Admission control: admit a request into the queue, or reject it with a Retry-After.
+"""Admission control: admit a request into the queue, or reject the request with a Retry-After.
 
-Three bounds apply: the number of sequences, the number of waiting tokens, and the predicted wait for a slot. The
-predicted wait is the number of sequences ahead, divided by the recent rate of endings on a full server. This bound
-keeps the service fast for admitted requests, since a permanent queue adds latency and no throughput. The bound on the
-wait is not applied while slots are free or before the rate is known. It is replaced by the request's timeout for a
-tenant with nothing waiting and less than an even share of the slots.
-
-Capacity is shared among tenants by dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)). A
-tenant may hold at most four times the capacity that is left, out of 5/4 of the configured limit. A single tenant thus
-gets the whole configured limit, and the extra quarter is kept for further tenants. Two tenants that flood the server
-get 5/9 of the limit each, and a third tenant still finds capacity.
-
-Rejected clients form a virtual queue for each tenant: each gets a later Retry-After than the clients rejected before.
-No connection is held meanwhile. The share of clients that retry is learned from recent rejections. A retry gets
-slightly higher bounds than a first attempt.
+Three bounds apply: the number of sequences, the number of waiting tokens, and the predicted wait for a slot. The wait
+is the number of sequences ahead, divided by the recent rate of endings on a full server. A longer queue would add
+latency and no throughput. The rejected clients of a tenant form a virtual queue: each gets a later Retry-After than
+the clients rejected before.
 """
 
+import ipaddress
 import math
 import random
 import time
@@ -24,38 +15,50 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from service.admission.queue_policy import QueuePolicy
-from service.protocol.errors import Overloaded, WaitTooLong
+from starlette.requests import Request
 
-# The OpenAI SDKs ignore a Retry-After of over two minutes.
-_MAX_RETRY_AFTER_SECONDS = 120.0
-# Shortest Retry-After: a new connection and a request take some milliseconds by themselves.
-_MIN_RETRY_AFTER_SECONDS = 0.02
-# Largest holding of a tenant, as a multiple of the capacity that is left.
-_THRESHOLD = 4
+from service.config.settings import ServeSettings
+from service.http.middleware import KEY_NAME
+from service.http.request_io import TIMEOUT_HEADER
+from service.protocol.errors import InvalidRequest, Overloaded, WaitTooLong
+
+_MAX_RETRY_AFTER_SECONDS = 120.0  # the OpenAI SDKs ignore a longer Retry-After
+_MIN_RETRY_AFTER_SECONDS = 0.02  # a new connection and a request take some milliseconds by themselves
+_THRESHOLD = 4  # largest holding of a tenant, as a multiple of the capacity that is left
 # Load (admitted sequences per slot) from which endings count toward the rate of a full server. The load is below 1 so
 # that a slot which is free for a moment does not interrupt the measurement.
 _FULL = 7 / 8
-# Retry-After is lengthened by up to this share at random, so that requests rejected together do not retry together.
-_SPREAD = 0.25
-# Extra capacity and patience for a retry, as a share.
-_RETRY_BONUS = 0.25
-# Time constant of the rates: long enough to average over a batch, short enough to follow the load.
-_RATE_SECONDS = 30.0
-# Predicted wait while a rate is unknown.
-_UNKNOWN_WAIT_SECONDS = 1.0
-# Events that make a rate known. The mean of 16 exponential gaps has a relative standard error of a quarter.
-_MIN_EVENTS = 16
-# Rejections over which the share of clients that retry is averaged.
-_NUM_AVERAGED_REJECTIONS = 100
-# Retry-After values that are checked at a time, a sample that suffices to measure the accuracy of all values.
-_MAX_CHECKED = 16
-# Virtual queues to keep. Above this number, queues with no expected retry are dropped.
-_MAX_RETRY_QUEUES = 1000
+_SPREAD = 0.25  # random lengthening of Retry-After, so that requests rejected together do not retry together
+_RETRY_BONUS = 0.25  # extra capacity and patience for a retry, as a share
+_RATE_SECONDS = 30.0  # time constant of the rates: long enough to average over a batch, short enough to follow the load
+_UNKNOWN_WAIT_SECONDS = 1.0  # predicted wait while a rate is unknown
+_MIN_EVENTS = 16  # that make a rate known: the mean of 16 exponential gaps has a standard error of a quarter
+_NUM_AVERAGED_REJECTIONS = 100  # over which the share of clients that retry is averaged
+_MAX_CHECKED = 16  # sample of Retry-After values whose error is measured
+_MAX_RETRY_QUEUES = 1000  # above this number of virtual queues, queues with no expected retry are dropped
+# Seconds after which a client of OpenAI's SDKs no longer reads, in Python and in Node.js.
+_SDK_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
+_RETRY_COUNT = "x-stainless-retry-count"  # header of OpenAI's SDKs: number of earlier attempts at this request
+_IPV6_SITE = 64  # prefix length of one tenant, since a site has all addresses of its network (RFC 6177)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueuePolicy:
+    """Queueing terms of one request."""
+
+    tenant: str = ""  # API key or address of the client; slots and queue room are shared fairly among tenants
+    cache_namespace: str = ""  # requests of different namespaces share no cached prefixes
+    timeout_seconds: float = math.inf  # time in the queue after which the request is ended
+    max_predicted_wait_seconds: float = math.inf  # predicted wait above which the request is rejected
+    is_retry: bool = False  # the SDK reports an earlier attempt at this request
+
+    def deadline(self, arrival_seconds: float) -> float | None:
+        """Return the end of the queue time of a request that arrived at `arrival_seconds`; None: no limit."""
+        return arrival_seconds + self.timeout_seconds if math.isfinite(self.timeout_seconds) else None
 
 
 class Rate:
-    """Exponentially weighted average of an amount per second. Only time passed to `add` counts, so no idle time."""
+    """Exponentially weighted average of an amount per second. Only the seconds given to `add` count."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
@@ -71,11 +74,11 @@ class Rate:
 
     @property
     def is_known(self) -> bool:
-        """True if enough events were observed to reject a request on the prediction."""
+        """True if the rate has enough events to reject a request on the prediction."""
         return self._num_events >= _MIN_EVENTS and self._amount > 0.0 and self._seconds > 0.0
 
     def seconds_for(self, amount: float) -> float:
-        """Return the seconds that `amount` takes at the observed rate; 1 s if nothing was observed."""
+        """Return the seconds that `amount` takes at this rate; 1 s before the first event."""
         if self._amount <= 0.0 or self._seconds <= 0.0:
             return _UNKNOWN_WAIT_SECONDS
         return amount * self._seconds / self._amount
@@ -92,7 +95,7 @@ class _Holding:
 
 @dataclass(slots=True)
 class _RetryQueue:
-    """Virtual queue of one tenant: times of expected retries, and decaying counts of rejections and retries."""
+    """Virtual queue of a tenant's rejected clients: expected retries, and decaying counts of rejections and retries."""
 
     due_seconds: list[float] = field(default_factory=list)  # one entry per rejected sequence, ascending
     num_rejected: float = 2.0  # prior: half of the rejected clients retry
@@ -106,7 +109,7 @@ class _RetryQueue:
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """Number of a request's sequences, and the tokens of all sequences together."""
+    """Demand of a request: its sequences, the tokens of all its sequences, its queueing terms."""
 
     num_sequences: int
     num_tokens: int
@@ -124,13 +127,9 @@ class _Shortage:
 class Admission:
     """Admission control by the number of sequences that were admitted and have not ended.
 
-    A sequence counts as waiting until its first event from the engine. The `num_tokens` of a sequence is its upper
-    limit: prompt plus max_tokens.
+    A sequence waits until its first event from the engine. Its tokens are the prompt plus max_tokens.
 
-    Args:
-        observe_error: receives how much later than a checked Retry-After its request would have fit, in seconds;
-            negative if earlier.
-        draw: returns a random number from 0 to 1, which spreads the Retry-After values.
+    observe_error: gets the seconds from a sampled Retry-After to the time at which its request would have fit.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Admission:
         max_waiting_tokens: int,
         observe_error: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = random.random,  # spreads the Retry-After values
     ) -> None:
         self.max_num_sequences = max_num_running + max_waiting_requests
         self._configured_max_num_running = self._max_num_running = max_num_running
@@ -159,12 +158,7 @@ class Admission:
         self.num_waiting_tokens = 0
 
     def admit(self, token_counts: list[int], terms: QueuePolicy | None = None) -> None:
-        """Admit all sequences of one request, or none. An idle server admits any request.
-
-        Raises:
-            Overloaded: the bound on sequences or tokens is reached; carries a Retry-After.
-            WaitTooLong: the predicted wait is longer than the request allows; carries a Retry-After.
-        """
+        """Admit all sequences of a request, or raise Overloaded with a Retry-After. An idle server admits all."""
         demand = _Demand(len(token_counts), sum(token_counts), QueuePolicy() if terms is None else terms)
         self._advance()
         self._count_retry(demand.terms)
@@ -178,11 +172,7 @@ class Admission:
         self.num_waiting_tokens += demand.num_tokens
 
     def reject_by_headers(self, terms: QueuePolicy) -> None:
-        """Reject a request by its terms alone, if not even the smallest request would be admitted.
-
-        Raises:
-            Overloaded, WaitTooLong: as in `admit`.
-        """
+        """Raise Overloaded as `admit` does, if not even the smallest request with these terms would be admitted."""
         demand = _Demand(1, 1, terms)
         self._advance()
         if (shortage := self._shortage(demand)) is not None:
@@ -199,7 +189,7 @@ class Admission:
         self._check_retry_after()
 
     def ended(self, tenant: str = "") -> None:
-        """Record that a sequence has ended, for whatever reason, after `started` was called for it."""
+        """Record that a started sequence has ended, for whatever reason."""
         self._advance(num_ended=1)
         holding = self._holdings[tenant]
         holding.num_sequences -= 1
@@ -214,13 +204,13 @@ class Admission:
         self._max_num_running = configured if max_num_running is None else min(max_num_running, configured)
 
     def retry_after(self, token_counts: list[int], terms: QueuePolicy) -> float:
-        """Return the Retry-After of a request that is rejected elsewhere, in seconds."""
+        """Return the Retry-After, in seconds, of a request that is rejected by its deadline."""
         demand = _Demand(len(token_counts), sum(token_counts), terms)
         shortage = self._shortage(demand)
         return self._retry_after(demand, 0.0 if shortage is None else shortage.seconds)
 
     def _retry_after(self, demand: _Demand, seconds: float) -> float:
-        """Return the Retry-After of a request that would fit in `seconds` if no other client retried; record it.
+        """Record a rejection; return the Retry-After of a request that would fit in `seconds` without other retries.
 
         Expected retries of the same tenant are served first, which lengthens the Retry-After.
         """
@@ -257,7 +247,7 @@ class Admission:
                 self._checked.append((demand, due_seconds))
 
     def _rejection(self, demand: _Demand, shortage: _Shortage) -> Overloaded:
-        """Return the error of a request for which the queue has no room, with its Retry-After."""
+        """Return the error, with a Retry-After, of a request for which the queue has no room."""
         seconds = self._retry_after(demand, shortage.seconds)
         if shortage.wait_seconds is not None:
             return WaitTooLong(
@@ -271,7 +261,7 @@ class Admission:
         )
 
     def _shortage(self, demand: _Demand, num_before: float = 0.0) -> _Shortage | None:
-        """Return why a request does not fit behind `num_before` expected sequences; None if the request fits."""
+        """Return the reason why a request does not fit behind `num_before` further sequences; None if it fits."""
         terms = demand.terms
         bonus = _RETRY_BONUS if terms.is_retry else 0.0
         holding = self._holdings.get(terms.tenant, _Holding())
@@ -298,17 +288,12 @@ class Admission:
         # of the slots is therefore bounded by its timeout only.
         num_tenants = len(self._holdings) + (terms.tenant not in self._holdings)
         is_served = holding.num_waiting or holding.num_sequences * num_tenants >= self._max_num_running
-        max_predicted_wait_seconds = (terms.max_predicted_wait_seconds if is_served else terms.timeout_seconds) * (
-            1.0 + bonus
-        )
-        return (
-            None
-            if wait_seconds <= max_predicted_wait_seconds
-            else _Shortage(wait_seconds - max_predicted_wait_seconds, wait_seconds)
-        )
+        accepted_seconds = terms.max_predicted_wait_seconds if is_served else terms.timeout_seconds
+        excess_seconds = wait_seconds - accepted_seconds * (1.0 + bonus)
+        return _Shortage(excess_seconds, wait_seconds) if excess_seconds > 0 else None
 
     def _advance(self, *, num_ended: int = 0, num_started_tokens: int = 0) -> None:
-        """Add the time since the last call, and what happened at its end, to the rates."""
+        """Add the time since the last call, and the events at its end, to the rates."""
         now = self._clock()
         seconds, self._last_seconds = now - self._last_seconds, now
         if self.num_sequences >= _FULL * self._max_num_running:
@@ -318,10 +303,57 @@ class Admission:
 
 
 def _excess(held: float, total: float, demanded: float, limit: float, bonus: float) -> float:
-    """Return how much must be freed before a tenant that holds `held` of `total` may have `demanded` more.
+    """Return the amount that a tenant, which holds `held` of `total`, must free before it may have `demanded` more.
 
-    A tenant may hold `_THRESHOLD` times what is left of a capacity of `limit * (1 + 1 / _THRESHOLD)`, so that a single
-    tenant may hold `limit`. What is freed is assumed to be the tenant's own, so it lowers both `held` and `total`.
+    Dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): a tenant may hold `_THRESHOLD` times
+    what is left of a capacity of `limit * (1 + 1 / _THRESHOLD)`. One tenant gets `limit`, two tenants get 5/9 of it
+    each, and a third tenant still finds capacity. The freed amount lowers both `held` and `total`.
     """
     room = math.floor(limit * (1.0 + bonus)) * (_THRESHOLD + 1)
     return (held + demanded + _THRESHOLD * (total + demanded) - room) / (_THRESHOLD + 1)
+
+
+def read_queue_policy(request: Request, timeout: float | None, settings: ServeSettings) -> QueuePolicy:
+    """Return the queueing terms of a request with the body's `timeout`.
+
+    The shortest of `timeout`, the header `x-request-timeout`, the timeout of OpenAI's SDKs and `--max-queue-seconds`
+    applies. Raises InvalidRequest: `x-request-timeout` is not a number of seconds above 0.
+    """
+    header = request.headers.get(TIMEOUT_HEADER)
+    header_seconds = math.inf if header is None else _seconds(header)
+    if header_seconds is None:
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+    sdk_limits = (_seconds(request.headers.get(name, "")) or math.inf for name in _SDK_TIMEOUTS)
+    # A setting of 0 means no limit.
+    limit = min(settings.max_queue_seconds or math.inf, timeout or math.inf, header_seconds, *sdk_limits)
+    is_retry = request.headers.get(_RETRY_COUNT, "0").strip("0").isdecimal()
+    # An explicit timeout is a willingness to wait that long. SDK default timeouts are not. But an SDK gives up after
+    # two retries, so a retry is queued if there is room.
+    accepts_wait = timeout is not None or header is not None or is_retry
+    return QueuePolicy(
+        tenant=tenant_of(request),
+        cache_namespace="" if settings.share_prefix_cache else getattr(request.state, KEY_NAME, ""),
+        timeout_seconds=limit,
+        max_predicted_wait_seconds=limit if accepts_wait else min(settings.target_queue_seconds or math.inf, limit),
+        is_retry=is_retry,
+    )
+
+
+def tenant_of(request: Request) -> str:
+    """Return the tenant of a request: the name of its API key, or the client's address if there are no keys."""
+    if (name := getattr(request.state, KEY_NAME, None)) is not None:
+        return f"key {name}"
+    host = "" if request.client is None else request.client.host
+    try:
+        return f"address {ipaddress.IPv6Network((host, _IPV6_SITE), strict=False)}"
+    except ValueError:
+        return f"address {host}"
+
+
+def _seconds(text: str) -> float | None:
+    """Return a positive, finite number of seconds; None for any other text."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds < math.inf else None

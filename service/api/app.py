@@ -17,7 +17,7 @@ from litserve.specs.base import LitSpec
 from starlette.requests import Request
 from starlette.types import Scope
 
-from service.admission.controller import Admission
+from service.admission.controller import Admission, read_queue_policy
 from service.api.attention import Inspection
 from service.api.completions import Completions
 from service.api.context import ApiContext, call
@@ -224,7 +224,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         The request body could not change the rejection, except by its `timeout`.
         """
         self.context.reject_when_draining()
-        self.context.admission.reject_by_headers(self.context.queue_limits.terms(Request(scope), None))
+        self.context.admission.reject_by_headers(read_queue_policy(Request(scope), None, self.context.settings))
 
     def _send(self, commands: Sequence[Command]) -> None:
         """Send commands to the latest ready worker process, and none to a dead worker process.

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from pydantic import Field
 from starlette.types import Receive
 
+from service.admission.controller import read_queue_policy
 from service.api.context import ApiContext
 from service.http.request_io import json_response, wait_for_disconnect
 from service.ipc.messages import AttentionQuery, AttentionResult
@@ -108,7 +109,7 @@ class Inspection:
         live = InflightQuery(
             submit=query,
             arrival_seconds=arrival_seconds,
-            terms=context.queue_limits.terms(request, None),
+            terms=read_queue_policy(request, None, context.settings),
             answer=asyncio.get_running_loop().create_future(),
         )
         result = await self._compute(live, request.receive)

@@ -6,6 +6,7 @@ from functools import partial
 from fastapi import Request
 from starlette.responses import Response
 
+from service.admission.controller import read_queue_policy
 from service.api.context import ApiContext, call
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream
@@ -50,7 +51,9 @@ class Completions:
         plan = partial(processor.plan, asked, conversation_ids, arrival_seconds=arrival_seconds, grammar=grammar)
         choices = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
         live = InflightRequest(
-            choices=choices, arrival_seconds=arrival_seconds, terms=context.queue_limits.terms(request, asked.timeout)
+            choices=choices,
+            arrival_seconds=arrival_seconds,
+            terms=read_queue_policy(request, asked.timeout, context.settings),
         )
         response_builder = builder(
             asked,

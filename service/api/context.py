@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.admission.controller import Admission
-from service.admission.queue_policy import queue_limits
 from service.config.settings import ServeSettings
 from service.http.request_io import read_body
 from service.ipc.messages import WorkerReady
@@ -50,7 +49,6 @@ class ApiContext:
     def __post_init__(self) -> None:
         settings, served, admission, lifecycle = self.settings, self.served, self.admission, self.lifecycle
         self.worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
-        self.queue_limits = queue_limits(settings)
         self.processor = RequestProcessor(
             tokenizer=served.tokenizer,
             model_name=served.model_name,

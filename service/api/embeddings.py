@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from model.sampling.params import SamplingParams
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy, read_queue_policy
 from service.api.context import ApiContext, call
 from service.api.streaming import Delivery
 from service.http.connection import ChunkedBody
@@ -40,7 +40,7 @@ class Embeddings:
 
     async def _respond(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = EmbeddingRequest.parse(body)
-        terms = self._context.queue_limits.terms(request, asked.timeout)
+        terms = read_queue_policy(request, asked.timeout, self._context.settings)
         plan = partial(self._plan, asked, terms, arrival_seconds)
         groups = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
         self._context.engine_client.submit(groups[0])

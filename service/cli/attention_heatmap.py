@@ -1,7 +1,4 @@
-"""Attention weights as labelled heat maps: one panel per head, one row per query token, one column per key token.
-
-Legend: H heads, T tokens of one text.
-"""
+"""Heat maps of attention weights: one panel per head, one row per query token, one column per key token."""
 
 import math
 from collections.abc import Sequence
@@ -21,23 +18,16 @@ _NO_FONT = "Last Resort"  # comes with matplotlib; shows every character as a bo
 _COLOURS = "YlGnBu"
 # Inches per token in a panel, for the labels and title around a panel, and at least for a panel.
 _TOKEN_INCHES, _LABEL_INCHES, _LEAST_INCHES = 0.2, 0.85, 1.6
-# With more heads, only the panels at the left and lower edge of the picture have token labels.
-_MAX_LABELLED = 16
+_MAX_LABELLED = 16  # with more heads, only the panels at the left and lower edge have token labels
 _MAX_PIXELS = 40_000_000
 
 
 def draw_attention(
     path: Path, weights_HTT: NDArray[np.float32], labels: Sequence[str], *, heads: Sequence[int], title: str
 ) -> None:
-    """Write the picture in the format of the suffix of `path`.
+    """Write a picture of attention weights in the format of the suffix of `path`.
 
-    Args:
-        weights_HTT: attention weights of the `heads`, query tokens by key tokens; 0 above the diagonal.
-        labels: token labels of one line each.
-
-    Raises:
-        ValueError: matplotlib has no format of this suffix.
-        OSError: the file cannot be written.
+    weights_HTT: weights of the H `heads`, T query tokens by T key tokens; 0 above the diagonal.
     """
     families, shown = _fonts(labels)
     columns = min(len(heads), max(1, math.ceil(math.sqrt(len(heads) * 1.4))))
@@ -64,7 +54,7 @@ def draw_attention(
 
 
 def _draw_head(axes: Axes, weights_TT: NDArray[np.float32], labels: Sequence[str], families: list[str]) -> AxesImage:
-    """Draw one panel. Masked future positions stay white."""
+    """Draw the panel of one head. Masked future positions stay white."""
     size = len(labels)
     future_TT = np.triu(np.ones((size, size), dtype=bool), k=1)
     # The square root makes small weights visible, and keeps 0 and 1.
@@ -82,7 +72,7 @@ def _draw_head(axes: Axes, weights_TT: NDArray[np.float32], labels: Sequence[str
 
 
 def _fonts(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return fonts that together have the labels' characters, and the labels with U+… for characters in no font."""
+    """Return fonts for the characters of the labels, and the labels with U+… for characters that no font has."""
     missing = {ord(character) for text in labels for character in text}
     families = [_MAIN_FONT]
     missing -= _characters(font_manager.findfont(_MAIN_FONT))

@@ -8,7 +8,7 @@ from service.config.settings import ConvertSettings
 
 
 def main(settings: ConvertSettings) -> int:
-    """Convert a checkpoint and print a summary."""
+    """Convert a checkpoint and print the size and format of the new checkpoint."""
     if settings.nanogpt is not None and settings.tokenizer is not None:
         manifest = convert_nanogpt(settings.nanogpt, settings.tokenizer, settings.out)
     elif settings.pickle is not None:

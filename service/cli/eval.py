@@ -1,7 +1,7 @@
-"""Command `kvasir eval`: measure the quality of a checkpoint, and report it as tables and files."""
+"""Command `kvasir eval`: measure the quality of a checkpoint, and report the results as tables and files."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,12 @@ def main(settings: EvalSettings) -> int:
     tokenizer = manifest.verify()
     if settings.export_tasks is not None:
         tasks = export_tasks(settings.export_tasks, splits, pairs)
-        _print_progress(_how_to_run(manifest, settings.export_tasks, tasks, length))
+        model_args = f"model={manifest.name},base_url=http://127.0.0.1:8000/v1/completions,max_length={length}"
+        _print_progress(
+            f"tasks written to {settings.export_tasks}; to run them, serve the checkpoint on port 8000 and run:\n"
+            f"lm_eval --model local-completions --model_args {model_args} --include_path {settings.export_tasks} "
+            f"--tasks {','.join(tasks)}"
+        )
     plain = _evaluate_unquantized(settings, manifest, tokenizer, splits, length)
     model = _load(settings, manifest)
     sampler = None
@@ -79,11 +84,7 @@ def main(settings: EvalSettings) -> int:
 
 
 def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
-    """Return the context length in tokens.
-
-    Raises:
-        SettingsError: the length exceeds the model's positions, or is too short for the harness.
-    """
+    """Return the tokens of an evaluation window. lm-evaluation-harness needs at least 3."""
     wanted, available = settings.max_context_length, config.max_context_length
     if wanted == "auto":
         return min(available, _USUAL_CONTEXT)
@@ -95,12 +96,7 @@ def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
 
 
 def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
-    """Return the texts to measure, by name: the held-out texts of the recipe, and the texts of `--texts`.
-
-    Raises:
-        SettingsError: two sources have the same name, or the recipe holds out no text.
-        ValueError: a recipe or a file is invalid.
-    """
+    """Return the texts to measure, by name: the held-out texts of the recipe, and the texts of `--texts`."""
     recipe = () if settings.config is None else load_train_config(settings.config).sources
     sources = [source for source in recipe if source.held_out or source.held_out_ids]
     for text in settings.texts:
@@ -124,8 +120,8 @@ def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
     torch.set_num_threads(usable_cpus() if settings.threads == "auto" else settings.threads)
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     quantization, cache_dtype = _find_quantization(settings)
-    attention = ATTENTION_BACKENDS["sdpa"]
-    model = load_model(manifest, device=device, dtype=dtype, attention=RoundedAttention(attention, cache_dtype))
+    attention = RoundedAttention(ATTENTION_BACKENDS["sdpa"], cache_dtype)
+    model = load_model(manifest, device=device, dtype=dtype, attention=attention)
     if settings.quantize != "none":
         prepare_matrices(model, settings.quantize, quantization)
     return model
@@ -134,72 +130,62 @@ def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
 def _evaluate_unquantized(
     settings: EvalSettings, manifest: Manifest, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], length: int
 ) -> Evaluation | None:
-    """Measure the held-out texts with the unquantized model. Return None if the settings do not quantize."""
+    """Measure the held-out texts with the unquantized model; return None if the settings do not quantize."""
     if not splits or (settings.quantize, settings.kv_cache_dtype) == ("none", "auto"):
         return None
     model = _load(settings.model_copy(update={"quantize": "none", "kv_cache_dtype": "auto"}), manifest)
-    report = lambda line: _print_progress(f"{line}, unquantized")  # noqa: E731
-    return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=report)
+    _print_progress("measuring the held-out texts without quantization, for comparison")
+    return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=_print_progress)
 
 
 def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, torch.dtype]:
-    """Return the quantization of the weights, and the dtype of the KV-cache.
-
-    Raises:
-        SettingsError: this device or dtype does not support the quantization.
-    """
+    """Return the quantization of the weights and the dtype of the KV-cache. Raises SettingsError: unsupported here."""
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
-    return (
-        find_quantization(settings.quantize, device, dtype),
-        find_cache_dtype(settings.kv_cache_dtype, device, dtype),
-    )
+    cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
+    return find_quantization(settings.quantize, device, dtype), cache_dtype
 
 
 def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
-    """Print the tables to stdout. If `plain` is given, also print the change in bits per byte relative to `plain`."""
-    console = Console(markup=False)  # names of splits and pairs come from files and may contain markup
+    """Print the tables of an evaluation. `plain` is the evaluation of the unquantized model, to show the change."""
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
-    if evaluation.held_out:
-        columns = ["held out", "documents", "tokens", "bits/byte", "nats/token", "top-1"]
-        table = _table(title, *columns, *([] if plain is None else ["change in bits/byte by quantization"]))
-        for name, held_out in evaluation.held_out.items():
-            counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
-            losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
-            before = None if plain is None else plain.held_out[name].bits_per_byte
-            effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
-            table.add_row(name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect)
-        console.print(table)
+    rows = []
+    for name, held_out in evaluation.held_out.items():
+        counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
+        losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
+        before = None if plain is None else plain.held_out[name].bits_per_byte
+        effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
+        rows.append((name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect))
+    change = () if plain is None else ("change in bits/byte by quantization",)
+    _print_table(title, ("held out", "documents", "tokens", "bits/byte", "nats/token", "top-1", *change), rows)
     if evaluation.pairs:
-        table = _table(title, "minimal pairs", "pairs", "accuracy")
-        for name, scores in by_group(evaluation.pairs).items():
-            if name:
-                table.add_row(name, f"{len(scores):,}", f"{accuracy(scores):.2%}")
-        table.add_row("all", f"{len(evaluation.pairs):,}", f"{accuracy(evaluation.pairs):.2%}")
-        console.print(table)
-    if evaluation.diversity:
-        table = _table(title, "temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition")
-        for measured in evaluation.diversity:
-            shares = ("–" if share is None else f"{share:.3f}" for share in (*measured.distinct, measured.repetition))
-            table.add_row(f"{measured.temperature}", f"{measured.num_samples:,}", *shares)
-        console.print(table)
+        groups = [(name, scores) for name, scores in by_group(evaluation.pairs).items() if name]
+        rows = [
+            (name, f"{len(scores):,}", f"{accuracy(scores):.2%}")
+            for name, scores in (*groups, ("all", evaluation.pairs))
+        ]
+        _print_table(title, ("minimal pairs", "pairs", "accuracy"), rows)
+    rows = []
+    for measured in evaluation.diversity:
+        shares = ("–" if share is None else f"{share:.3f}" for share in (*measured.distinct, measured.repetition))
+        rows.append((f"{measured.temperature}", f"{measured.num_samples:,}", *shares))
+    _print_table(title, ("temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition"), rows)
     for sample in evaluation.samples:
         gap = " →\n" if sample.kind == "chat" else ""
         print(f"\n[{sample.kind}] {sample.prompt}{gap}{sample.completion}")
 
 
-def _table(title: str, first: str, *headings: str) -> Table:
-    table = Table(first, title=title)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
+def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if rows:
+        table = Table(headings[0], title=title)
+        for heading in headings[1:]:
+            table.add_column(heading, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        Console(markup=False).print(table)  # names of splits and pairs come from files and may contain markup
 
 
 def _documents(
-    evaluation: Evaluation,
-    splits: Mapping[str, Sequence[str]],
-    model: Transformer,
-    tokenizer: Tokenizer,
-    length: int,
+    evaluation: Evaluation, splits: Mapping[str, Sequence[str]], model: Transformer, tokenizer: Tokenizer, length: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each document and each pair, with log-likelihoods in nats."""
     for name, held_out in evaluation.held_out.items():
@@ -208,15 +194,6 @@ def _documents(
             yield {"split": name, "index": number, "log_likelihood": ours, "loglikelihood_rolling": theirs}
     for number, score in enumerate(evaluation.pairs):
         yield {"split": PAIRS_NAME, "index": number, "good": score.good, "bad": score.bad}
-
-
-def _how_to_run(manifest: Manifest, directory: Path, tasks: Iterable[str], length: int) -> str:
-    """Return instructions to run the exported tasks with lm-evaluation-harness."""
-    model = f"model={manifest.name},base_url=http://127.0.0.1:8000/v1/completions,max_length={length}"
-    return (
-        f"tasks written to {directory}; to run them, serve the checkpoint on port 8000 and run:\n"
-        f"lm_eval --model local-completions --model_args {model} --include_path {directory} --tasks {','.join(tasks)}"
-    )
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Command `kvasir generate`."""
+"""Command `kvasir generate`: complete a text in this process."""
 
 import secrets
 import sys
@@ -9,13 +9,14 @@ from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import GenerateSettings, SettingsError, context_length
-from service.ipc.messages import Finish, Submit
+from service.engine.engine import create_submit
+from service.ipc.messages import Submit
 from service.preprocess.served_model import RequestDefaults, read_defaults
 from service.worker.engine_factory import build_engine
 
 
 def main(settings: GenerateSettings) -> int:
-    """Print the completion of `--prompt`."""
+    """Print the completion of `--prompt` to stdout, and its statistics to stderr."""
     manifest = read_manifest(settings.checkpoint)
     tokenizer = manifest.verify()
     defaults = read_defaults(settings, manifest.directory)
@@ -32,18 +33,22 @@ def main(settings: GenerateSettings) -> int:
             print(delta.text, end="", flush=True)
             finish = delta.finish
     print()
-    print(f"[{facts}]\n[{_figures(finish, submit, time.monotonic() - begun)}]", file=sys.stderr)
+    rate = max(0, finish.num_completion_tokens - 1) / finish.decode_seconds if finish.decode_seconds > 0 else 0.0
+    # Greedy sampling (temperature 0) does not use the seed, so the seed is not printed.
+    seed = "" if submit.params.temperature == 0 else f", seed {submit.params.seed}"
+    figures = (
+        f"{finish.num_prompt_tokens} prompt tokens, {finish.num_completion_tokens} completion tokens "
+        f"({finish.reason}){seed}, prefill {finish.prefill_seconds * 1000:.0f} ms, "
+        f"decode {rate:.0f} tokens/s, {time.monotonic() - begun:.2f} s in total"
+    )
+    print(f"[{facts}]\n[{figures}]", file=sys.stderr)
     return 0
 
 
 def _submit(
     settings: GenerateSettings, tokenizer: Tokenizer, defaults: RequestDefaults, max_context_length: int
 ) -> Submit:
-    """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default.
-
-    Raises:
-        SettingsError: prompt and completion exceed the context length.
-    """
+    """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     prompt_ids = (*begin, *tokenizer.encode(settings.prompt))
     room = max_context_length - len(prompt_ids)
@@ -51,10 +56,8 @@ def _submit(
     if defaults.max_new_tokens is not None and "max_tokens" not in settings.model_fields_set:
         max_tokens = min(defaults.max_new_tokens, max(1, room))
     if max_tokens > room:
-        raise SettingsError(
-            f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens "
-            f"exceed the context length of {max_context_length}; lower --max-tokens or shorten the prompt"
-        )
+        excess = f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed the context length"
+        raise SettingsError(f"{excess} of {max_context_length}; lower --max-tokens or shorten the prompt")
     flags = ("temperature", "top_k", "top_p", "min_p")
     sampling = {name: getattr(settings, name) for name in flags} | {
         name: value for name, value in defaults.sampling.items() if name not in settings.model_fields_set
@@ -65,23 +68,4 @@ def _submit(
         seed=secrets.randbits(64) if settings.seed is None else settings.seed,
         stop=() if settings.stop is None else (settings.stop,),
     )
-    return Submit(
-        uid="generate",
-        attempt=0,
-        prompt_token_ids=prompt_ids,
-        prior_token_ids=(),
-        params=params,
-        arrival_seconds=time.monotonic(),
-        deadline_seconds=None,
-    )
-
-
-def _figures(finish: Finish, submit: Submit, seconds: float) -> str:
-    rate = max(0, finish.num_completion_tokens - 1) / finish.decode_seconds if finish.decode_seconds > 0 else 0.0
-    # Greedy sampling (temperature 0) does not use the seed, so the seed is not printed.
-    seed = "" if submit.params.temperature == 0 else f", seed {submit.params.seed}"
-    return (
-        f"{finish.num_prompt_tokens} prompt tokens, {finish.num_completion_tokens} completion tokens "
-        f"({finish.reason}){seed}, prefill {finish.prefill_seconds * 1000:.0f} ms, "
-        f"decode {rate:.0f} tokens/s, {seconds:.2f} s in total"
-    )
+    return create_submit("generate", prompt_ids, params)

@@ -1,6 +1,7 @@
-"""Command `kvasir inspect`: print config, memory, tokens, files and training of a checkpoint."""
+"""Commands that read a checkpoint without torch: inspect, inspect params, tokenize and export-tokenizer."""
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,29 +11,76 @@ from model.chat.template import load_chat_template
 from model.checkpoint.manifest import Manifest, read_manifest
 from model.config import ModelConfig
 from model.config_enums import NormKind, PositionKind
-from model.inspect.parameter_counts import count_parameters, kv_cache_formula
+from model.inspect import parameter_counts
 from model.sampling.generation_config import read_generation_config
+from model.tokenizer.export import export_tokenizer as write_tokenizer
+from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer
-from service.config.settings import InspectSettings
+from service.config.settings import ExportTokenizerSettings, InspectParamsSettings, InspectSettings, TokenizeSettings
+from service.protocol.logprobs import format_token_name
 
 Rows = Iterator[tuple[str, object]]
 
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Letters of the formulas of `model.inspect.parameter_counts`.
+_LETTERS = {
+    "V": "vocabulary",
+    "n": "longest context",
+    "L": "layers",
+    "d": "width",
+    "h": "query heads",
+    "g": "key/value heads",
+    "d_k": "dimension of a query or key",
+    "d_v": "dimension of a value",
+    "m": "width of the MLP",
+    "b": "number of distance buckets",
+    "r": "largest distinct distance",
+}
+
+
+def tokenize(settings: TokenizeSettings) -> int:
+    """Run `kvasir tokenize`: print the tokens of `--text` or standard input."""
+    tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
+    begin = [] if settings.no_begin or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    text = sys.stdin.buffer.read().decode() if settings.text is None else settings.text
+    token_ids = [*begin, *tokenizer.encode(text)]
+    if settings.ids_only:
+        print(*token_ids)
+        return 0
+    for token_id in token_ids:
+        name = format_token_name(tokenizer, token_id)
+        print(f"{token_id:>8}  {name if name.startswith('bytes:') else repr(name)}")
+    size, num_text = len(text.encode("utf-8", "surrogateescape")), len(token_ids) - len(begin)
+    count = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}{' (1 is begin-of-text)' if begin else ''}"
+    print(f"{count}, {size} bytes, {size / max(1, num_text):.2f} bytes per token of text")
+    return 0
+
+
+def export_tokenizer(settings: ExportTokenizerSettings) -> int:
+    """Run `kvasir export-tokenizer`: write the checkpoint's tokenizer to `--out`."""
+    directory = read_manifest(settings.checkpoint).directory
+    print(*write_tokenizer(load_tokenizer(directory), directory, settings.out), sep="\n")
+    return 0
+
 
 def main(settings: InspectSettings) -> int:
-    """Print config, memory, tokens, files and training of a checkpoint."""
+    """Run `kvasir inspect`: print config, memory, tokens, files and training of a checkpoint."""
     manifest = read_manifest(settings.checkpoint)
     tokenizer = manifest.verify()
     files = "files, all hashes correct" if manifest.family is None else "files, not verified: no hashes known"
-    sections: dict[str, list[tuple[str, object]]] = {
-        f"{manifest.name} ({manifest.directory})": list(_choices(manifest.config)),
-        "parameters": list(_parameter_rows(manifest.config)),
-        "memory": list(_memory_rows(manifest.config)),
-        "tokens": list(_token_rows(manifest, tokenizer)),
-        files: list(_file_rows(manifest)),
-        "training": list(_flat(manifest.training)),
+    sections: dict[str, Rows] = {
+        f"{manifest.name} ({manifest.directory})": _choices(manifest.config),
+        "parameters": _parameter_rows(manifest.config),
+        "memory": _memory_rows(manifest.config),
+        "tokens": _token_rows(manifest, tokenizer),
+        files: (
+            (name, f"{size:>13,} bytes" + (f"  SHA-256 {digest[:16]}…" if digest else ""))
+            for name, (size, digest) in manifest.files.items()
+        ),
+        "training": _flat(manifest.training),
     }
-    for title, rows in sections.items():
-        if rows:
+    for title, lines in sections.items():
+        if rows := list(lines):
             width = max(len(name) for name, _ in rows)
             print(title, *(f"  {name:<{width}}  {value}" for name, value in rows), "", sep="\n")
     return 0
@@ -53,7 +101,7 @@ def _choices(config: ModelConfig) -> Rows:
 
 def _parameter_rows(config: ModelConfig) -> Rows:
     groups: Counter[str] = Counter()
-    for part in count_parameters(config):
+    for part in parameter_counts.count_parameters(config):
         groups[part.group] += part.num_counted
     for group, number in groups.items():
         yield group, f"{number:>15,}  {number / config.num_parameters:6.1%}"
@@ -61,8 +109,8 @@ def _parameter_rows(config: ModelConfig) -> Rows:
 
 
 def _memory_rows(config: ModelConfig) -> Rows:
-    for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        kv_cache = kv_cache_formula(config, size)
+    for dtype, size in _DTYPE_BYTES.items():
+        kv_cache = parameter_counts.kv_cache_formula(config, size)
         yield (
             dtype,
             f"weights {_size(config.num_parameters * size)}, KV-cache {kv_cache.text} = {kv_cache.value:,} bytes "
@@ -80,26 +128,15 @@ def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
     yield "vocabulary", f"{tokenizer.vocab_size:,}, including {len(tokenizer.special_tokens)} special tokens"
     yield "begin-of-text token", named([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id])
     yield "end-of-text tokens", named(tokenizer.eos_token_ids)
-    sampling = {
-        field.name: value
-        for field in dataclasses.fields(wanted)
-        if field.name not in ("ignored", "eos_token_ids", "bos_token_id", "pad_token_id")
-        and (value := getattr(wanted, field.name)) is not None
-    }
-    defaults = ", ".join(f"{name} {value}" for name, value in sampling.items())
-    yield "generation defaults", defaults if defaults else "not set"
+    known = dataclasses.asdict(wanted).items()
+    other = ("ignored", "eos_token_ids", "bos_token_id", "pad_token_id")
+    defaults = ", ".join(f"{name} {value}" for name, value in known if value is not None and name not in other)
+    yield "generation defaults", defaults or "not set"
     if wanted.ignored:
         yield "ignored defaults", ", ".join(wanted.ignored)
     template = load_chat_template(manifest.directory)
-    summary = (
-        "not set" if template is None else f"{len(template.source):,} characters, from {Path(template.origin).name}"
-    )
-    yield "chat template", summary
-
-
-def _file_rows(manifest: Manifest) -> Rows:
-    for name, (size, digest) in manifest.files.items():
-        yield name, f"{size:>13,} bytes" + (f"  SHA-256 {digest[:16]}…" if digest else "")
+    origin = "" if template is None else f"{len(template.source):,} characters, from {Path(template.origin).name}"
+    yield "chat template", origin or "not set"
 
 
 def _flat(values: Mapping[str, Any]) -> Rows:
@@ -131,3 +168,64 @@ def _short(value: object) -> str:
 def _size(num_bytes: int) -> str:
     """Format a size in MB, or in kB below 1 MB."""
     return f"{num_bytes / 2**20:,.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} kB"
+
+
+def inspect_params(settings: InspectParamsSettings) -> int:
+    """Run `kvasir inspect params`: print parameter counts by formula and by tensor. Return 1 if the counts differ."""
+    manifest = read_manifest(settings.checkpoint)
+    config, rows = manifest.config, parameter_counts.count_parameters(manifest.config)
+    attention = parameter_counts.attention_name(config)
+    print(f"{manifest.name}: {config.num_parameters:,} parameters, {attention} attention\n")
+    values = {name: getattr(parameter_counts.Letters(config), name).value for name in _LETTERS}
+    letters = (
+        "letters",
+        *(f"  {name:<4} {value:>9,}  {_LETTERS[name]}" for name, value in values.items() if value > 0),
+    )
+    for lines in (letters, _table(rows, config), _attention(config), _kv_cache(config)):
+        print(*lines, "", sep="\n")
+    wrong = [row for row in rows if not row.agrees]
+    for row in wrong:
+        differs = f"formula {row.formula.text} gives {row.by_formula:,}, but the tensors have {row.num_counted:,}"
+        print(f"kvasir inspect params: {row.group} {row.name}: {differs}", file=sys.stderr)
+    return 1 if wrong or sum(row.num_counted for row in rows) != config.num_parameters else 0
+
+
+def _table(rows: list[parameter_counts.PartCount], config: ModelConfig) -> Iterator[str]:
+    widest = max(len(row.formula.text) for row in rows)
+    head = f"  {'':<{widest}}  {'one':>13}  {'places':>6}  {'by formula':>14}  {'counted':>14}  {'share':>6}  check"
+    yield f"{'parameters':<28}{head}"
+    group = ""
+    for row in rows:
+        # A part without parameters has a note with the reason instead of a formula.
+        formula = row.formula.text if row.note == "" else ""
+        cells = f"{row.formula.value:>13,}  {row.num_places:>6}  {row.by_formula:>14,}  {row.num_counted:>14,}"
+        share = f"{row.num_counted / config.num_parameters:6.1%}"
+        result = f"{'equal' if row.agrees else 'DIFFERS'}  {row.note}".rstrip()
+        title, group = "" if row.group == group else row.group, row.group
+        yield f"  {title:<9}  {row.name:<17}  {formula:<{widest}}  {cells}  {share}  {result}"
+    formulas, counted = sum(row.by_formula for row in rows), sum(row.num_counted for row in rows)
+    equal = "equal" if formulas == counted == config.num_parameters else "DIFFERS"
+    yield f"  {'total':<28}  {'':<{widest}}  {'':>13}  {'':>6}  {formulas:>14,}  {counted:>14,}  {1:6.1%}  {equal}"
+
+
+def _attention(config: ModelConfig) -> Iterator[str]:
+    formulas = parameter_counts.attention_formulas(config)
+    names, texts = max(len(name) for name, _ in formulas), max(len(formula.text) for _, formula in formulas)
+    yield "attention of one layer, without biases and norms"
+    for name, formula in formulas:
+        yield f"  {name:<{names}}  {formula.text:<{texts}}  {formula.value:>13,}"
+
+
+def _kv_cache(config: ModelConfig) -> Iterator[str]:
+    yield "KV-cache"
+    for dtype, size in _DTYPE_BYTES.items():
+        formula, counted = parameter_counts.kv_cache_formula(config, size), config.kv_bytes_per_token(size)
+        check = "equal" if formula.value == counted else "DIFFERS"
+        context = counted * config.max_context_length / 2**20
+        yield (
+            f"  {dtype:<8}  {formula.text} = {formula.value:,} bytes per token, counted {counted:,}: {check}; "
+            f"{context:,.1f} MB for a context of {config.max_context_length:,}"
+        )
+    multi_head = 2 * config.num_layers * config.num_heads * config.head_dim * 4
+    if (kept := config.kv_bytes_per_token(4)) < multi_head:
+        yield f"  {kept / multi_head:.1%} of what multi-head attention with {config.num_heads} heads would store"

@@ -19,8 +19,7 @@ from service.protocol.logprobs import format_token_name
 
 # Limit of labels that are readable in one picture.
 MAX_TOKENS = 64
-# Prefix that `service.protocol.logprobs.format_token_name` gives to tokens that are not whole characters.
-_BYTES = "bytes:"
+_BYTES = "bytes:"  # prefix that `format_token_name` gives to a token that is not whole characters
 _SIGNS = {" ": "␣", "\n": "↵", "\t": "⇥", "\x7f": "^?"}
 _MAX_ROWS = 12
 _LINE_WIDTH = 112
@@ -50,11 +49,7 @@ def main(settings: InspectAttentionSettings) -> int:
 
 
 def _heads(settings: InspectAttentionSettings, config: ModelConfig) -> list[int]:
-    """Return the requested heads.
-
-    Raises:
-        SettingsError: the layer or the head does not exist.
-    """
+    """Return the numbers of the heads to show. Raises SettingsError: the layer or the head does not exist."""
     if settings.layer >= config.num_layers:
         raise SettingsError(f"--layer {settings.layer}: the model has layers 0 to {config.num_layers - 1}")
     if settings.head == "all":
@@ -65,25 +60,20 @@ def _heads(settings: InspectAttentionSettings, config: ModelConfig) -> list[int]
 
 
 def _token_ids(settings: InspectAttentionSettings, manifest: Manifest, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt's token ids as served, with the begin-of-text token if the tokenizer has one.
-
-    Raises:
-        SettingsError: the prompt is longer than the context, or than a picture can show.
-    """
+    """Return the token ids of `--prompt` as served: after the begin-of-text token, if the tokenizer has one."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     token_ids = [*begin, *tokenizer.encode(settings.prompt)]
     context = manifest.config.max_context_length
+    count = f"--prompt: {len(token_ids)} tokens"
     if len(token_ids) > context:
-        raise SettingsError(f"--prompt: {len(token_ids)} tokens exceed the model's context of {context}; shorten it")
+        raise SettingsError(f"{count} exceed the model's context of {context}; shorten it")
     if settings.out is not None and len(token_ids) > MAX_TOKENS:
-        raise SettingsError(
-            f"--prompt: {len(token_ids)} tokens, but a picture shows at most {MAX_TOKENS}; shorten it or omit --out"
-        )
+        raise SettingsError(f"{count}, but a picture shows at most {MAX_TOKENS}; shorten it or omit --out")
     return token_ids
 
 
 def _summary_lines(weights_HTT: Tensor, labels: Sequence[str], *, layer: int, heads: Sequence[int]) -> Iterator[str]:
-    """Yield lines with the tokens that the last tokens attend to most: averaged over the heads, and by each head."""
+    """Yield a line per token of the prompt's end, with the tokens it attends to most: on average, and by each head."""
     first = max(0, len(labels) - _MAX_ROWS)
     width = max(map(len, labels[first:]))
     several = len(heads) > 1
@@ -101,21 +91,14 @@ def _summary_lines(weights_HTT: Tensor, labels: Sequence[str], *, layer: int, he
 
 
 def _most(weights_T: Tensor, labels: Sequence[str], count: int) -> str:
-    """Return the tokens with the greatest weights, as in "␣dog 25 %, ␣as 9 %"."""
+    """Return the `count` most attended tokens of a row of weights, as in "␣dog 25 %, ␣as 9 %"."""
     values, places = weights_T.topk(min(count, int(weights_T.count_nonzero())))
     pairs = zip(values.tolist(), places.tolist(), strict=True)
     return ", ".join(f"{labels[place]} {value:.0%}".replace("%", " %") for value, place in pairs)
 
 
 def label(name: str, *, max_length: int = 16) -> str:
-    """Return a token's name in readable form: "␣dog", "↵↵", or "⟨f0 9f⟩" for part of a character.
-
-    Control characters are shown in caret notation ("^A"), other invisible characters as code points ("U+200D").
-
-    Args:
-        name: see `service.protocol.logprobs.format_token_name`.
-        max_length: maximum characters. A longer label is cut and ends in an ellipsis.
-    """
+    """Return a readable label for the name of a token: "␣dog", "↵↵", "^A", "U+200D", or "⟨f0 9f⟩" for bytes."""
     is_bytes = name.startswith(_BYTES)
     text = f"⟨{name[len(_BYTES) :].replace(chr(92) + 'x', ' ').strip()}⟩" if is_bytes else "".join(map(_visible, name))
     return text if len(text) <= max_length else text[: max_length - 1] + "…"

@@ -10,11 +10,7 @@ from service.supervisor.worker_process import WorkerProcess
 
 
 def main(settings: ServeSettings, worker: WorkerProcess | None = None) -> int:
-    """Serve until a signal or a failure. Exit codes: 0 after a drain, 1 failure, 2 invalid settings.
-
-    Args:
-        worker: first worker, if the process has been started already.
-    """
+    """Serve until a signal or a failure, with `worker` as the first worker process. Return the exit code."""
     log_setup.configure(settings.log_level)
     try:
         return build_server(settings, worker=worker).run()

@@ -1,6 +1,7 @@
-"""Command `kvasir train`: train a checkpoint from the user's own texts, or from a recipe and its corpora."""
+"""Command `kvasir train`: train a model on the user's own texts, or by a recipe, and write its checkpoint."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -21,8 +22,7 @@ from model.training.autopilot import RECIPE_FILE, Wish, train_own_text
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
-from service.cli.interrupts import EXIT_CODE
-from service.cli.main import program
+from service.cli.main import INTERRUPTED, program
 from service.config.settings import SettingsError, TrainSettings
 from service.engine.engine import complete_batch
 from service.worker.engine_factory import find_device, free_bytes, keep_freed_memory
@@ -31,10 +31,7 @@ _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 
 
 class _Interruption:
-    """Handler of SIGINT and SIGTERM: the first signal stops after the current step, the second ends the process.
-
-    Before the first step, the first signal already ends the process, because there is no progress to save.
-    """
+    """Handler of SIGINT and SIGTERM: the first signal stops after the current step, the second ends the process."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -43,58 +40,63 @@ class _Interruption:
             signal.signal(number, self._request)
 
     def should_stop(self) -> bool:
-        """Return True after a signal. The training loop calls this before each step."""
+        """Return True after a signal. The training loop calls this method before each step."""
         self._has_begun = True
         return self.is_requested
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.is_requested = True
         signal.signal(number, signal.SIG_DFL)
-        if not self._has_begun:
+        if not self._has_begun:  # no progress to save
             raise KeyboardInterrupt
         print("\nstopping after this step; interrupt again to stop now", file=sys.stderr, flush=True)
 
 
 def main(settings: TrainSettings) -> int:
-    """Run the command. Exit codes: 0 success, 130 interrupted."""
+    """Train until the model is finished, `--stop-after` or a signal. Return 0, or 130 after a signal."""
     began = time.monotonic() - _seconds_since_start()
     interruption = _Interruption()
     config = None if settings.config is None else _config(settings, settings.config)
-    run = _run_settings(settings, _name(settings.out) if config is None else config.name)
+    # The name of the output directory, without invalid characters.
+    own_name = re.sub(r"[^\w.-]", "-", settings.out.resolve().name).lstrip(".")[:MAX_NAME_CHARACTERS] or "own-text"
+    run = _run_settings(settings, own_name if config is None else config.name)
     _check_apart(run.checkpoint, run.run_directory)
     if config is not None:
         _check_memory(config, run.device)
     keep_freed_memory()
+    report = functools.partial(print, flush=True)
     try:
         if config is None:
             wish = Wish(
-                name=_name(settings.out),
+                name=own_name,
                 corpora=settings.corpus,
                 minutes=settings.minutes,
                 seed=1 if settings.seed is None else settings.seed,
                 began=began,
             )
-            done = train_own_text(wish, run, _report, interruption.should_stop, complete_batch)
+            done = train_own_text(wish, run, report, interruption.should_stop, complete_batch)
         else:
-            done = train(config, run, _report, interruption.should_stop, complete_batch)
+            done = train(config, run, report, interruption.should_stop, complete_batch)
     except KeyboardInterrupt:
         print("\nkvasir train: stopped; run the same command again to continue", file=sys.stderr)
-        return EXIT_CODE
+        return INTERRUPTED
     except (OSError, SafetensorError) as error:
         # The safetensors library reports a full disk only in the text of an error.
-        is_disk_full = "No space left on device" in str(error)
-        raise OSError(_disk_full(run.run_directory) if is_disk_full else str(error)) from error
+        if "No space left on device" not in str(error):
+            raise OSError(str(error)) from error
+        (run.run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
+        remedy = "the last save is intact; free some space, then run the same command to continue"
+        raise OSError(f"{run.run_directory}: the disk is full; {remedy}") from error
     except (RuntimeError, MemoryError) as error:
         raise RuntimeError(f"{first_line(error)}; if memory ran out, lower batch_size or the model's sizes") from error
     if not done:
         print(f"saved in {run.run_directory}; run the same command again to continue")
-        return EXIT_CODE if interruption.is_requested else 0
+        return INTERRUPTED if interruption.is_requested else 0
     _print_next_commands(run, (config or load_train_config(run.run_directory / RECIPE_FILE)).sample_prompts)
     return 0
 
 
 def _print_next_commands(run: RunSettings, prompts: Sequence[str]) -> None:
-    """Print commands that serve the finished model and send it a request."""
     kvasir, checkpoint = program(), shlex.quote(str(run.checkpoint))
     prompt = prompts[0] if prompts else _PROMPT
     body = shlex.quote(json.dumps({"prompt": prompt, "max_tokens": 100}, ensure_ascii=False))
@@ -111,21 +113,8 @@ To generate text without a server:
 """)
 
 
-def _disk_full(run_directory: Path) -> str:
-    (run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
-    return (
-        f"{run_directory}: the disk is full; the last save is intact; free some space, then run the same "
-        "command to continue"
-    )
-
-
-def _name(out: Path) -> str:
-    """Return the name of the run and its model: the output directory's name, with invalid characters replaced."""
-    return re.sub(r"[^\w.-]", "-", out.resolve().name).lstrip(".")[:MAX_NAME_CHARACTERS] or "own-text"
-
-
 def _config(settings: TrainSettings, path: Path) -> TrainConfig:
-    """Return the recipe with the values that flags override. Its warm-up, decay and chat steps follow --steps."""
+    """Return the recipe after flags have overridden its values. Warm-up, decay and chat steps follow --steps."""
     config = load_train_config(path)
     if (steps := settings.steps) is not None:
         config = dataclasses.replace(
@@ -139,31 +128,16 @@ def _config(settings: TrainSettings, path: Path) -> TrainConfig:
 
 
 def _check_apart(out: Path, run_directory: Path) -> None:
-    """Check that the output directory and the files of the run directory do not overlap.
-
-    The output may be a subdirectory of the run directory, if the run saves no file there.
-
-    Raises:
-        SettingsError: the directories overlap.
-    """
+    """Check that the output directory does not overlap the files that the run saves in the run directory."""
     finished, run = out.resolve(), run_directory.resolve()
-    if finished == run:
-        raise SettingsError(f"--out {out} is the run directory; choose another directory")
-    if finished in run.parents:
-        raise SettingsError(f"--out {out} contains the run directory {run_directory}; choose another directory")
-    if any(run / name in (finished, *finished.parents) for name in RUN_FILES):
-        raise SettingsError(f"--out {out} is used by the run for its saved state; choose another directory")
+    is_run_file = any(run / name in (finished, *finished.parents) for name in RUN_FILES)
+    if is_run_file or finished in (run, *run.parents):
+        raise SettingsError(f"--out {out} overlaps the saved run in {run_directory}; choose another directory")
 
 
 def _check_memory(config: TrainConfig, device: str) -> None:
-    """Check that the minimum memory for training is free, so that the process is not killed during training.
-
-    Each parameter needs a weight, a gradient and a momentum in float32. Each token of a step needs its logits and their
-    gradient.
-
-    Raises:
-        ValueError: less memory is free.
-    """
+    """Check that the minimum memory for training is free, so that the process is not killed during training."""
+    # Each parameter has a weight, a gradient and a momentum in float32. Each token of a step has logits and gradients.
     needed = 12 * config.model.num_parameters + 8 * config.tokens_per_step * config.vocab_size
     if needed > (free := free_bytes(device)):
         raise ValueError(
@@ -184,10 +158,6 @@ def _run_settings(settings: TrainSettings, name: str) -> RunSettings:
         stop_after=settings.stop_after,
         attention=settings.attention,
     )
-
-
-def _report(text: str) -> None:
-    print(text, flush=True)
 
 
 def _seconds_since_start() -> float:

@@ -1,7 +1,4 @@
-"""Declaration of settings, and the command-line flags and help pages that follow from the declarations.
-
-One field of a settings class defines flag, environment variable, default and bounds. The docstring below the field is
-the help text.
+"""Declaration of settings: one field defines flag, environment variable, default and bounds, its docstring the help.
 
 A memory size is written as in Kubernetes: K, M, G and T are powers of 1,000; Ki, Mi, Gi and Ti are powers of 1,024. A B
 after the unit changes nothing, and case is ignored. A number alone is in MiB.
@@ -9,6 +6,7 @@ after the unit changes nothing, and case is ignored. A number alone is in MiB.
 
 import argparse
 import ast
+import functools
 import inspect
 import itertools
 import os
@@ -17,19 +15,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
 PREFIX = "KVASIR_"
-CONFIG = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
-# Former names of fields. Their flags and variables work for one more version.
-FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}
-_EPILOG = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
+FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}  # of fields; accepted for one more version
+# Without a width, argparse wraps help pages at the width of the terminal: 80 columns in a pipe.
+HELP_FORMATTER = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE | re.ASCII)
 
 
 class SettingsError(ValueError):
     """Unusable flag or variable. The message is one line that names the flag or variable."""
+
+
+class CommandSettings(BaseModel):
+    """Base class of the settings of a command: immutable, without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 def _split_paths(value: Any) -> Any:
@@ -42,7 +44,6 @@ def _split_names(value: Iterable[str]) -> list[str]:
 
 
 def _read_size(value: Any, words: str = "must be") -> ByteSize:
-    """Parse a size. Raises ValueError: the text is not a size, or the size is under 1 byte."""
     if isinstance(value, ByteSize):
         return value
     matched = _SIZE.fullmatch(str(value).strip())
@@ -69,48 +70,57 @@ def _check_output_file(path: Path) -> Path:
 AutoOrCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 Size = Annotated[ByteSize, BeforeValidator(_read_size)]
 AutoOrSize = Annotated[Literal["auto"] | ByteSize, BeforeValidator(_read_auto_or_size)]
-# Checked when flags are read, before minutes of computation.
-OutputFile = Annotated[Path, AfterValidator(_check_output_file)]
+OutputFile = Annotated[Path, AfterValidator(_check_output_file)]  # checked before minutes of computation
 # A flag is repeated for each value. An environment variable separates values as PATH does; names, which may contain
 # that separator, are separated by commas.
-Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]
-Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_paths)]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_names)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_split_paths)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split_paths)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 
 
 def option(
     group: str, default: Any = ..., *, metavar: str | None = None, default_text: str | None = None, **bounds: Any
 ) -> Any:
-    """Declare a setting. A setting of type `SecretStr | None` has no flag, because flags show in the list of processes.
-
-    Args:
-        group: section title on the help page.
-        metavar: placeholder of the value on the help page. None derives it from the type.
-        default_text: the default as the help page shows it; None shows the value. For a required setting: the place
-            where the value is searched for.
-        bounds: constraints for pydantic's `Field`.
-    """
+    """Declare a setting in a section (`group`) of the help page, which shows `default_text` instead of the default."""
     extra: dict[str, Any] = {"group": group, "metavar": metavar, "default_text": default_text}
     return Field(default, json_schema_extra=extra, **bounds)
 
 
-def parse_flags(kind: type[BaseSettings], argv: Sequence[str], *, command: str, summary: str) -> dict[str, Any]:
-    """Parse `argv` into values by field name. Values stay strings; pydantic converts and checks them.
-
-    Raises:
-        SettingsError: a flag is unknown, or its value is missing.
-        SystemExit: `argv` contains `--help`.
-    """
-    secrets = [name for name in kind.model_fields if is_secret(kind, name)]
-    for name in secrets:
-        if any(word.partition("=")[0] == flag_of(name) for word in argv):
-            raise SettingsError(
-                f"{flag_of(name)} is not a flag, because flags show in the list of processes; "
-                f"set {variable_of(name)} instead"
-            )
-    help_texts = _help_texts(kind) if {"-h", "--help"} & set(argv) else {}
-    notes = (f" {variable_of(name)}: {help_texts[name]}." for name in secrets if help_texts)
-    parser = _parser(kind, command, summary, _EPILOG + "".join(notes), help_texts)
+def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: str, summary: str) -> dict[str, Any]:
+    """Parse the flags of a command into strings by field name."""
+    help_texts = _help_texts(kind) if {"-h", "--help"} & set(argv) else dict.fromkeys(kind.model_fields, "")
+    parser = _Parser(
+        prog=f"kvasir {command}",
+        description=summary,
+        formatter_class=HELP_FORMATTER,
+        usage=f"kvasir {command} [flags]",
+        allow_abbrev=False,
+    )
+    epilog = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, field in kind.model_fields.items():
+        flag, variable, extra = flag_of(name), variable_of(name), field.json_schema_extra
+        assert isinstance(extra, dict), f"{name} must be declared with `option`"
+        if is_secret(kind, name):
+            epilog += f" {variable}: {help_texts[name]}."
+            if any(word.partition("=")[0] == flag for word in argv):
+                reason = "is not a flag, because flags show in the list of processes"
+                raise SettingsError(f"{flag} {reason}; set {variable} instead")
+            continue
+        title, default_text = str(extra["group"]), extra["default_text"]
+        is_needed = field.is_required() and not default_text
+        has_default = not is_needed and field.default is not False and field.default not in (None, ())
+        default = f" (default: {default_text or field.default})" if has_default else ""
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
+            *(flag_of(each) for each in (name, FORMER_NAMES.get(name)) if each),
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=f"{help_texts[name]}{default}{' (required)' * is_needed}".replace("%", "%%"),
+            **_argument(field.annotation, default=field.default, metavar=extra["metavar"]),
+        )
+    parser.epilog = epilog
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         # A single unknown argument that is a directory is probably a checkpoint without `--checkpoint`.
@@ -121,17 +131,17 @@ def parse_flags(kind: type[BaseSettings], argv: Sequence[str], *, command: str, 
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field."""
+    """Return the flag of a settings field, such as --max-thing."""
     return "--" + name.replace("_", "-")
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a field."""
+    """Return the environment variable of a settings field, such as KVASIR_MAX_THING."""
     return PREFIX + name.upper()
 
 
-def is_secret(kind: type[BaseSettings], name: str) -> bool:
-    """Return True if a field has no flag and its value must not be shown."""
+def is_secret(kind: type[CommandSettings], name: str) -> bool:
+    """Return True if a settings field has no flag, because flags show in the list of processes."""
     return SecretStr in get_args(kind.model_fields[name].annotation)
 
 
@@ -140,10 +150,10 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message}; see {self.prog} --help")
 
 
-def _help_texts(kind: type[BaseSettings]) -> dict[str, str]:
-    """Return the docstring below each field. Only help pages need the docstrings, and reading source code is slow."""
+def _help_texts(kind: type[CommandSettings]) -> dict[str, str]:
+    """Return the docstring below each settings field, from the source code: too slow unless a help page is shown."""
     texts = {}
-    for owner in kind.__mro__[: kind.__mro__.index(BaseSettings)]:
+    for owner in kind.__mro__[: kind.__mro__.index(CommandSettings)]:
         (tree,) = ast.parse(inspect.getsource(owner)).body
         assert isinstance(tree, ast.ClassDef)
         for field, text in itertools.pairwise(tree.body):
@@ -151,40 +161,6 @@ def _help_texts(kind: type[BaseSettings]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
                     texts[name] = " ".join(words.split())
     return texts
-
-
-def _parser(
-    kind: type[BaseSettings], command: str, summary: str, epilog: str, help_texts: Mapping[str, str]
-) -> _Parser:
-    """Build the parser: one flag per field, by group."""
-    parser = _Parser(
-        prog=f"kvasir {command}",
-        description=summary,
-        epilog=epilog,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
-        usage=f"kvasir {command} [flags]",
-        allow_abbrev=False,
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for name, field in kind.model_fields.items():
-        extra = field.json_schema_extra
-        assert isinstance(extra, dict), f"{name} must be declared with `option`"
-        if is_secret(kind, name):
-            continue
-        title, default_text = str(extra["group"]), extra["default_text"]
-        is_needed = field.is_required() and not default_text
-        has_default = not is_needed and field.default is not False and field.default not in (None, ())
-        default = f" (default: {default_text or field.default})" if has_default else ""
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(
-            *(flag_of(flag) for flag in (name, FORMER_NAMES.get(name)) if flag),
-            dest=name,
-            default=argparse.SUPPRESS,
-            help=f"{help_texts[name] if help_texts else ''}{default}{' (required)' * is_needed}".replace("%", "%%"),
-            **_argument(field.annotation, default=field.default, metavar=extra["metavar"]),
-        )
-    return parser
 
 
 def _argument(annotation: Any, *, default: Any, metavar: object) -> dict[str, Any]:

@@ -1,12 +1,6 @@
-"""Settings of every command, read from command-line flags and environment variables.
+"""Settings of every command: from flags, else environment variables, else defaults.
 
-The docstring of each class heads the help page of its command.
-
-No other module reads the environment or arguments. A setting is one field. Its flag (`--max-num-running`), variable
-(`KVASIR_MAX_NUM_RUNNING`), default, bounds, help text and help group all come from that field. A flag takes precedence
-over the variable, and the variable over the default.
-
-This module does not import torch. The worker resolves "auto", because only the worker knows the device.
+The docstring of a settings class heads its help page. The worker process, which knows the device, resolves "auto".
 """
 
 import os
@@ -17,45 +11,40 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import ByteSize, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings
 
 from model.checkpoint.manifest import MANIFEST_FILE
 from model.config import ModelConfig
 from model.kernels.build import CACHE
-from service.config.flags import (
-    CONFIG,
-    FORMER_NAMES,
-    PREFIX,
-    AutoOrCount,
-    AutoOrSize,
-    Names,
-    OutputFile,
-    Paths,
-    Size,
-    Texts,
-    flag_of,
-    is_secret,
-    option,
-    parse_flags,
-    variable_of,
-)
+from service.config import flags
+from service.config.flags import AutoOrCount, AutoOrSize, CommandSettings, Names, OutputFile, Paths, Size, Texts, option
 from service.config.flags import SettingsError as SettingsError
 from service.config.validation_messages import EMPTY, reword
 
-Settings = TypeVar("Settings", bound=BaseSettings)
+Settings = TypeVar("Settings", bound=CommandSettings)
 CacheDtype = Literal["auto", "float16"]
 # Origin as browsers send it (https://fetch.spec.whatwg.org/#origin-header).
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
-# The shipped model is the default checkpoint.
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
-# Parent directory of `service`; the repository, if the package is installed in editable mode.
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
+# Environment variables of torch's libraries, set before torch is imported. A value of the environment takes precedence.
+LIBRARY_ENVIRONMENT = {
+    # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
+    # other. By default they spin, and one busy neighbour, such as the API process, then makes a step 100 times slower
+    # (540 ms instead of 6 ms; two threads on two cores).
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # A short spin comes before the sleep, since parallel regions within a step are microseconds apart. With the spin,
+    # throughput is 1.8 times as high on two idle cores, and 0.4 to 0.7 times beside a process that is always busy
+    # (docs/performance-log.md).
+    "GOMP_SPINCOUNT": "3000",
+    # oneDNN and PyTorch's bridge to it each cache kernels of 1,024 shapes, and every batch size is a new shape. 300
+    # batch sizes took 715 MB, and take 77 MB with this limit (five matrices of 9.3 million parameters, float32).
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
 
 
-class CheckpointSettings(BaseSettings):
+class CheckpointSettings(CommandSettings):
     """Settings of a command that reads a checkpoint."""
-
-    model_config = CONFIG
 
     checkpoint: Path = option(
         "model", default_text="checkpoints/kvasir-9m in the working directory, else beside the package"
@@ -290,12 +279,10 @@ class ExportTokenizerSettings(CheckpointSettings):
     """directory to write: a new or empty directory, or an earlier export"""
 
 
-class TrainSettings(BaseSettings):
+class TrainSettings(CommandSettings):
     """Train a model on your text, or by a recipe, and write its checkpoint, ready for `kvasir serve`. The run saves its
     state regularly; the same command resumes an interrupted run.
     """
-
-    model_config = CONFIG
 
     corpus: Paths = option("a text of your own", (), metavar="FILE")
     """training text: .txt, or .jsonl with a "text" field per line, either also .xz, or a directory of such files; may
@@ -379,13 +366,11 @@ class EvalSettings(CheckpointSettings):
         return value
 
 
-class ConvertSettings(BaseSettings):
+class ConvertSettings(CommandSettings):
     """Convert a checkpoint: nanoGPT's ckpt.pt to a Kvasir checkpoint, a Hugging Face directory of pickles to
     safetensors, or a Kvasir checkpoint to a Hugging Face directory. Code in a file is never run. The result is
     verified.
     """
-
-    model_config = CONFIG
 
     nanogpt: Path | None = option("source", None, metavar="FILE")
     """nanoGPT's ckpt.pt, to write a Kvasir checkpoint"""
@@ -407,57 +392,52 @@ class ConvertSettings(BaseSettings):
         return self
 
 
-_COMMANDS: tuple[type[BaseSettings], ...] = (
-    *(ServeSettings, GenerateSettings, TokenizeSettings, TrainSettings, InspectAttentionSettings, ConvertSettings),
-    *(ExportTokenizerSettings, EvalSettings),
-)
-
-
 def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, summary: str) -> Settings:
-    """Read the settings of one command from its arguments and the environment.
-
-    Raises:
-        SettingsError: a flag is unknown, or a value is unusable. The message is one line that names the flag.
-        SystemExit: `--help` was given.
-    """
-    given = parse_flags(kind, argv, command=command, summary=summary)
-    _warn_of_unknown_variables(command)
+    """Read the settings of a command from flags and environment. Raises SettingsError: a flag or value is wrong."""
+    given = flags.parse_flags(kind, argv, command=command, summary=summary)
+    for name in sorted(set(os.environ) - {flags.variable_of(name) for name in _field_names(flags.CommandSettings)}):
+        # An error would stop services in Kubernetes, which gives every pod KVASIR_SERVICE_HOST for a Service kvasir.
+        if name.startswith(flags.PREFIX):
+            print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)
+    variables = {name: variable for name in kind.model_fields if (variable := _given_variable(name)) is not None}
+    values = {name: os.environ[variable] for name, variable in variables.items()} | given
     default = None
-    if (
-        "checkpoint" in kind.model_fields
-        and "checkpoint" not in given
-        and not os.environ.get(variable_of("checkpoint"))
-    ):
-        default = find_default_checkpoint()
+    if "checkpoint" in kind.model_fields and "checkpoint" not in values:
+        default = values["checkpoint"] = find_default_checkpoint()
     try:
-        former = {name: os.environ[variable] for name in kind.model_fields if (variable := _former_variable(name))}
-        settings = kind(**{**former, **given, **({"checkpoint": str(default)} if default else {})})
+        settings = kind(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
-        raise SettingsError(_first_problem(kind, given, error)) from None
+        sources = variables | {name: flags.flag_of(name) for name in given}
+        raise SettingsError(_first_problem(kind, sources, error)) from None
     if default is not None:
         print(f"kvasir {command}: no --checkpoint given; using the shipped model, {default}", file=sys.stderr)
     return settings
 
 
-def _former_variable(name: str) -> str | None:
-    """Return the variable of a field's former name, if it has a value and the field's present variable has none."""
-    former = variable_of(FORMER_NAMES[name]) if name in FORMER_NAMES else ""
-    return former if os.environ.get(former) and not os.environ.get(variable_of(name)) else None
+def _field_names(kind: type[CommandSettings]) -> set[str]:
+    """Return the present and former field names of a settings class and its subclasses."""
+    names = {name for each in kind.__subclasses__() for name in _field_names(each)}
+    return {*kind.model_fields, *flags.FORMER_NAMES.values(), *names}
 
 
-def _first_problem(kind: type[BaseSettings], given: Mapping[str, Any], error: ValidationError) -> str:
+def _given_variable(name: str) -> str | None:
+    """Return the environment variable that sets a field, under the field's present or former name; None if unset."""
+    variables = [flags.variable_of(each) for each in (name, flags.FORMER_NAMES.get(name)) if each is not None]
+    return next(filter(os.environ.get, variables), None)
+
+
+def _first_problem(kind: type[CommandSettings], sources: Mapping[str, str], error: ValidationError) -> str:
     """Return one line: the flag or variable of the first invalid field, and the problem."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
         return first["msg"].removeprefix("Value error, ")
     name = str(first["loc"][0])
-    flag, variable = flag_of(name), variable_of(name)
-    source = flag if name in given else next(filter(os.environ.get, [variable]), _former_variable(name) or flag)
+    source = sources.get(name, flags.flag_of(name))
     if first["type"] == "missing":
-        return f"{source} is needed (or {variable})"
+        return f"{source} is needed (or {flags.variable_of(name)})"
     is_union = kind.model_fields[name].annotation == AutoOrCount
     problem = "must be auto or at least 1" if is_union else reword(first["type"], first["msg"])
-    if problem == EMPTY or is_secret(kind, name):
+    if problem == EMPTY or flags.is_secret(kind, name):
         return f"{source}: {problem}"
     value = ", ".join(map(str, first["input"])) if isinstance(first["input"], list) else first["input"]
     return f"{source}: {problem}, not {value!r}"
@@ -469,12 +449,8 @@ def find_default_checkpoint() -> Path | None:
     return next((path for path in places if (path / MANIFEST_FILE).is_file()), None)
 
 
-def effective_values(settings: BaseSettings, found: Mapping[str, object]) -> Iterable[str]:
-    """Return one line per setting: its name and the value in force.
-
-    Args:
-        found: resolved values of "auto" and None, and further facts, by name.
-    """
+def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> Iterable[str]:
+    """Return a line per setting with the value in force. `found`: values of "auto" and None, and further facts."""
     values = {**dict(settings), **found}
     values = {name: value.human_readable() if isinstance(value, ByteSize) else value for name, value in values.items()}
     width = max(map(len, values))
@@ -482,30 +458,9 @@ def effective_values(settings: BaseSettings, found: Mapping[str, object]) -> Ite
 
 
 def context_length(settings: ModelSettings, config: ModelConfig) -> int:
-    """Return the maximum tokens of prompt and completion together: the setting, or all positions of the model.
-
-    Raises:
-        SettingsError: the setting is over the positions of the model.
-    """
+    """Return the maximum tokens of prompt and completion together: the setting, or all positions of the model."""
     wanted, available = settings.max_context_length, config.max_context_length
-    if wanted == "auto":
-        return available
-    if wanted > available:
-        raise SettingsError(
-            f"--max-context-length {wanted} is over the {available} positions of the model; "
-            f"ask for at most {available}, or leave it at auto"
-        )
-    return wanted
-
-
-def _warn_of_unknown_variables(command: str) -> None:
-    """Warn of variables with the prefix that are not settings.
-
-    This is no error, because orchestrators set such variables: Kubernetes gives every pod KVASIR_SERVICE_HOST for a
-    Service named kvasir.
-    """
-    names = {name for kind in _COMMANDS for name in kind.model_fields} | {*FORMER_NAMES.values()}
-    known = {variable_of(name) for name in names}
-    for name in sorted(set(os.environ) - known):
-        if name.startswith(PREFIX):
-            print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)
+    if wanted != "auto" and wanted > available:
+        advice = f"ask for at most {available}, or leave it at auto"
+        raise SettingsError(f"--max-context-length {wanted} is over the {available} positions of the model; {advice}")
+    return available if wanted == "auto" else wanted

@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Container
 
-# Messages by pydantic's error type (https://docs.pydantic.dev/latest/errors/validation_errors/). Other types keep
-# pydantic's message.
+# By pydantic's error type (https://docs.pydantic.dev/latest/errors/validation_errors/). Others keep pydantic's message.
 _WORDS = {
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
@@ -23,12 +22,7 @@ EMPTY = "must not be empty"
 
 
 def reword(kind: str, message: str) -> str:
-    """Return a message that follows a field's name, such as "must be a whole number".
-
-    Args:
-        kind: `type` of pydantic's error.
-        message: `msg` of pydantic's error.
-    """
+    """Return the `type` and `msg` of pydantic's error as a message such as "must be a whole number"."""
     if kind in ("string_too_short", "too_short") and " at least 1 " in message:
         return EMPTY
     message = message.removeprefix("Value error, ")
@@ -36,6 +30,5 @@ def reword(kind: str, message: str) -> str:
 
 
 def unknown_field(fields: Container[str], body: bytes) -> str | None:
-    """Return the first unknown name of a JSON object, since a misspelt name explains a missing field; None if all are
-    known."""
+    """Return the first unknown field of a JSON object, since a misspelt name explains a missing field; else None."""
     return next((name[:100] for name in json.loads(body) if name not in fields), None)

@@ -12,20 +12,14 @@ from service.config.settings import ServeSettings, SettingsError
 # The characters of a key are valid after "Bearer" in a header, and those of a name are safe in a log line.
 _LINE = re.compile(r"(?P<name>[\w.@-]{1,64})(?:\s*:\s*|\s+)(?P<key>[!-~]+)(?:\s+#.*)?")
 _KEY = re.compile(r"[!-~]+")
-_COMMENT = "#"
-# Name of the key in KVASIR_API_KEY.
-DEFAULT_NAME = "default"
+DEFAULT_NAME = "default"  # of the key in KVASIR_API_KEY
 # 16 characters of base64 are 96 bits: at a million guesses per second, finding a key takes 10^15 years.
 _SHORT_KEY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """API keys of a server, by name.
-
-    digests: SHA-256 of each key. The keys themselves are not kept.
-    warnings: security problems of the keys, one line each, without a key in it.
-    """
+    """API keys of a server: the SHA-256 digest of each key by name, and warnings about weak or readable keys."""
 
     digests: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -37,24 +31,14 @@ class ApiKeys:
         return ", ".join(self.digests) or "none: this server accepts requests without an API key"
 
     def name_of(self, key: bytes) -> str | None:
-        """Return the name of a key; None if the key is unknown.
-
-        The time does not depend on the key: every digest is compared, each in constant time.
-        """
+        """Return the name of an API key; None if the key is unknown. The time does not depend on the key."""
         presented = hashlib.sha256(key).digest()
-        found = None
-        for name, digest in self.digests.items():
-            if hmac.compare_digest(presented, digest):
-                found = name
-        return found
+        matches = [name for name, digest in self.digests.items() if hmac.compare_digest(presented, digest)]
+        return matches[0] if matches else None
 
 
 def read_api_keys(settings: ServeSettings) -> ApiKeys:
-    """Return the keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together.
-
-    Raises:
-        SettingsError: a source cannot be read or holds no key, an entry is malformed, or a name or key occurs twice.
-    """
+    """Return the API keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together."""
     found: list[tuple[str, str]] = []
     warnings: list[str] = []
     if (path := settings.api_keys_file) is not None:
@@ -77,8 +61,7 @@ def read_api_keys(settings: ServeSettings) -> ApiKeys:
     digests: dict[str, bytes] = {}
     for name, key in found:
         if len(key) < _SHORT_KEY:
-            short = f"the API key of {name} has under {_SHORT_KEY} characters and may be guessed; use a longer key"
-            warnings.append(short)
+            warnings.append(f"the API key of {name} has under {_SHORT_KEY} characters; use a longer key")
         if name in digests:
             raise SettingsError(f"two API keys are called {name}; rename one of them")
         digest = hashlib.sha256(key.encode()).digest()
@@ -89,11 +72,11 @@ def read_api_keys(settings: ServeSettings) -> ApiKeys:
 
 
 def _parse(lines: list[str], source: str) -> list[tuple[str, str]]:
-    """Return names and keys. An error message never quotes a malformed line, since the line may contain a key."""
+    """Return names and API keys. An error never quotes a malformed line, since the line may contain a key."""
     found = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
-        if not text or text.startswith(_COMMENT):
+        if not text or text.startswith("#"):
             continue
         matched = _LINE.fullmatch(text)
         if matched is None:
@@ -103,5 +86,5 @@ def _parse(lines: list[str], source: str) -> list[tuple[str, str]]:
             )
         found.append((matched["name"], matched["key"]))
     if not found:
-        raise SettingsError(f"{source}: holds no key; write one NAME: KEY a line")
+        raise SettingsError(f"{source}: contains no API key; write one NAME: KEY per line")
     return found

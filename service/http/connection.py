@@ -1,17 +1,7 @@
-"""HTTP/1.1 protocol of a connection: uvicorn's httptools protocol with limits on size and time.
+"""HTTP/1.1 protocol of a client connection: uvicorn's httptools protocol with limits on size, time and connections.
 
-uvicorn itself waits for a slow client without a limit. The limits here:
-- size of a request's head (the request line and the header fields)
-- time in which a client must send its request and read its response
-- bytes that a client may send ahead of the response
-- number of connections
-
-A rejected request gets an error in this API's format, after the responses to the requests before it. Then the
-connection is closed.
-
-Pipelined requests are served in order, without a limit on their number. Bytes after a complete request are parsed only
-after its response, and read only up to `MAX_AHEAD_BYTES`. A client that closes its sending side gets the responses to
-all complete requests; see `HalfCloseProbe`.
+Pipelined requests are served in order: bytes after a complete request are parsed only after its response. A rejected
+request gets its error after the responses to earlier requests, and the connection is closed.
 """
 
 import asyncio
@@ -47,25 +37,20 @@ _MIN_CONNECTIONS: Final = 16
 # nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 100
-_HEAD_TOO_LARGE: Final = (
-    f"the request's header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
-)
+_HEAD_TOO_LARGE: Final = f"the header fields are over the limit of {MAX_HEADERS} fields or {MAX_HEAD_BYTES} bytes"
 # Unparsed bytes of a connection at which reading pauses. While reading is paused, a disconnect goes unnoticed.
 MAX_AHEAD_BYTES: Final = 64 * 1024
 # Bytes parsed at a time. The shortest request has 18 bytes, so at most 57 requests are parsed before a response.
 _PARSED_BYTES: Final = 1024
-# Slowest accepted upload of a body: these bytes add one second to the time limit.
-MIN_BODY_BYTES_PER_SECOND: Final = 10_000
+MIN_BODY_BYTES_PER_SECOND: Final = 10_000  # slowest accepted upload of a body
 # Limit of chunked framing (chunk sizes, trailer fields): this factor times the body, plus `MAX_HEAD_BYTES`.
 MAX_FRAMING_RATIO: Final = 8
 # Fields that may occur only once. Of two values, a proxy in front may have used the other one.
 _SINGLE: Final = frozenset(
     {b"host", b"content-encoding", b"idempotency-key", b"last-event-id", TIMEOUT_HEADER.encode()}
 )
-# Bytes of the response that a slow client must read within each time limit.
-MIN_READ_BYTES: Final = 16 * 1024
-# Beginning of every response, whatever its status.
-_BEGINNING: Final = b"HTTP/1.1 "
+MIN_READ_BYTES: Final = 16 * 1024  # of the response, which a slow client must read within each time limit
+_BEGINNING: Final = b"HTTP/1.1 "  # of every response, whatever its status
 # Pause after the first probe byte, longer than a round trip within a network. Each further pause is four times as long,
 # so the nine bytes of the beginning last 219 s.
 _FIRST_PAUSE_SECONDS: Final = 0.01
@@ -75,26 +60,17 @@ _BODY_EXTENSION: Final = "kvasir.chunked_body"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """Limits of the connections.
+    """Limits of the client connections of the server."""
 
-    max_connections: limit over all clients. A new connection above it closes the longest-idle connection.
-    client_seconds: time limit for a request's head, for its body (plus 1 s per 10 kB of body), and for each 16 KiB that
-        a slow client reads.
-    max_body_bytes: size above which a body gets no additional time.
-    """
-
-    max_connections: int = 1024
-    client_seconds: float = 30.0
-    max_body_bytes: int = 2 * 2**20
+    max_connections: int = 1024  # a further connection closes the longest-idle connection
+    client_seconds: float = 30.0  # time limit for a head, a body (plus 1 s per 10 kB), each 16 KiB of a response
+    max_body_bytes: int = 2 * 2**20  # above this size, a body gets no additional time
 
 
 def limit_connections(wanted: int) -> int:
-    """Return `wanted`, or fewer connections if the limit of open files is too low. Raises the soft limit if allowed.
+    """Raise the soft limit of open files for `wanted` connections; return the number of connections that it allows.
 
     A process at its limit of open files is woken for each pending connection again and again, and does little else.
-
-    Raises:
-        SettingsError: the limit of open files is too low for any connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + RESERVED_FILES
@@ -114,17 +90,15 @@ def limit_connections(wanted: int) -> int:
     return number
 
 
+@dataclass(frozen=True, slots=True)
 class ChunkedBody:
     """Streaming response body for direct writes that bypass ASGI's `send`, in chunked encoding (RFC 9112, 7.1).
 
     With `send`, each token of a stream wakes a task and passes through about 20 coroutines of routes and middleware,
-    which doubles the cost of a token. The middleware inspects only the head of a response, which `send` sends.
+    which doubles the cost of a token.
     """
 
-    __slots__ = ("_cycle",)
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+    _cycle: RequestResponseCycle
 
     @property
     def is_writable(self) -> bool:
@@ -140,7 +114,7 @@ class ChunkedBody:
 
 
 def chunked_body(scope: Scope) -> ChunkedBody | None:
-    """Return the body for direct writes; None from other servers, and for buffered responses."""
+    """Return the response body for direct writes; None from other servers, and for buffered responses."""
     body: ChunkedBody | None = scope.get("extensions", {}).get(_BODY_EXTENSION)
     return body
 
@@ -149,12 +123,8 @@ class HalfCloseProbe(asyncio.Transport):
     """Transport of a response that has not begun: sends the first bytes of the response early, one at a time.
 
     A client that closes only its sending side (`nc -N`) waits for the response (RFC 9112, 9.6). A client that closes
-    the whole connection does not. TCP sends the same FIN for both. Only data shows the difference: the host of a closed
-    connection answers data with a reset, and the next write fails. Two bytes detect a closed connection. Four bytes
-    detect one behind a TCP proxy that forwards half closes.
-
-    Args:
-        cycle: the request and its response. The cycle uses this transport until the response begins.
+    the whole connection does not, but TCP sends the same FIN for both. The host of a closed connection answers data
+    with a reset, and the next write fails. Two bytes detect a closed connection, four bytes one behind a TCP proxy.
     """
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
@@ -180,7 +150,6 @@ class HalfCloseProbe(asyncio.Transport):
         return self._transport.is_closing()
 
     def stop(self) -> None:
-        """Stop sending bytes early."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -202,32 +171,19 @@ class _HeldFlow(FlowControl):
             super().resume_reading()
 
     def hold(self, is_held: bool) -> None:
-        """Pause reading, or resume reading after a hold."""
-        if is_held != self.is_held:
-            self.is_held = is_held
-            if is_held:
-                self.pause_reading()
-            else:
-                self.resume_reading()
+        was_held, self.is_held = self.is_held, is_held
+        if is_held:
+            self.pause_reading()
+        elif was_held:
+            self.resume_reading()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol for one connection, with limits.
+    """uvicorn's protocol of one client connection, with limits. `count` gets the error of each rejected request."""
 
-    Args:
-        limits: the limits; None for the defaults.
-        count: called with the error of each request that is rejected here.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        limits: ConnectionLimits | None = None,
-        count: Callable[[ApiError], None] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, count: Callable[[ApiError], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._limits = ConnectionLimits() if limits is None else limits
+        self._limits = limits
         self._count = count
         self._is_in_head = self._is_in_body = False  # part of the request that is being received
         self._num_head_bytes = 0  # received of an incomplete head
@@ -246,19 +202,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Handle a new connection; reject it if all connections are busy."""
+        """Handle a new connection; reject the connection if all others are busy."""
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
         self._waiting_since = self.loop.time()
         if len(self.connections) > self._limits.max_connections and not self._make_room():
-            number = self._limits.max_connections
-            self._refuse(
-                TooManyConnections(f"all {number} connections are in use; try again later", retry_after_seconds=1.0)
-            )
+            message = f"all {self._limits.max_connections} connections are in use; try again later"
+            self._refuse(TooManyConnections(message, retry_after_seconds=1.0))
         self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the end of the connection: disconnect all its requests, not only the last one as uvicorn does."""
+        """Disconnect all requests of an ended connection. uvicorn disconnects only the last request."""
         if self._check is not None:
             self._check.cancel()
         if self._probe is not None:
@@ -270,7 +224,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Handle bytes of the client. Bytes after a rejected request are dropped."""
+        """Parse bytes of the client. Bytes after a rejected request are dropped."""
         self._unset_keepalive_if_required()
         if self.transport.is_closing() or self._due is not None:
             return
@@ -284,7 +238,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return not self.transport.is_closing()
 
     def on_response_complete(self) -> None:
-        """Handle the end of a response: start the next request."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -296,7 +249,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse up to the end of a request. Parsing continues after its response."""
         while self._unparsed and not (self.is_busy or self.transport.is_closing()):
             # A body is parsed only up to its end, so that the next request waits for the response.
             num_bytes = self._num_missing_bytes if self._num_missing_bytes > 0 else _PARSED_BYTES
@@ -317,7 +269,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.hold(len(self._unparsed) > MAX_AHEAD_BYTES)
 
     def _end_requests(self) -> None:
-        """Handle the end of input: close after the last complete request, and probe if the client still reads."""
+        """Close the connection after the last complete request of a half-closed client; probe the client."""
         if not (self._unparsed or self.transport.is_closing()):
             self._drop_incomplete()
             if not self.is_busy:
@@ -330,7 +282,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._probe = HalfCloseProbe(cycle, self.loop)
 
     def _drop_incomplete(self) -> None:
-        """Drop the request that is being received, if earlier requests have no response yet."""
+        """Drop the request that is being received, behind earlier requests without a response."""
         self._is_in_head = self._is_in_body = False
         self._waiting_since = None
         if self.pipeline and self.pipeline[0][0].more_body:
@@ -367,12 +319,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._waiting_since = self.loop.time()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle a header field. Trailer fields are dropped, because they must not be mistaken for header fields."""
+        """Store a header field. Trailer fields are dropped, since a route would take a trailer field for a header."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Handle the end of the head. An exception raised here ends the parsing."""
+        """Check the head of a request and begin the request. An exception raised here ends the parsing."""
         self._is_in_head, self._is_in_body, self._has_passed_head = False, True, True
         self._num_body_bytes, self._num_framed_bytes, self._waiting_since = 0, 0, self.loop.time()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -386,7 +338,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise ValueError("the body has an unsupported transfer encoding")
         names = [name for name, _ in self.headers]
         if len(set(names)) < len(names) and (twice := min((n for n in _SINGLE if names.count(n) > 1), default=b"")):
-            self._refusal = InvalidRequest(f"{twice.decode()} came twice; send it once", param=twice.decode())
+            name = twice.decode()
+            self._refusal = InvalidRequest(f"the header {name} occurs twice; send one value", param=name)
             raise ValueError("a header field occurs twice")
         if self._offers_another_protocol():
             return
@@ -424,8 +377,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Reject the request that is being received, after the responses to earlier requests, and close."""
         if self._due is not None:
             return
-        if self._count is not None:
-            self._count(error)
+        self._count(error)
         unanswered = self._unanswered()
         is_one_incomplete = bool(unanswered) and unanswered[-1].more_body
         if len(unanswered) > is_one_incomplete:
@@ -446,12 +398,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _make_room(self) -> bool:
-        """Close the connection that is idle for longest. Returns False if every other client waits for a response."""
+        """Close the longest-idle connection. Return False if all other clients wait for a response."""
         others = (each for each in self.connections if isinstance(each, BoundedHttpProtocol) and each is not self)
         idle = [each for each in others if not each.is_busy]
         if not idle:
             return False
-        longest = min(idle, key=lambda each: each.idle_since)
+        longest = min(idle, key=lambda each: each._waiting_since or 0.0)
         self.connections.discard(longest)
         longest.transport.abort()
         return True
@@ -461,13 +413,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """True if the client has sent a complete request and waits for the response."""
         return any(not cycle.more_body for cycle in self._unanswered())
 
-    @property
-    def idle_since(self) -> float:
-        """Time since which the connection waits for the client to send; 0 between two requests."""
-        return self._waiting_since or 0.0
-
     def _check_client(self) -> None:
-        """Close the connection, or reject its request, if the client is over a time limit. Runs periodically."""
+        """Close the connection or reject its request if the client is over a time limit. Runs periodically."""
         now = self.loop.time()
         if self._is_stuck(now):
             self.transport.abort()
@@ -480,7 +427,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def _is_late(self, now: float) -> bool:
-        """Return True if the client has used up its time to send."""
         if self._waiting_since is None:
             return False
         if self.flow.read_paused or self._unparsed:  # the server makes the client wait
@@ -489,10 +435,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return now - self._waiting_since > self._limits.client_seconds + num_bytes / MIN_BODY_BYTES_PER_SECOND
 
     def _is_stuck(self, now: float) -> bool:
-        """Return True if the client has used up its time to read.
-
-        The time runs while unsent bytes block the writer or remain after the last response.
-        """
+        """Return True if the client has used up its time to read the unsent bytes of a response."""
         num_bytes = self.transport.get_write_buffer_size()
         if not num_bytes or not (self.flow.write_paused or self.transport.is_closing() or not self._unanswered()):
             self._behind = None
@@ -503,10 +446,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
-    """Adapt the response to HTTP/1.0: no chunked encoding, no 100 Continue (RFC 9112, 6.1; RFC 9110, 10.1.1).
+    """Adapt a response to HTTP/1.0: no chunked encoding, no 100 Continue (RFC 9112, 6.1; RFC 9110, 10.1.1).
 
-    A response without Content-Length ends with the connection. uvicorn closes the connection after
-    every response to HTTP/1.0.
+    A response without Content-Length ends with the connection, which uvicorn closes after each HTTP/1.0 response.
     """
     cycle.waiting_for_100_continue = False
     send, is_of_known_length = cycle.send, False

@@ -1,9 +1,10 @@
-"""ASGI middleware around the routes: request ids, CORS, API keys, load shedding."""
+"""ASGI middleware around the routes: request ids, CORS, authentication and load shedding."""
 
 import logging
 import re
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.datastructures import MutableHeaders
@@ -19,11 +20,9 @@ logger = logging.getLogger(__name__)
 
 # The playground, where the user types an API key, and the OpenAPI document. Neither contains a secret.
 ALWAYS_OPEN: Final = frozenset({"/", "/playground", "/openapi.json"})
-# Attribute of `request.state` with the name of the API key that the request was authenticated by.
-KEY_NAME: Final = "api_key_name"
+KEY_NAME: Final = "api_key_name"  # attribute of `request.state`: the name of the request's API key
 REQUEST_ID: Final = "x-request-id"
-# Request ids that are safe to echo into a header and a log line.
-_SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # safe to echo into a header and a log line
 # Response headers that scripts of allowed origins may read: the request id for support, and the retry hints.
 _EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry", "idempotent-replayed")
 # Routes whose requests wait for the engine.
@@ -38,17 +37,16 @@ def middlewares(
     count: Callable[[ApiError], None],
     reject_from_headers: Callable[[Scope], None] = lambda scope: None,
 ) -> list[tuple[type, dict[str, Any]]]:
-    """Return the middleware around the routes, innermost first: load shedding, API keys, CORS, request id.
+    """Return the middleware around the routes, innermost first: early rejection, CORS, request id.
 
-    In this order every rejection has a request id, and a script of an allowed origin can read the rejection.
-
-    Args:
-        count: receives the error of each rejection.
-        reject_from_headers: see `LoadShedding`.
+    In this order every rejection has a request id, and a script of an allowed origin can read the rejection. `count`
+    gets the error of each rejection.
     """
-    around: list[tuple[type, dict[str, Any]]] = [(LoadShedding, {"reject": reject_from_headers, "count": count})]
-    if keys:
-        around.append((Authentication, {"keys": keys, "open_paths": _open_paths(settings), "count": count}))
+    # A path that does not exist needs an API key too.
+    open_paths = ALWAYS_OPEN | ({"/health", "/ready"} if settings.open_probes else set())
+    open_paths |= {"/metrics"} if settings.open_metrics else set()
+    checks = {"keys": keys, "open_paths": open_paths, "reject": reject_from_headers, "count": count}
+    around: list[tuple[type, dict[str, Any]]] = [(EarlyRejection, checks)]
     if settings.cors_origins:
         cors = {
             "allow_origins": settings.cors_origins,
@@ -62,14 +60,8 @@ def middlewares(
     return [*around, (RequestId, {})]
 
 
-def _open_paths(settings: ServeSettings) -> frozenset[str]:
-    """Return the paths that need no API key. Every other path needs an API key, unknown paths included."""
-    probes = {"/health", "/ready"} if settings.open_probes else set()
-    return ALWAYS_OPEN | probes | ({"/metrics"} if settings.open_metrics else set())
-
-
 class RequestId:
-    """ASGI middleware: put an `x-request-id` on every response, the client's or, if missing or unsafe, a new one."""
+    """ASGI middleware: put an `x-request-id` on every response: the client's id, or a new id if it is unsafe."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -89,92 +81,65 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
-class Authentication:
-    """ASGI middleware: reject requests without a known API key; store the key's name in the request's state.
+@dataclass(frozen=True, slots=True)
+class EarlyRejection:
+    """ASGI middleware: reject requests without a known API key, and, by their headers, requests to a full server.
 
-    Args:
-        open_paths: paths that need no key.
-        count: receives the error of each rejection.
+    A rejection by a route, with its checks and error handlers, costs over twice as much CPU time. Requests that cannot
+    be judged by their headers pass, and their routes decide.
+
+    reject: raises an `ApiError` if no request with these headers would be admitted, unless its body sets `timeout`.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str], count: Callable[[ApiError], None]
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._open_paths = open_paths
-        self._count = count
+    app: ASGIApp
+    keys: ApiKeys
+    open_paths: frozenset[str]
+    reject: Callable[[Scope], None]
+    count: Callable[[ApiError], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in self._open_paths:
-            await self._app(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
             return
-        try:
-            name = self._key_name(scope)
-        except Unauthorized as error:
-            self._count(error)
-            await error_response(error)(scope, receive, send)
-            return
-        # The raw path, since a decoded path may contain line breaks, which would forge log lines.
-        path = scope["raw_path"].decode("ascii", "replace")
-        logger.debug("%s %s: API key %s", scope["method"], path, name)
-        scope.setdefault("state", {})[KEY_NAME] = name
-        await self._app(scope, receive, send)
-
-    def _key_name(self, scope: Scope) -> str:
-        """Return the name of the request's API key.
-
-        Raises:
-            Unauthorized: the request has no API key, or an unknown one.
-        """
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = given[0].strip().partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        if scheme.lower() != b"bearer" or not key.strip():
-            raise Unauthorized("this server requires an API key; send it as Authorization: Bearer KEY")
-        name = self._keys.name_of(key.strip())
-        if name is None:
-            # litellm raises BadRequestError for a 401 unless the message begins as OpenAI's does.
-            raise Unauthorized("Incorrect API key provided: this server does not know it")
-        return name
-
-
-class LoadShedding:
-    """ASGI middleware: reject requests by their headers while the server is full.
-
-    Of four requests to a full server, three are rejected. A rejection by a route, with its checks and error handlers,
-    costs over twice as much CPU time. Requests that cannot be judged by their headers pass, and their routes decide.
-
-    Args:
-        reject: raises an `ApiError` if no request with these headers would be admitted, whatever its body. A body that
-            sets `timeout` is the exception, and is never passed to `reject`.
-        count: receives the error of each rejection.
-    """
-
-    def __init__(self, app: ASGIApp, *, reject: Callable[[Scope], None], count: Callable[[ApiError], None]) -> None:
-        self._app = app
-        self._reject = reject
-        self._count = count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SHED_ROUTES:
-            await self._app(scope, receive, send)
-            return
-        unread = []
-        if not any(
-            name in _UNSHED_HEADERS or (name == b"accept" and value.strip().lower() == b"text/event-stream")
-            for name, value in scope["headers"]
-        ):
-            first = await receive()
-            if first["type"] == "http.request" and not first.get("more_body") and b'"timeout"' not in first["body"]:
-                try:
-                    self._reject(scope)
-                except ApiError as error:
-                    self._count(error)
-                    await error_response(error)(scope, receive, send)
-                    return
-            unread.append(first)
+        unread: list[Message] = []
 
         async def receive_again() -> Message:
             return unread.pop() if unread else await receive()
 
-        await self._app(scope, receive_again, send)
+        try:
+            if self.keys and scope["path"] not in self.open_paths:
+                self._authenticate(scope)
+            if _waits_for_the_engine(scope):
+                unread.append(first := await receive())
+                if first["type"] == "http.request" and not first.get("more_body") and b'"timeout"' not in first["body"]:
+                    self.reject(scope)
+        except ApiError as error:
+            self.count(error)
+            await error_response(error)(scope, receive, send)
+            return
+        await self.app(scope, receive_again, send)
+
+    def _authenticate(self, scope: Scope) -> None:
+        """Store the name of the request's API key in the request's state. Raises Unauthorized: no key, or unknown."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = given[0].strip().partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if scheme.lower() != b"bearer" or not key.strip():
+            raise Unauthorized("this server requires an API key; send it as Authorization: Bearer KEY")
+        name = self.keys.name_of(key.strip())
+        if name is None:
+            # litellm raises BadRequestError for a 401 unless the message begins as OpenAI's does.
+            raise Unauthorized("Incorrect API key provided: this server does not know it")
+        # The raw path, since a decoded path may contain line breaks, which would forge log lines.
+        path = scope["raw_path"].decode("ascii", "replace")
+        logger.debug("%s %s: API key %s", scope["method"], path, name)
+        scope.setdefault("state", {})[KEY_NAME] = name
+
+
+def _waits_for_the_engine(scope: Scope) -> bool:
+    """Return True if the engine must compute the response to a request, as far as the headers tell."""
+    if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SHED_ROUTES:
+        return False
+    return not any(
+        name in _UNSHED_HEADERS or (name == b"accept" and value.strip().lower() == b"text/event-stream")
+        for name, value in scope["headers"]
+    )

@@ -1,4 +1,4 @@
-"""HTTP request handling common to all routes: body limits, JSON responses, errors in OpenAI's format."""
+"""HTTP request handling of all routes: body limits, JSON responses, errors in OpenAI's format."""
 
 import re
 from collections.abc import Callable
@@ -28,14 +28,7 @@ TIMEOUT_HEADER = "x-request-timeout"
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """Read the request's body.
-
-    Raises:
-        BodyTooLarge: the body or its Content-Length is over `max_bytes`.
-        UnsupportedEncoding: the body is compressed. Its uncompressed size would need a limit of its own.
-        InvalidRequest: Content-Length is not a number, or the body holds too many lists and objects.
-        ClientDisconnect: the client disconnected before the end of the body.
-    """
+    """Read the body of a request. Raises an `ApiError` for an unusable body, ClientDisconnect for an incomplete one."""
     too_large = BodyTooLarge(f"the body is over the limit of {max_bytes} bytes")
     if (encoding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
         raise UnsupportedEncoding(f"Content-Encoding {encoding[:50]!r} is not supported; send the body uncompressed")
@@ -59,50 +52,43 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client of a request has disconnected."""
+    """Wait until the client of a request has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a response with `value` as its JSON body."""
+    """Return an HTTP response with `value` as its JSON body."""
     return Response(encode(value), status, headers, "application/json")
 
 
 def error_response(error: ApiError) -> Response:
-    """Return an error in OpenAI's format."""
+    """Return an HTTP response for an error, in OpenAI's format."""
     return json_response(error.body(), error.status, error.headers())
 
 
 def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> None:
-    """Install handlers that count every error and send it in OpenAI's format, unknown routes and bugs included."""
+    """Count every error of the app and send the error in OpenAI's format, unknown routes and bugs included."""
 
-    async def api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        count(error)
-        return error_response(error)
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        route = f"{request.method} {request.url.path[:200]}"
-        if error.status_code == 404:
-            return await api_error(request, RouteNotFound(f"{route}: there is no such route; see /openapi.json"))
-        if error.status_code != 405:
-            return await api_error(request, InvalidRequest(str(error.detail)))
-        message = f"{route}: this method is not allowed; use a method of the Allow header"
-        response = await api_error(request, MethodNotAllowed(message))
-        # Several routes may share a path, each with its own methods.
-        routes = [r for r in app.routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]
-        response.headers["allow"] = ", ".join(sorted({method for r in routes for method in r.methods or ()}))
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)  # never sent: the client has disconnected
+        reported = error if isinstance(error, ApiError) else ApiError("internal error")
+        if isinstance(error, HTTPException):
+            route = f"{request.method} {request.url.path[:200]}"
+            if error.status_code == 404:
+                reported = RouteNotFound(f"{route}: there is no such route; see /openapi.json")
+            elif error.status_code == 405:
+                reported = MethodNotAllowed(f"{route}: this method is not allowed; use a method of the Allow header")
+            else:
+                reported = InvalidRequest(str(error.detail))
+        count(reported)
+        response = error_response(reported)
+        if isinstance(reported, MethodNotAllowed):
+            # Several routes may share a path, each with its own methods.
+            routes = [r for r in app.routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]
+            response.headers["allow"] = ", ".join(sorted({method for r in routes for method in r.methods or ()}))
         return response
 
-    async def client_left(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # never sent: the client has disconnected
-
-    async def internal_error(request: Request, error: Exception) -> Response:
-        return await api_error(request, ApiError("internal error"))
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(ClientDisconnect, client_left)
-    app.add_exception_handler(Exception, internal_error)
+    for kind in (ApiError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, handle)

@@ -1,17 +1,16 @@
-"""Engine client of the API process: all unfinished requests, their submitted work and their results so far.
+"""Engine client of the API process: unfinished requests, which survive the death of the worker process.
 
-Unfinished requests survive the death of a worker. A new worker sends `WorkerReady` and gets all unfinished work again,
-with the tokens that were already received.
+A new worker sends `WorkerReady` and gets all unfinished requests again, with the tokens that were already received.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from service.admission.controller import Admission
 from service.ipc.messages import (
     NON_FINITE,
-    AttentionResult,
     Cancel,
     Command,
     EngineIdle,
@@ -35,43 +34,20 @@ Inflight: TypeAlias = InflightRequest | InflightQuery
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class EngineClient:
-    """Owner of the inflight requests and attention queries. One thread: the API process' event loop.
+    """Owner of the inflight requests and attention queries. Admission does not count queries."""
 
-    A query is handled as a request with one choice, except that admission does not count queries.
-
-    Args:
-        send: sends commands to the worker, in order.
-        admission: limits the inflight requests.
-        on_worker_ready: called with the `WorkerReady` of each new worker, before requests are resubmitted.
-        on_engine: called with the statistics of each step, and when the engine has no work left.
-        on_replay: called per request with the outcome of its resubmission: "resubmitted" or "gave_up".
-        on_late: called with the number of tokens that arrived for a cancelled sequence.
-        on_count: called with the number of unfinished requests when the number changes.
-    """
-
-    def __init__(
-        self,
-        *,
-        send: Callable[[Sequence[Command]], None],
-        admission: Admission,
-        on_worker_ready: Callable[[WorkerReady], None],
-        on_engine: Callable[[StepStats | EngineIdle], None],
-        on_replay: Callable[[str], None],
-        on_late: Callable[[int], None],
-        on_count: Callable[[int], None],
-    ) -> None:
-        self._send = send
-        self._admission = admission
-        self._on_worker_ready = on_worker_ready
-        self._on_engine = on_engine
-        self._on_replay = on_replay
-        self._on_late = on_late
-        self._on_count = on_count
-        # Unfinished choices by uid, each with its request.
-        self._choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = {}
-        self._requests: dict[Inflight, None] = {}  # in order of arrival
-        self._detector = PoisonRequestDetector()
+    send: Callable[[Sequence[Command]], None]
+    admission: Admission
+    on_worker_ready: Callable[[WorkerReady], None]  # called before requests are resubmitted
+    on_engine: Callable[[StepStats | EngineIdle], None]
+    on_replay: Callable[[str], None]  # gets "resubmitted" per request, and "gave_up" for a poison request
+    on_late: Callable[[int], None]  # gets the number of tokens that arrived for a cancelled sequence
+    on_count: Callable[[int], None]  # gets the number of unfinished requests when the number changes
+    _requests: dict[Inflight, None] = field(default_factory=dict)  # in order of arrival
+    _choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = field(default_factory=dict)  # unfinished, by uid
+    _detector: PoisonRequestDetector = field(default_factory=PoisonRequestDetector)
 
     @property
     def num_requests(self) -> int:
@@ -79,24 +55,14 @@ class EngineClient:
         return len(self._requests)
 
     @property
-    def num_choices(self) -> int:
-        return len(self._choices)
-
-    @property
     def num_queries(self) -> int:
         """Number of unfinished attention queries."""
         return sum(isinstance(request, InflightQuery) for request in self._requests)
 
     def submit(self, request: Inflight) -> None:
-        """Admit a request or attention query and send all its choices. Call `finish` when its response ends.
-
-        After any exception, also of `send`, the request is not registered.
-
-        Raises:
-            Overloaded: the queue is full, or the request would wait too long.
-        """
+        """Admit a request or attention query and send all its choices. After an exception it is not registered."""
         if isinstance(request, InflightRequest):
-            self._admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
+            self.admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
             request.apply_terms()
         self._requests[request] = None
         self._choices.update((choice.submit.uid, (request, choice)) for choice in request.choices)
@@ -107,22 +73,22 @@ class EngineClient:
             for choice in request.choices:
                 self._discard(choice.submit.uid)  # all choices, before a later send can fail too
             raise
-        self._on_count(self.num_requests)
+        self.on_count(self.num_requests)
 
     def finish(self, request: Inflight) -> int:
-        """Discard a request and cancel its unfinished choices. Returns the number of cancelled choices."""
+        """Discard a request and cancel its unfinished choices. Return the number of cancelled choices."""
         self._requests.pop(request, None)
         uids = [choice.submit.uid for choice in request.choices if choice.submit.uid in self._choices]
         for uid in uids:
             self._discard(uid)
         if uids:
-            self._send([Cancel(uid=uid) for uid in uids])
+            self.send([Cancel(uid=uid) for uid in uids])
             self._release()
-        self._on_count(self.num_requests)
+        self.on_count(self.num_requests)
         return len(uids)
 
     def receive(self, events: Sequence[Event]) -> None:
-        """Process the events of one message of a worker."""
+        """Process the events of one message of the worker."""
         touched: dict[InflightRequest, None] = {}
         for event in events:
             if isinstance(event, TokenDelta):
@@ -131,62 +97,49 @@ class EngineClient:
             elif isinstance(event, WorkerReady):
                 self._replay(event)
             elif isinstance(event, RunningLimitChanged):
-                self._admission.limit_running(event.max_num_running)
-            elif isinstance(event, Started):
-                self._receive_start(event)
+                self.admission.limit_running(event.max_num_running)
             elif isinstance(event, StepStats | EngineIdle):
-                self._on_engine(event)
-            else:
-                self._receive_result(event)
+                self.on_engine(event)
+            elif (entry := self._choices.get(event.uid)) is None:
+                continue  # the choice or query has ended
+            elif isinstance(event, Started):
+                if event.attempt == entry[1].submit.attempt:  # not from a dead worker
+                    self._detector.record_start(event.uid)
+            elif isinstance(entry[1], InflightQuery):
+                entry[1].set_answer(event)
+                self._discard(event.uid)
+                self._release()
         # All system calls (`send`) run after all Python code, so that each finds its code in the CPU caches.
         for send in [request.deliver() for request in touched]:
             if send is not None:
                 send()
 
     def fail_all(self, error: ApiError) -> None:
-        """End every inflight request."""
+        """End every inflight request with `error`."""
         for request in self._requests:
             request.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """Fail the requests whose deadline to leave the queue has passed.
-
-        The engine also does this between two steps, but not while it hangs.
-
-        Args:
-            is_stalled: the worker hangs. Then a request that the worker has begun, but without output, expires too.
-        """
+        """Fail the requests whose queue time has ended. If the worker is stalled, begun requests without result too."""
         for request in self._requests:
-            if request.is_expired(now) and not request.has_failed:
-                has_begun = any(self._detector.is_running(choice.submit.uid) for choice in request.choices)
-                if is_stalled or not has_begun:
-                    request.fail(self._queue_timeout(request, has_begun=has_begun))
+            deadline = request.terms.deadline(request.arrival_seconds)
+            has_expired = deadline is not None and deadline < now and not (request.has_started or request.has_failed)
+            has_begun = any(self._detector.is_running(choice.submit.uid) for choice in request.choices)
+            if has_expired and (is_stalled or not has_begun):
+                request.fail(self._queue_timeout(request, has_begun=has_begun))
 
     def wake_silent_requests(self, *, since_seconds: float) -> None:
-        """Wake each streamed response that has sent nothing since `since_seconds`, to send a keep-alive."""
+        """Let each streamed response that has sent nothing since `since_seconds` send a keep-alive."""
         for request in self._requests:
             if isinstance(request, InflightRequest) and request.last_sent_seconds < since_seconds:
                 request.wake()
 
-    def _receive_start(self, started: Started) -> None:
-        """Record that the worker begins a choice. Ignore reports of a dead worker, and choices that have ended."""
-        entry = self._choices.get(started.uid)
-        if entry is not None and started.attempt == entry[1].submit.attempt:
-            self._detector.record_start(started.uid)
-
-    def _receive_result(self, result: AttentionResult) -> None:
-        entry = self._choices.get(result.uid)
-        if entry is not None and isinstance(entry[1], InflightQuery):
-            entry[1].set_answer(result)
-            self._discard(result.uid)
-            self._release()
-
     def _receive_delta(self, delta: TokenDelta) -> InflightRequest | None:
-        """Add a delta to its choice. Returns the request to deliver to, or None if the delta was dropped."""
+        """Add a token delta to its choice. Return the request to deliver to; None if the delta was dropped."""
         uid = delta.uid
         entry = self._choices.get(uid)
         if entry is None:
-            self._on_late(len(delta.token_ids))  # computed before the worker read the cancellation
+            self.on_late(len(delta.token_ids))  # computed before the worker read the cancellation
             return None
         request, choice = entry
         if delta.attempt != choice.submit.attempt or isinstance(request, InflightQuery):
@@ -200,13 +153,13 @@ class EngineClient:
             request.fail(EngineFailed("the engine's output arrived out of order; try again", retry=True))
             return None
         if not choice.has_started:
-            self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
+            self.admission.started(choice.num_counted_tokens, choice.submit.tenant)
         choice.add(delta)
         if not self._detector.is_empty:
             again: list[str] = []
             if self._detector.record_progress(uid) and delta.finish is None:
                 # The choice leaves the worker, because the next poison candidate must run alone.
-                self._send([Cancel(uid=uid)])
+                self.send([Cancel(uid=uid)])
                 choice.retry()
                 again.append(uid)
             self._release(again)
@@ -221,16 +174,16 @@ class EngineClient:
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Resubmit all unfinished requests to a new worker. At the first start (epoch 0) there are none."""
-        self._on_worker_ready(ready)
-        self._admission.limit_running(None)
+        """Resubmit all unfinished requests to a new worker. The first worker (epoch 0) finds no requests."""
+        self.on_worker_ready(ready)
+        self.admission.limit_running(None)
         if ready.epoch == 0:
             return
         if (uid := self._detector.record_crash()) is not None:
             request, _ = self._choices[uid]
-            logger.error("a request (%s, %s) ends with an error: it killed several workers", request.terms.tenant, uid)
+            logger.error("poison request %s (%s): several workers died on this request", uid, request.terms.tenant)
             request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
-            self._on_replay("gave_up")
+            self.on_replay("gave_up")
         again: list[str] = []
         for request in self._requests:
             waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
@@ -241,16 +194,16 @@ class EngineClient:
                 for choice in waiting:
                     choice.retry()
                 again += [choice.submit.uid for choice in waiting]
-                self._on_replay("resubmitted")
+                self.on_replay("resubmitted")
         self._release(again)
 
     def _release(self, uids: Iterable[str] = ()) -> None:
-        """Send new choices and held choices to the worker. While a poison candidate runs alone, hold them back."""
+        """Send the choices that the poison detector releases to the worker, out of `uids` and the held choices."""
         if released := self._detector.release(uids):
-            self._send([self._choices[uid][1].submit for uid in released])
+            self.send([self._choices[uid][1].submit for uid in released])
 
     def _failure(self, request: InflightRequest, choice: Choice, finish: Finish) -> ApiError:
-        """Return the client's error for a sequence that the worker could not finish."""
+        """Return the error of a sequence that the worker could not finish, for the client."""
         if finish.reason is FinishReason.ABORT and not choice.token_ids:
             # A cancelled sequence sends no event, so the abort means that the deadline has passed.
             return self._queue_timeout(request, has_begun=False)
@@ -267,17 +220,17 @@ class EngineClient:
 
     def _queue_timeout(self, request: Inflight, *, has_begun: bool) -> QueueTimeout:
         counts = [choice.num_counted_tokens if isinstance(choice, Choice) else 1 for choice in request.choices]
-        verb = "answered" if has_begun else "begun"
+        event = "finish" if has_begun else "start"
         return QueueTimeout(
-            f"the request was not {verb} within its time, {request.terms.timeout_seconds:g} s; try again later",
-            retry_after_seconds=self._admission.retry_after(counts, request.terms),
+            f"the request did not {event} within its timeout of {request.terms.timeout_seconds:g} s; try again later",
+            retry_after_seconds=self.admission.retry_after(counts, request.terms),
         )
 
     def _discard(self, uid: str) -> None:
-        """Remove a choice that has ended or is cancelled, and report its end to admission."""
+        """Remove a choice that has ended or is cancelled, and report the end to admission."""
         _, choice = self._choices.pop(uid)
         self._detector.forget(uid)
         if isinstance(choice, Choice):
             if not choice.has_started:
-                self._admission.started(choice.num_counted_tokens, choice.submit.tenant)
-            self._admission.ended(choice.submit.tenant)
+                self.admission.started(choice.num_counted_tokens, choice.submit.tenant)
+            self.admission.ended(choice.submit.tenant)

@@ -1,4 +1,4 @@
-"""State of an admitted request until the end of its response: its choices and their undelivered deltas."""
+"""State of an admitted request until the end of its response: choices, and token deltas not yet delivered."""
 
 import asyncio
 import dataclasses
@@ -9,14 +9,14 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.ipc.messages import AttentionQuery, AttentionResult, Finish, Submit, TokenDelta, TokenLogprob
 from service.protocol.errors import ApiError, ClientGone
 
 logger = logging.getLogger(__name__)
 
-# Completion tokens that admission counts for a request without max_tokens. Such a completion may fill the context, but
-# with a context of 131,072 tokens two such requests would fill the queue.
+# Completion tokens that admission counts for a request without max_tokens. With the rest of a context of 131,072
+# tokens, two such requests would fill the queue.
 DEFAULT_COUNTED_TOKENS: Final = 1024
 # Limit of the undelivered deltas and logprob entries of a request. A request whose client is further behind fails. A
 # delta takes about 600 bytes, and a logprob entry up to 2,550 (20 alternatives), so at most about 21 MB.
@@ -25,27 +25,23 @@ MAX_BACKLOG: Final = 8192
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One completion of a request. `index` is its position in the response, `prompt_index` that of its prompt.
+    """One completion of a request: the `index`th of the response, for the `prompt_index`th prompt.
 
-    prompt_logprobs: logprobs of the prompt's tokens, one list shared by all samples of the prompt. The first sample
-        fills the list before another sample's first token, because the engine serves equal priorities in arrival order.
-    has_requested_length: the client set a maximum length; else `max_tokens` is the rest of the context.
-    grammar_param: the request field that the grammar comes from.
-    num_prompt_logprobs: alternatives per prompt token that the first sample of the prompt requests.
-    has_started: the first delta of the choice has arrived.
+    prompt_logprobs: one list, shared by all samples of a prompt. The first sample fills the list before the first token
+        of another sample, because the engine serves equal priorities in arrival order.
     """
 
     index: int
     prompt_index: int
     prompt_text: str
     submit: Submit
-    has_requested_length: bool = True
-    grammar_param: str | None = None
-    num_prompt_logprobs: int | None = None
+    has_requested_length: bool = True  # the client set a maximum length; else `max_tokens` is the rest of the context
+    grammar_param: str | None = None  # request field of the grammar
+    num_prompt_logprobs: int | None = None  # alternatives per prompt token that the first sample requests
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
-    has_started: bool = False
+    has_started: bool = False  # the first delta has arrived
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -53,17 +49,12 @@ class Choice:
 
     @property
     def num_counted_tokens(self) -> int:
-        """Tokens that admission counts: the prompt and the maximum length of the completion.
-
-        A completion without a requested length counts at most `DEFAULT_COUNTED_TOKENS`.
-        """
+        """Tokens that admission counts: the prompt and the maximum length of the completion."""
         max_tokens = self.submit.params.max_tokens
-        return self.num_prompt_tokens + (
-            max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
-        )
+        counted = max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
+        return self.num_prompt_tokens + counted
 
     def add(self, delta: TokenDelta) -> None:
-        """Add a delta's tokens, prompt logprobs and finish to the choice."""
         self.has_started = True
         self.token_ids.extend(delta.token_ids)
         # If the list is complete, another sample of the prompt has filled it.
@@ -72,11 +63,8 @@ class Choice:
         self.finish = delta.finish
 
     def retry(self) -> None:
-        """Prepare the next attempt, which continues after the tokens received so far.
-
-        If the prompt's logprobs are incomplete, each sample of the prompt requests them again, because any sample may
-        run first.
-        """
+        """Prepare the choice's next attempt, which continues after the tokens received so far."""
+        # Each sample of a prompt requests incomplete prompt logprobs again, because any sample may run first.
         num_prompt_logprobs = None
         if len(self.prompt_logprobs) < self.num_prompt_tokens:
             self.prompt_logprobs.clear()
@@ -90,23 +78,19 @@ class Choice:
         )
 
 
-# Deltas in the order of arrival, each with its choice.
-Deltas: TypeAlias = list[tuple[Choice, TokenDelta]]
+Deltas: TypeAlias = list[tuple[Choice, TokenDelta]]  # in order of arrival
 # Encodes deltas. Returns a function that sends the bytes; None if the task must deliver the deltas instead.
 DirectWriter: TypeAlias = Callable[[Deltas], Callable[[], None] | None]
 
 
 @dataclass(slots=True, eq=False)
 class InflightRequest:
-    """Unfinished request: its choices, undelivered deltas, and the wake-up of the task that sends the response.
-
-    last_sent_seconds: time of the last `record_sent`; infinity for a response without keep-alives.
-    """
+    """Unfinished request: choices, undelivered deltas, and the wake-up of the task that sends the response."""
 
     choices: list[Choice]
     arrival_seconds: float
     terms: QueuePolicy = field(default_factory=QueuePolicy)
-    last_sent_seconds: float = float("inf")
+    last_sent_seconds: float = float("inf")  # infinity: a response without keep-alives
     _arrived: Deltas = field(default_factory=list)
     _backlog: int = 0  # deltas and logprob entries in `_arrived`
     _failure: ApiError | None = None
@@ -114,10 +98,7 @@ class InflightRequest:
     _at_once: DirectWriter | None = None  # set while the task waits
 
     def apply_terms(self) -> None:
-        """Set the tenant, cache namespace and deadline of each choice's `Submit`. Only the first has a deadline.
-
-        The first choice begins first. Once the first choice has begun, the other choices may take any time.
-        """
+        """Write the queueing terms into each choice's `Submit`. Only the first choice to begin gets a deadline."""
         terms = self.terms
         prompt_logprobs: dict[int, int | None] = {}
         for number, choice in enumerate(self.choices):
@@ -132,17 +113,14 @@ class InflightRequest:
             )
 
     def record_sent(self, now: float) -> None:
-        """Record that bytes of the response were sent, so that no keep-alive is due for a while."""
+        """Record that bytes of the response were sent, which postpones the next keep-alive."""
         self.last_sent_seconds = now
 
     async def next_deltas(self, at_once: DirectWriter | None = None) -> Deltas:
-        """Wait for deltas and return all of them. Empty if `wake` ended the wait.
+        """Wait for token deltas and return all of them; an empty list if `wake` ended the wait.
 
-        Args:
-            at_once: delivers deltas that arrive during the wait, without waking the task.
-
-        Raises:
-            ApiError: the request has failed; earlier deltas were returned first. Or the client disconnected.
+        at_once: delivers deltas that arrive during the wait, without waking the task.
+        Raises an `ApiError`: the request has failed, after its deltas were returned, or the client disconnected.
         """
         self._at_once = at_once
         try:
@@ -158,7 +136,7 @@ class InflightRequest:
         return arrived
 
     def push(self, choice: Choice, delta: TokenDelta) -> bool:
-        """Buffer a delta until `deliver`. Returns False if the client is too far behind; the request then fails."""
+        """Buffer a delta until `deliver`. Return False, and fail, if the client is too far behind."""
         if self._backlog > MAX_BACKLOG:
             self._arrived.clear()
             self.fail(ClientGone("the client reads the response too slowly"))
@@ -170,15 +148,12 @@ class InflightRequest:
         return True
 
     def deliver(self) -> Callable[[], None] | None:
-        """Deliver the buffered deltas: return a function that sends them, or wake the task and return None.
-
-        Never raises, because the caller delivers to further requests next.
-        """
+        """Return a function that sends the buffered deltas; else wake the response's task, and return None."""
         send = None
         if self._at_once is not None and self._arrived and not self._wake.is_set():
             try:
                 send = self._at_once(self._arrived)
-            except Exception:
+            except Exception:  # the caller delivers to further requests next
                 logger.exception("a response could not be delivered")
                 self._arrived.clear()
                 self.fail(ApiError("internal error"))
@@ -195,7 +170,7 @@ class InflightRequest:
             self._wake.set()
 
     def wake(self) -> None:
-        """Wake the task so that it sends a keep-alive to the client."""
+        """Wake the task of the response to send a keep-alive."""
         self._wake.set()
 
     @property
@@ -203,15 +178,14 @@ class InflightRequest:
         """True if the request ends with an error, even if the error is not sent yet."""
         return self._failure is not None
 
-    def is_expired(self, now: float) -> bool:
-        """Return True if the deadline has passed and no choice has had an event."""
-        deadline = self.terms.deadline(self.arrival_seconds)
-        return deadline is not None and deadline < now and not any(choice.has_started for choice in self.choices)
+    @property
+    def has_started(self) -> bool:
+        return any(choice.has_started for choice in self.choices)
 
 
 @dataclass(slots=True, eq=False)
 class InflightQuery:
-    """Attention query in progress, and the future that the query's route waits for."""
+    """Unfinished attention query, and the future that the query's route waits for."""
 
     submit: AttentionQuery
     arrival_seconds: float
@@ -220,7 +194,6 @@ class InflightQuery:
 
     @property
     def choices(self) -> "list[InflightQuery]":
-        """The query itself: to the engine client, a query is a request with one choice."""
         return [self]
 
     @property
@@ -228,21 +201,20 @@ class InflightQuery:
         """True if the query ended with an error, or its client disconnected."""
         return self.answer.cancelled() or (self.answer.done() and self.answer.exception() is not None)
 
-    def is_expired(self, now: float) -> bool:
-        """Return True if the deadline has passed without a response."""
-        deadline = self.terms.deadline(self.arrival_seconds)
-        return deadline is not None and deadline < now and not self.answer.done()
+    @property
+    def has_started(self) -> bool:
+        """True if the query has its result."""
+        return self.answer.done()
 
     def set_answer(self, result: AttentionResult) -> None:
-        """Wake the query's route with the worker's result. Has no effect on a query that has ended."""
+        """Wake the query's route with the worker's result, unless the query has ended."""
         if not self.answer.done():
             self.answer.set_result(result)
 
     def fail(self, error: ApiError) -> None:
-        """Wake the query's route with an error. Has no effect on a query that has ended."""
+        """Wake the query's route with an error, unless the query has ended."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def retry(self) -> None:
-        """Prepare the attention query's next attempt, for a new worker."""
         self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1)

@@ -1,22 +1,17 @@
-"""Detection of poison requests: requests that crash the worker.
+"""Detection of poison requests, which crash the worker. A request here is one sequence or one attention query.
 
-Completions, chats, embeddings and attention inspections are handled alike. A request here is one sequence or one
-inspection, identified by its uid.
-
-- A request that was running at a crash, and had made no progress since its start, gets a strike.
-- Any progress of a request removes its strikes.
-- A request with two strikes is tried alone: the worker gets no other work while the request runs.
-- A crash during the trial identifies the request as poison, since nothing else was running.
+A request that was running at a crash, without progress since its start, gets a strike. Any progress removes the
+strikes. A request with two strikes is tried alone: the worker gets no other work meanwhile. A crash during the trial
+identifies the request as poison.
 """
 
 from collections.abc import Iterable
 
-# Strikes after which a request is tried alone.
 _STRIKES_BEFORE_TRIAL = 2
 
 
 class PoisonRequestDetector:
-    """Strikes of unfinished requests, and the requests held back during a trial."""
+    """Strikes of unfinished requests by uid, and the requests that are held back from the worker during a trial."""
 
     def __init__(self) -> None:
         self._running: dict[str, None] = {}  # in order of start; no progress since
@@ -27,14 +22,11 @@ class PoisonRequestDetector:
 
     @property
     def is_empty(self) -> bool:
-        """True if no request is tracked, so that `record_progress` would change nothing."""
+        """True if no request is running, has strikes or is held back."""
         return not (self._running or self._strikes or self._held)
 
     def release(self, uids: Iterable[str] = ()) -> list[str]:
-        """Return the requests that may be sent to the worker now, out of `uids` and the requests held so far.
-
-        During a trial no request may be sent. Before a trial only the next suspect may be sent.
-        """
+        """Return the requests to send now, out of `uids` and the held requests: none in a trial, one before a trial."""
         self._held.update(dict.fromkeys(uids))
         if self._on_trial is not None:
             return []
@@ -47,7 +39,6 @@ class PoisonRequestDetector:
         return released
 
     def record_start(self, uid: str) -> None:
-        """Record that the worker starts to compute a request."""
         self._running[uid] = None
 
     def is_running(self, uid: str) -> bool:
@@ -55,10 +46,9 @@ class PoisonRequestDetector:
         return uid in self._running
 
     def record_progress(self, uid: str) -> bool:
-        """Remove the strikes of a request that made progress.
+        """Remove the strikes of a request that made progress. Return True if a trial ends and another suspect waits.
 
-        Returns:
-            True if the request must be taken back from the worker, because the next suspect is to be tried alone.
+        The caller then takes the request back from the worker, because the next suspect must run alone.
         """
         self._running.pop(uid, None)
         self._strikes.pop(uid, None)
@@ -68,17 +58,12 @@ class PoisonRequestDetector:
         return bool(self._suspects)
 
     def forget(self, uid: str) -> None:
-        """Forget the strikes and the trial of a request that has ended."""
         self.record_progress(uid)
         self._suspects.pop(uid, None)
         self._held.pop(uid, None)
 
     def record_crash(self) -> str | None:
-        """Give a strike to each request that was running at a crash. Then `release` all unfinished requests again.
-
-        Returns:
-            The uid of the poison request; None while it is unknown.
-        """
+        """Give a strike to each request that was running at a crash; return the poison request, or None if unknown."""
         for uid in self._running:
             self._strikes[uid] = self._strikes.get(uid, 0) + 1
         poison = self._on_trial if list(self._running) == [self._on_trial] else None

@@ -1,13 +1,8 @@
 """Resumable streams and idempotent retries: response buffers that outlive a connection.
 
-A response is buffered if its request has an `Idempotency-Key`, or accepts only `text/event-stream`. Generation then
-does not depend on the connection. Every connection of that request reads from the buffer:
-
-- the first connection
-- a reconnect with `Last-Event-ID` (WHATWG EventSource), which gets the events after that id
-- a retry under the same `Idempotency-Key` (draft-ietf-httpapi-idempotency-key-header), which does not generate twice
-
-Any other request ends with its connection. Its events have no ids, because some clients take ids for data.
+A response is buffered if its request has an `Idempotency-Key`, or accepts only `text/event-stream`. A reconnect with
+`Last-Event-ID` (WHATWG EventSource) gets the events after that id. A retry under the same `Idempotency-Key`
+(draft-ietf-httpapi-idempotency-key-header) gets the same response. Any other request ends with its connection.
 """
 
 import asyncio
@@ -32,7 +27,7 @@ from service.protocol.responses import KEEP_ALIVE, encode_event
 
 logger = logging.getLogger(__name__)
 
-# Buffer limit of one response: 16,000 tokens of a stream without logprobs. A longer stream keeps its latest events; a
+# Buffer limit of one response: 16,000 tokens of a stream without logprobs. A longer stream keeps its latest events. A
 # response that is not streamed is kept whole.
 MAX_RESPONSE_BYTES: Final = 4 * 2**20
 # Limit of all buffers together. Over the limit, finished buffers without readers are dropped, oldest first.
@@ -46,38 +41,27 @@ Make: TypeAlias = Callable[[], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """Identity of a request. Only an equal request may get the buffered response."""
+    """Identity of a request, which a retry must share to get the buffered response."""
 
+    tenant: str  # name of the API key
+    key: str | None  # the Idempotency-Key header
     path: str
     digest: bytes  # of the body, byte for byte
     timeout: str | None  # the x-request-timeout header, which means the same as the body's `timeout`
 
 
 class BufferedResponse:
-    """Buffer of one response, while it is generated and for some time after. Generation starts at once.
-
-    Args:
-        make: returns the ASGI response to run.
-        tenant: the name of its API key.
-        key: the request's `Idempotency-Key`; None without the header.
-        identity: identity of the request; a different request under the same key is an error.
-        on_change: called when the response ends, and when a reader leaves.
-        waste: called with the number of tokens that were generated and sent to no client.
-    """
+    """Buffer of one response, during its generation and for some time after. The generation starts at once."""
 
     def __init__(
         self,
         make: Make,
-        *,
-        tenant: str,
-        key: str | None,
         identity: RequestIdentity,
-        on_change: Callable[["BufferedResponse"], None],
-        waste: Callable[[int], None],
+        *,
+        on_change: Callable[["BufferedResponse"], None],  # called when the response ends, and when a reader leaves
+        waste: Callable[[int], None],  # gets the number of tokens that were generated and sent to no client
     ) -> None:
         self.id = uuid.uuid4().hex
-        self.tenant = tenant
-        self.key = key
         self.identity = identity
         self._on_change = on_change
         self._waste = waste
@@ -97,7 +81,7 @@ class BufferedResponse:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts so far, dropped parts included. One part of a stream is one event."""
+        """Number of parts of the response so far, dropped parts included. One part of a stream is one event."""
         return self._num_dropped + len(self._parts)
 
     def has(self, number: int) -> bool:
@@ -125,7 +109,7 @@ class BufferedResponse:
         self._on_change(self)
 
     def read(self, start: int) -> bytes:
-        """Return all parts from `start` on, as sent to a client. Events get their ids."""
+        """Return all parts from `start` on, as sent to a client. The events of a stream get ids."""
         sent = [self._parts[index][0] for index in range(start - self._num_dropped, len(self._parts))]
         self._num_read_tokens = max(self._num_read_tokens, self._parts[-1][1])
         if self.is_stream:
@@ -133,13 +117,12 @@ class BufferedResponse:
         return b"".join(sent)
 
     def abandon(self) -> None:
-        """Send a client disconnect to the response, since no client came back for the response."""
+        """Disconnect from the response, since no client came back for the response."""
         if self.is_finished and not self._abandoned.is_set():
             self._waste(self._num_tokens - self._num_read_tokens)
         self._abandoned.set()
 
     def cancel(self) -> None:
-        """Cancel the generation of the response, because the process ends."""
         self._task.cancel()
 
     async def _record(self, make: Make) -> None:
@@ -188,12 +171,7 @@ class BufferedResponse:
 
 
 class BufferedResponseReplay(Response):
-    """Response that sends a buffered response to one connection. The client may disconnect at any time.
-
-    Args:
-        start: number of the first part to send.
-        is_again: the buffered response was started by an earlier request.
-    """
+    """ASGI response that sends a buffered response to one connection, from part number `start` on."""
 
     def __init__(self, buffered: BufferedResponse, *, start: int = 0, is_again: bool = True) -> None:
         self.status_code = 200
@@ -201,16 +179,12 @@ class BufferedResponseReplay(Response):
         self.init_headers()
         self._buffered = buffered
         self._next = start
-        self._is_again = is_again
+        self._is_again = is_again  # an earlier request started the buffered response
         self._wake = asyncio.Event()
         self._has_gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the buffered parts of the response, then new parts as they arrive.
-
-        Raises:
-            ApiError: the request failed before its response began.
-        """
+        """Send the buffered parts of the response, then new parts as they arrive. Raises the error of the response."""
         self._buffered.add_reader(self._wake)
         watcher = asyncio.create_task(self._watch(receive))
         try:
@@ -243,35 +217,28 @@ class BufferedResponseReplay(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _catch_up(self, send: Send) -> bool:
-        """Send the new parts, or a keep-alive comment if there are no new parts.
-
-        Returns:
-            False if the client read so slowly that its next parts were dropped. The stream then ends with an error.
-        """
+        """Send the new parts, else a keep-alive. Return False if parts were dropped, because the client read slowly."""
         buffered = self._buffered
         if self._next == buffered.num_parts and buffered.is_stream and not buffered.is_finished:
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         while self._next < buffered.num_parts and not self._has_gone:
-            has_next = buffered.has(self._next)
-            if has_next:
-                body = buffered.read(self._next)
-                self._next = buffered.num_parts
-            else:
+            if not buffered.has(self._next):
                 error = "the stream was read too slowly and its next events were dropped; repeat the request"
                 body = encode_event(ResponseGone(error).body())
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            if not has_next:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
                 return False
+            body = buffered.read(self._next)
+            self._next = buffered.num_parts
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         return True
 
 
 class ResponseStore:
-    """Response buffers of this API process, by id and by key.
+    """Response buffers of the API process, by id and by `Idempotency-Key`.
 
-    Args:
-        keep_seconds: how long a buffer without readers is kept, finished or not; 0 turns buffering off.
-        count: called with "event_id" or "key" for each connection that reads a buffer started by an earlier request.
-        waste: called with the number of tokens of a response that were sent to no client.
+    keep_seconds: how long a buffer without readers is kept, finished or not; 0 turns buffering off.
+    count: called with "event_id" or "key" for each connection that reads the buffer of an earlier request.
+    waste: called with the number of tokens of a response that were sent to no client.
     """
 
     def __init__(self, *, keep_seconds: float, count: Callable[[str], None], waste: Callable[[int], None]) -> None:
@@ -282,63 +249,56 @@ class ResponseStore:
         self._by_key: dict[tuple[str, str], BufferedResponse] = {}
 
     async def answer(self, request: Request, body: bytes, make: Make) -> Response:
-        """Return the response to a request: the result of `make`, or a buffered response.
-
-        Raises:
-            InvalidRequest: a header is malformed, or names the response to a different request.
-            IdempotencyKeyReused: the key belongs to a different request.
-            ResponseGone: the buffered response is no longer there, or its needed beginning was dropped.
-        """
+        """Return the response to a request: the result of `make`, or a buffered response to an earlier attempt."""
         key = request.headers.get("idempotency-key")
-        tenant = str(getattr(request.state, KEY_NAME, ""))
-        digest = hashlib.blake2b(body, digest_size=16).digest()
-        identity = RequestIdentity(request.url.path, digest, request.headers.get(TIMEOUT_HEADER))
+        identity = RequestIdentity(
+            tenant=str(getattr(request.state, KEY_NAME, "")),
+            key=key,
+            path=request.url.path,
+            digest=hashlib.blake2b(body, digest_size=16).digest(),
+            timeout=request.headers.get(TIMEOUT_HEADER),
+        )
         if event_id := request.headers.get("last-event-id", ""):
-            return self._resume(event_id, tenant, identity, has_body=bool(body))
+            return self._resume(event_id, identity, has_body=bool(body))
         if key is not None and not _KEY.fullmatch(key):
             raise InvalidRequest("Idempotency-Key must be 1 to 255 visible ASCII characters")
         # A client that also accepts JSON may not understand event ids, and may not have asked for a stream.
         is_event_source = request.headers.get("accept", "").strip().lower() == "text/event-stream"
         if not (key or is_event_source) or not self._keep_seconds:
             return await make()
-        if key and (buffered := self._by_key.get((tenant, key))) is not None:
+        if key and (buffered := self._by_key.get((identity.tenant, key))) is not None:
             return self._repeat(buffered, identity)
-        buffered = BufferedResponse(
-            make, tenant=tenant, key=key, identity=identity, on_change=self._discard_failed, waste=self._waste
-        )
+        buffered = BufferedResponse(make, identity, on_change=self._discard_failed, waste=self._waste)
         self._by_id[buffered.id] = buffered
         if key:
-            self._by_key[tenant, key] = buffered
+            self._by_key[identity.tenant, key] = buffered
         return BufferedResponseReplay(buffered, is_again=False)
 
     def discard_expired(self) -> None:
-        """Discard the buffers that have expired or exceed the memory limit. Call about once a second."""
+        """Discard the buffers that have expired or exceed the memory limit. Call this method once a second."""
         since = time.monotonic() - self._keep_seconds
         for buffered in list(self._by_id.values()):
             if not buffered.num_readers and buffered.idle_since_seconds <= since:
                 self._discard(buffered)
         excess = sum(each.num_bytes + _OVERHEAD_BYTES for each in self._by_id.values()) - MAX_KEPT_BYTES
-        for buffered in [each for each in self._by_id.values() if each.is_finished and not each.num_readers]:
-            if excess <= 0:
-                break
-            excess -= buffered.num_bytes + _OVERHEAD_BYTES
-            self._discard(buffered)
+        for buffered in list(self._by_id.values()):
+            if excess > 0 and buffered.is_finished and not buffered.num_readers:
+                excess -= buffered.num_bytes + _OVERHEAD_BYTES
+                self._discard(buffered)
 
     def close(self) -> None:
-        """Cancel all buffered responses, because the process ends."""
+        """Cancel the generation of all buffered responses, because the API process ends."""
         for buffered in self._by_id.values():
             buffered.cancel()
 
-    def _resume(
-        self, event_id: str, tenant: str, identity: RequestIdentity, *, has_body: bool
-    ) -> BufferedResponseReplay:
+    def _resume(self, event_id: str, identity: RequestIdentity, *, has_body: bool) -> BufferedResponseReplay:
         match = _EVENT_ID.fullmatch(event_id)
         if match is None:
             raise InvalidRequest(
                 "Last-Event-ID is not an event id of this server; send the id of the last event received"
             )
         buffered, start = self._by_id.get(match[1]), int(match[2]) + 1
-        if buffered is None or buffered.tenant != tenant or not buffered.has(start):
+        if buffered is None or buffered.identity.tenant != identity.tenant or not buffered.has(start):
             raise ResponseGone(
                 "the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"
             )
@@ -358,12 +318,13 @@ class ResponseStore:
         return BufferedResponseReplay(buffered)
 
     def _discard_failed(self, buffered: BufferedResponse) -> None:
-        """Discard a failed response once it has no readers, so that a retry is a new attempt."""
+        """Discard a failed response without readers, so that a retry is a new attempt."""
         if buffered.has_failed and not buffered.num_readers:
             self._discard(buffered)
 
     def _discard(self, buffered: BufferedResponse) -> None:
         buffered.abandon()
         self._by_id.pop(buffered.id, None)
-        if buffered.key and self._by_key.get((buffered.tenant, buffered.key)) is buffered:
-            del self._by_key[buffered.tenant, buffered.key]
+        slot = (buffered.identity.tenant, buffered.identity.key or "")
+        if self._by_key.get(slot) is buffered:
+            del self._by_key[slot]

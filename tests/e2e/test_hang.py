@@ -97,6 +97,6 @@ def check_late(response: httpx.Response, seconds: int = 3) -> None:
     assert response.status_code == 408, response.text
     error = response.json()["error"]
     assert (error["code"], error["type"]) == ("queue_timeout", "timeout_error")
-    assert error["message"] == f"the request was not begun within its time, {seconds} s; try again later"
+    assert error["message"] == f"the request did not start within its timeout of {seconds} s; try again later"
     assert int(response.headers["retry-after"]) >= 1
     assert response.headers["x-should-retry"] == "true"

@@ -122,8 +122,17 @@ def test_unmeasurable_arguments_are_rejected(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--shape", "S", "--checkpoint", "x"], [], ["--shape", "XL"]])
-def test_exactly_one_of_shape_and_checkpoint_is_required(
+def test_the_shipped_checkpoint_is_the_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVASIR_CHECKPOINT", raising=False)
+    sweep = ("--batch", "1", "--context", "40", "--steps", "4", "--prompt-tokens", "5", "--repeats", "1")
+    assert run(tmp_path, *sweep)["model"]["name"] == "kvasir-9m"
+    assert "kvasir bench: no --checkpoint given; using the shipped model, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--shape", "S", "--checkpoint", "x"], ["--shape", "XL"]])
+def test_shape_and_checkpoint_exclude_each_other_and_a_shape_must_be_known(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:

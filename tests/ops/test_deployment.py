@@ -20,7 +20,7 @@ from model.kernels.build import library_name
 from model.kernels.cpu_features import LEVELS
 from service.cli import healthcheck
 from service.config.flags import PREFIX
-from service.config.settings import ServeSettings
+from service.config.settings import ServeSettings, read_settings
 from service.supervisor.supervisor import API_CLOSE_SECONDS
 from tests.ops.deployment import ROOT, compose_variables, dockerfile, read_yaml, seconds, with_defaults
 
@@ -126,7 +126,7 @@ def test_what_is_passed_makes_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**environment("service"), **SERVICES["kvasir"]["environment"]}.items():
         if value is not None:
             monkeypatch.setenv(name, str(value))
-    settings = ServeSettings()
+    settings = read_settings(ServeSettings, [], command="serve", summary="")
     assert (settings.host, settings.port, str(settings.checkpoint)) == ("0.0.0.0", 8000, "/checkpoint")
 
 

@@ -1,7 +1,6 @@
 """Admission, by a clock to move."""
 
-from service.admission.controller import Admission
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import Admission, QueuePolicy
 from service.protocol.errors import Overloaded
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from service.http.connection import BoundedHttpProtocol
+from service.http.connection import BoundedHttpProtocol, ConnectionLimits
 
 
 class Wire(asyncio.Transport):
@@ -43,6 +43,7 @@ class Wire(asyncio.Transport):
 def connect(app: Any, state: ServerState, **bounds: Any) -> tuple[BoundedHttpProtocol, Wire]:
     """A connection that has just been made. Needs a running event loop."""
     wire = Wire()
-    protocol = BoundedHttpProtocol(Config(app, http=BoundedHttpProtocol, log_config=None), state, {}, **bounds)
+    given: Any = {"limits": ConnectionLimits(), "count": lambda error: None, **bounds}
+    protocol = BoundedHttpProtocol(Config(app, http=BoundedHttpProtocol, log_config=None), state, {}, **given)
     protocol.connection_made(wire)
     return protocol, wire

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.admission.controller import Rate
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy, Rate
 from service.protocol.errors import Overloaded, WaitTooLong
 from tests.service.doorman import Service
 

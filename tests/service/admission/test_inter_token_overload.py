@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.protocol.errors import Overloaded
 from tests.engine.simulated_steps import SimulatedSteps
 from tests.service.doorman import Service

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.api.app import Frontend
 from service.api.openapi import openapi_document
 from service.http.request_io import TIMEOUT_HEADER
@@ -85,7 +85,7 @@ def test_a_request_that_expires_in_the_queue_gets_408_with_retry_after(
     response = client.post("/v1/completions", json={"prompt": ["a", "b"], "stream": stream, "timeout": 5})
     assert response.status_code == 408
     assert response.json()["error"] == {
-        "message": "the request was not begun within its time, 5 s; try again later",
+        "message": "the request did not start within its timeout of 5 s; try again later",
         "type": "timeout_error",
         "param": None,
         "code": "queue_timeout",
@@ -94,7 +94,7 @@ def test_a_request_that_expires_in_the_queue_gets_408_with_retry_after(
     assert int(response.headers["retry-after-ms"]) >= 1
     assert response.headers["x-should-retry"] == "true"
     assert 'status="408"} 1.0' in client.get("/metrics").text
-    assert frontend.context.engine_client.num_choices == 0
+    assert frontend.context.engine_client.num_requests == 0
 
 
 def test_a_replayed_sequence_has_no_deadline_if_it_had_begun(frontend: Frontend, queue: EchoChannel) -> None:
@@ -115,7 +115,7 @@ def test_a_request_with_too_long_a_predicted_wait_gets_429_and_is_not_submitted(
 ) -> None:
     """The test worker responds at once, so the rate of a slow worker is added first."""
     frontend: Frontend = queue.frontend
-    admission = frontend.context.engine_client._admission
+    admission = frontend.context.engine_client.admission
     admission.admit([1, 1], QueuePolicy(tenant="address testclient"))
     for _ in range(200):
         admission._ended.add(1, 10.0)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.api.app import Frontend
 from service.api.context import STALL_SECONDS
 from service.ipc.messages import WorkerReady, encode_events

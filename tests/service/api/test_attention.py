@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,8 @@ from starlette.testclient import TestClient
 
 from model.tokenizer.interface import Tokenizer
 from service.admission.controller import Admission
-from service.admission.queue_policy import QueueLimits
 from service.api.attention import MAX_INSPECTIONS, Inspection
+from service.config.settings import ServeSettings
 from service.http.request_io import install_error_handlers, read_body
 from service.ipc.messages import (
     AttentionQuery,
@@ -69,11 +70,10 @@ class Bench:
         context: Any = SimpleNamespace(
             processor=processor,
             served=SimpleNamespace(manifest=SimpleNamespace(config=tiny_config(274))),
-            settings=SimpleNamespace(max_inspect_tokens=max_tokens),
+            settings=ServeSettings(checkpoint=Path("none"), max_inspect_tokens=max_tokens),
             read_body=partial(read_body, max_bytes=100_000),
             reject_when_draining=self._refuse_when_draining,
             engine_client=self.engine_client,
-            queue_limits=QueueLimits(max_seconds=60.0),
         )
         self.inspection = Inspection(context)
 
@@ -321,11 +321,11 @@ def test_an_attention_query_over_the_queue_time_limit_is_a_408(bench: Bench) -> 
         await asyncio.sleep(0)
         assert not began.done()
         bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=False)
-        with pytest.raises(QueueTimeout, match="not begun within its time, 60 s"):
+        with pytest.raises(QueueTimeout, match="did not start within its timeout of 60 s"):
             await began
         assert not running.done(), "the worker computes it"
         bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=True)
-        with pytest.raises(QueueTimeout, match="not answered within its time, 60 s"):
+        with pytest.raises(QueueTimeout, match="did not finish within its timeout of 60 s"):
             await running
 
     asyncio.run(wait())

@@ -11,8 +11,8 @@ import pytest
 
 from model.checkpoint.manifest import CONFIG_FILE, read_manifest, write_manifest
 from model.config import ModelConfig
+from model.inspect import parameter_counts
 from model.inspect.parameter_counts import count_parameters
-from service.cli import inspect_params
 from service.cli.main import main
 from tests.tiny_model import save_tiny_checkpoint, tiny_config
 
@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run_inspect
 
 
-def test_facts(tiny_checkpoint: Path, run: Run) -> None:
+def test_inspect_shows_sizes_tokens_files_and_training(tiny_checkpoint: Path, run: Run) -> None:
     code, out, _ = run("--checkpoint", tiny_checkpoint)
     assert code == 0
     assert f"{tiny_config(274).num_parameters:,}" in out
@@ -136,7 +136,7 @@ def test_params_reports_a_formula_that_disagrees_with_the_tensors(
 ) -> None:
     rows = count_parameters(read_manifest(tiny_checkpoint).config)
     wrong = [dataclasses.replace(row, num_counted=7) if row.name == "W_V" else row for row in rows]
-    monkeypatch.setattr(inspect_params, "count_parameters", lambda _: wrong)
+    monkeypatch.setattr(parameter_counts, "count_parameters", lambda _: wrong)
     code, out, err = run("params", "--checkpoint", tiny_checkpoint)
     assert code == 1
     assert "DIFFERS" in out

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.cli.__main__ import main
-from service.cli.interrupts import EXIT_CODE
+from service.cli.main import INTERRUPTED
 from tests.e2e.process import START_SECONDS
 from tests.interrupted import interrupting_environment
 
@@ -47,8 +47,16 @@ def run(command: str, environment: dict[str, str], *prefix: str) -> subprocess.C
 @pytest.mark.parametrize(("command", "module"), MOMENTS)
 def test_an_interrupt_while_importing_ends_quietly(command: str, module: str, tmp_path: Path) -> None:
     done = run(command, interrupting_environment(tmp_path, module))
-    assert (done.returncode, done.stdout, done.stderr) == (EXIT_CODE, "", "")
-    assert EXIT_CODE == 130
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")
+    assert INTERRUPTED == 130
+
+
+def test_the_entry_point_imports_no_other_module_of_the_service_before_ctrl_c_is_handled() -> None:
+    code = (
+        "import sys, service.cli.__main__; print(*sorted(name for name in sys.modules if name.startswith('service')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["service", "service.cli", "service.cli.__main__"]
 
 
 def test_ignored_interrupts_stay_ignored(tmp_path: Path) -> None:

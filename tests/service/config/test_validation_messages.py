@@ -24,7 +24,9 @@ VARIABLE = "must be true, false, a number, a string or null"
         (dict.fromkeys("abcdefghijklmnopq", 1), "chat_template_kwargs", "must have at most 16 items"),
     ],
 )
-def test_a_variable_of_a_template(model: type[RequestModel], variables: Any, param: str, wanted: str) -> None:
+def test_an_invalid_template_variable_is_named(
+    model: type[RequestModel], variables: Any, param: str, wanted: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         model.parse(json.dumps({"messages": MESSAGES, "chat_template_kwargs": variables}).encode())
     assert caught.value.param == param
@@ -32,7 +34,7 @@ def test_a_variable_of_a_template(model: type[RequestModel], variables: Any, par
 
 
 @pytest.mark.parametrize("prompt", [["a"], [1], 5, {}])
-def test_what_is_tokenized_is_one_text(prompt: Any) -> None:
+def test_tokenize_rejects_a_prompt_that_is_not_one_text(prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         TokenizeRequest.parse(json.dumps({"prompt": prompt}).encode())
     assert (caught.value.param, caught.value.message) == ("prompt", "prompt must be a string")

@@ -59,8 +59,8 @@ def test_without_keys_no_request_needs_a_key(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no key; write one NAME: KEY a line"),
-        ("# alice: sk-secret\n\n", "holds no key"),
+        ("", "contains no API key; write one NAME: KEY per line"),
+        ("# alice: sk-secret\n\n", "contains no API key"),
         ("\nsk-secret\n", "entry 2 must be NAME: KEY"),
         ("alice: sk-secret and more", "entry 1 must be NAME: KEY"),
         ("alice: sk-secrét", "entry 1 must be NAME: KEY"),
@@ -90,7 +90,7 @@ def test_insecure_keys_cause_warnings(tmp_path: Path) -> None:
     path.chmod(0o644)
     everybody, short = read("--api-keys-file", str(path)).warnings
     assert f"every user of this machine can read it; chmod 600 {path}" in everybody
-    assert short == "the API key of bob has under 16 characters and may be guessed; use a longer key"
+    assert short == "the API key of bob has under 16 characters; use a longer key"
 
 
 def test_every_digest_is_compared_for_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

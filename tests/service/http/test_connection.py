@@ -139,7 +139,10 @@ def test_a_single_value_header_that_occurs_twice_is_rejected(name: str) -> None:
     wire = talk(head(*fields) + b"12345")
     assert (status(wire), wire.is_closed) == (400, True)
     error = json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]
-    assert (error["message"], error["param"]) == (f"{name.lower()} came twice; send it once", name.lower())
+    assert (error["message"], error["param"]) == (
+        f"the header {name.lower()} occurs twice; send one value",
+        name.lower(),
+    )
 
 
 def test_a_list_header_may_occur_twice() -> None:

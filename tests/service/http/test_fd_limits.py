@@ -20,7 +20,7 @@ def test_connections_fit_the_limit_of_open_files(
     assert limits[-1] == (raised, hard)
 
 
-def test_a_limit_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_open_files_without_room_for_connections_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (RESERVED_FILES + 15, RESERVED_FILES + 15))
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
     with pytest.raises(SettingsError, match=r"only 79 files .* raise the limit \(ulimit -n\) to 1064"):

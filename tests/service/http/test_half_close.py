@@ -9,7 +9,7 @@ import uvloop
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from service.http.connection import MAX_AHEAD_BYTES, BoundedHttpProtocol
+from service.http.connection import MAX_AHEAD_BYTES, BoundedHttpProtocol, ConnectionLimits
 from tests.service.http.test_connections import App, until
 
 PATIENCE_SECONDS = 60.0
@@ -41,7 +41,9 @@ def run(scene: Callable[[Client], Coroutine[Any, Any, None]], loop_factory: Any 
         state, app = ServerState(), App()
         config = Config(app, http=BoundedHttpProtocol, log_config=None)
         server = await asyncio.get_running_loop().create_server(
-            lambda: BoundedHttpProtocol(config, state, {}), "127.0.0.1", 0
+            lambda: BoundedHttpProtocol(config, state, {}, limits=ConnectionLimits(), count=lambda error: None),
+            "127.0.0.1",
+            0,
         )
         address = server.sockets[0].getsockname()
         reader, writer = await asyncio.open_connection(*address[:2])

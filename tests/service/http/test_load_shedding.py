@@ -6,9 +6,10 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.api.app import Frontend
-from service.http.middleware import SHED_ROUTES, LoadShedding
+from service.http.api_keys import ApiKeys
+from service.http.middleware import SHED_ROUTES, EarlyRejection
 from service.ipc.shared_state import Lifecycle, Phase
 from service.protocol.errors import Overloaded
 from tests.service.echo import EchoChannel
@@ -71,7 +72,8 @@ def test_a_body_in_several_parts_reaches_its_route() -> None:
         raise AssertionError(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    asyncio.run(LoadShedding(app, reject=refuse, count=lambda error: None)(scope, receive, send))
+    middleware = EarlyRejection(app, keys=ApiKeys(), open_paths=frozenset(), reject=refuse, count=lambda error: None)
+    asyncio.run(middleware(scope, receive, send))
     assert [message["body"] for message in read] == [b"a", b"b", b"c"]
 
 

@@ -207,7 +207,7 @@ def test_an_alias_is_the_model(client: TestClient) -> None:
         assert status == 404 or answer.json()["model"] == "tiny"
 
 
-def test_more_prompts_than_the_setting_allows_are_refused(client: TestClient) -> None:
+def test_more_prompts_than_the_setting_allows_are_rejected(client: TestClient) -> None:
     client.headers.update(bearer(KEY))
     for prompts, status in ((["a", "b"], 200), (["a", "b", "c"], 400), ([[1], [2], [3]], 400)):
         answer = client.post("/v1/completions", json={"prompt": prompts})

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.ipc.messages import Cancel, FinishReason, RunningLimitChanged, Started, Submit, TokenDelta
 from service.protocol.errors import (
     ApiError,
@@ -59,7 +59,7 @@ def test_a_rejected_request_leaves_no_state() -> None:
     desk = Desk(waiting=0)
     with pytest.raises(Overloaded):
         desk.submit(*(make_choice(uid, index=i) for i, uid in enumerate("abc")))
-    assert (desk.engine_client.num_requests, desk.engine_client.num_choices, desk.sent) == (0, 0, [])
+    assert (desk.engine_client.num_requests, desk.admission.num_sequences, desk.sent) == (0, 0, [])
 
 
 def test_a_request_that_cannot_be_sent_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +68,10 @@ def test_a_request_that_cannot_be_sent_leaves_no_state(monkeypatch: pytest.Monke
     def send(commands: object) -> None:
         raise Draining("the queue is gone", retry_after_seconds=1.0)
 
-    monkeypatch.setattr(desk.engine_client, "_send", send)
+    monkeypatch.setattr(desk.engine_client, "send", send)
     with pytest.raises(Draining):
         desk.submit(make_choice("a"), make_choice("b", index=1))
-    assert (desk.engine_client.num_requests, desk.engine_client.num_choices) == (0, 0)
+    assert desk.engine_client.num_requests == 0
     assert (desk.admission.num_sequences, desk.admission.num_waiting_tokens) == (0, 0)
 
 
@@ -119,7 +119,7 @@ def test_a_failure_after_unsent_tokens_is_reported_as_an_engine_failure() -> Non
         with pytest.raises(EngineFailed, match="the engine failed on this request"):
             await request.next_deltas()
         assert request.choices[0].finish is not None
-        assert desk.engine_client.num_choices == 0
+        assert desk.admission.num_sequences == 0
 
     run(test)
 
@@ -144,7 +144,7 @@ def test_a_request_whose_rules_allow_no_token_gets_400_with_the_parameter(params
         with pytest.raises(InvalidRequest, match="no token may follow") as caught:
             await request.next_deltas()
         assert (caught.value.status, caught.value.param) == (400, param)
-        assert desk.engine_client.num_choices == 0
+        assert desk.admission.num_sequences == 0
 
     run(test)
 
@@ -208,9 +208,9 @@ def test_a_waiting_request_expires_and_a_begun_request_expires_only_if_the_worke
         assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, False, False, False]
         desk.engine_client.expire(5.2, is_stalled=True)
         assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, True, False, False]
-        with pytest.raises(QueueTimeout, match="not begun within its time, 5 s; try again later"):
+        with pytest.raises(QueueTimeout, match="did not start within its timeout of 5 s; try again later"):
             await waits.next_deltas()
-        with pytest.raises(QueueTimeout, match="not answered within its time, 5 s; try again later"):
+        with pytest.raises(QueueTimeout, match="did not finish within its timeout of 5 s; try again later"):
             await begun.next_deltas()
 
     run(test)

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from service.admission.queue_policy import QueuePolicy
+from service.admission.controller import QueuePolicy
 from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, Command, Started, TokenLogprob
 from service.protocol.errors import EngineFailed
 from service.requests.inflight import InflightQuery
@@ -129,7 +129,7 @@ def test_a_request_that_kills_three_workers_fails_alone_without_retry(
         assert len(await good.next_deltas()) == 1
 
     run(test)
-    assert caplog.messages == ["a request (key mallory, p) ends with an error: it killed several workers"]
+    assert caplog.messages == ["poison request p (key mallory): several workers died on this request"]
 
 
 def test_poison_candidates_run_alone_in_turn_and_leave_the_worker_after_progress() -> None:
