@@ -1,9 +1,4 @@
-"""A request's rules for single tokens, and their state for the next token. Torch-free.
-
-The state depends only on the sequence's tokens. Rebuilding it from all tokens or appending tokens one by one gives the
-same result. Appending costs the same however long the sequence is. `model.sampling.logits_processors` applies the
-rules.
-"""
+"""State of a request's token rules, updated with each token. Torch-free."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,12 +12,9 @@ Ids = NDArray[np.int64]
 
 
 class TokenRules:
-    """Token rules of one completion at its current length. Attributes are read-only; `append` adds the next token.
+    """Token rules of one completion at its current length, applied by `model.sampling.logits_processors`.
 
-    Attributes:
-        params: the sampling parameters, with the penalties.
-        bias_ids, bias: the tokens of `logit_bias`, and the number added to each logit.
-        allowed_ids: the only tokens that may be sampled; None allows all.
+    The state depends only on the sequence's tokens, and appending a token costs the same at any length.
     """
 
     def __init__(
@@ -48,23 +40,19 @@ class TokenRules:
 
     @property
     def counted(self) -> tuple[Ids, NDArray[np.float32]]:
-        """Return the tokens under penalties, each once, and how often each occurs in the completion.
-
-        A count of 0 is a token of the prompt.
-        """
+        """Return the tokens under penalties, each once, and how often each occurs in the completion (maybe 0)."""
         return self._counts.ids, self._counts.counts
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Return tokens that would complete a forbidden word."""
+        """Return the tokens that would complete a forbidden word."""
         return self._words.last_tokens()
 
 
 class _Counts:
-    """Occurrences of each token, in arrays that grow, so that no step rebuilds them."""
+    """Occurrences of each token, in arrays that grow, so that no step rebuilds them. Known tokens start at 0."""
 
     def __init__(self, known: Sequence[int]) -> None:
-        """Start with the tokens of `known` at a count of 0."""
         listed = np.unique(np.array(known, dtype=np.int64))
         self._size = len(listed)
         self._ids = np.concatenate([listed, np.zeros(16, dtype=np.int64)])
