@@ -28,11 +28,9 @@ from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.provenance import provenance, tell
 from loadtest.measurement.roofline import Machine, WorkFormula
 from loadtest.measurement.spread import Spread
-from model.attention.kernel_selection import DECODE_KERNELS, KernelContext, SelectedKernels, Unavailable, choose
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
-from model.attention.paged import DecodeKernel
+from model.attention.metadata import AttentionForm, AttentionMetadata
+from model.attention.paged import DECODE_KERNELS, DecodeKernel, KernelContext, SelectedKernels, Unavailable, choose
 from model.config import ModelConfig
 from model.gpu.quantization import FORMATS, QuantizationError
 from model.gpu.quantization import choose as select_quantization

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm, visible
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata, visible
 
 
 class SdpaAttention:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
+from model.attention.metadata import AttentionForm
 
 # Minimum number of keys in a split: joining costs more than smaller splits save. A multiple of both tile sizes.
 MIN_SPLIT = 128

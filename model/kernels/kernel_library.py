@@ -1,4 +1,7 @@
-"""Kernel library of this machine: compile it if it is missing, and load it."""
+"""Kernel library of this machine, compiled if it is missing, and ctypes mirrors of its C structures. Torch-free.
+
+The fields of a structure have the order of the C structure with the same name in model/kernels/src.
+"""
 
 import ctypes
 import logging
@@ -6,13 +9,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from model.kernels.build import SHIPPED, BuildError, build, find_built
-from model.kernels.cpu_features import CpuLevel, levels_here
+from model.kernels.build import SHIPPED, BuildError, CpuLevel, build, find_built, levels_here
 
 logger = logging.getLogger(__name__)
 
 # A function that identifies a kernel library: every one exports it.
 _MARK = "kvasir_inputs_side_by_side"
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class KernelLibrary:
@@ -25,7 +28,6 @@ class KernelLibrary:
     def __init__(self, path: Path, level: CpuLevel) -> None:
         self.level = level.name
         self._library = ctypes.CDLL(str(path))
-        self._functions: dict[str, Any] = {}
         if not hasattr(self._library, _MARK):
             raise OSError(f"{path} is not a kernel library: it has no {_MARK}")
 
@@ -35,11 +37,9 @@ class KernelLibrary:
         Raises:
             AttributeError: the library has no kernel of that name.
         """
-        found = self._functions.get(name)
-        if found is None:
-            found = getattr(self._library, name)
+        found = getattr(self._library, name)
+        if found.argtypes is None:
             found.argtypes, found.restype = argument_types, result
-            self._functions[name] = found
         return found
 
 
@@ -66,3 +66,75 @@ def load_kernels(cache: Path) -> KernelLibrary:
         ) from error
     logger.info("native kernels for %s loaded from %s", level.name, path)
     return library
+
+
+class AttentionBatch(ctypes.Structure):
+    """Arguments of attention that all layers of a step share."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("num_sequences", "num_tokens", "block_size", "num_blocks", "table_width")),
+        *((name, _POINTER) for name in ("query_starts", "context_lengths", "tables", "slots")),
+    )
+
+
+class AttentionCall(ctypes.Structure):
+    """Arguments of attention for one layer."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("q", "k", "v", "out", "keys", "values")),
+        *((name, _INT) for name in ("q_stride", "k_stride", "v_stride", "num_heads", "num_kv_heads", "head_size")),
+        *((name, _INT) for name in ("window", "bias_length", "bias_stride", "threads")),
+        ("bias", _POINTER),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Matrix(ctypes.Structure):
+    """Packed matrix."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "bias", "scale", "shift")),
+        *((name, _INT) for name in ("inputs", "outputs", "numbers")),
+    )
+
+
+class LayerWeights(ctypes.Structure):
+    """Weights of one layer."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, _POINTER) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
+        *((name, _POINTER) for name in ("query_norm", "key_norm")),
+    )
+
+
+class Shape(ctypes.Structure):
+    """Parameters that all layers of a model share."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "rotated", "norm_scope")),
+        *((name, _INT) for name in ("numbers", "norm", "activation", "gated", "norms_outputs", "is_parallel")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Rows(ctypes.Structure):
+    """Rows of one step, in buffers that Python owns."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("count", "threads")),
+        *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
+        *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens")),
+    )
+
+
+class StepArguments(ctypes.Structure):
+    """Arguments of one step of a whole model."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("shape", "rows", "layers")),
+        *((name, _INT) for name in ("num_layers", "num_positions", "vocabulary")),
+        *((name, _POINTER) for name in ("attend", "batch", "calls", "mixed", "head", "norm", "norm_bias")),
+        *((name, _POINTER) for name in ("logits", "ids")),
+        ("num_ids", _INT),
+    )

@@ -15,13 +15,13 @@ from torch.nn import functional
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
-from model.kernels.ctypes_structs import Shape
+from model.kernels.kernel_library import Shape
 from model.nn.linear import Int8Linear, PackedLinear
 
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _HALF_PANEL = _PANEL // 2
-# Codes of dtypes in linear.h.
+# Codes of dtypes in kernel.h.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
@@ -40,11 +40,6 @@ class Packed:
     shift: Tensor | None
     inputs: int
     outputs: int
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors in the order of linear.h's `Matrix`."""
-        return self.weight, self.bias, self.scale, self.shift
 
 
 def padded(size: int) -> int:

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.attention.score_biases import SCORE_BIASES, relative_positions
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from model.attention.kernel_selection import KernelContext
+from model.attention.paged import KernelContext
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import Manifest
 from model.gpu.quantization import Quantization
-from model.kernels.build import BuildError
-from model.kernels.cpu_features import has_vector_level
+from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
 from model.nn.linear import can_pack, replace_linears, replace_linears_by
@@ -106,13 +105,13 @@ class EngineFacts:
 class _ResolvedSettings(NamedTuple):
     """Values that are resolved before the model is loaded.
 
-    library: None if PyTorch's kernels compute.
+    kernels: None if PyTorch's kernels compute.
     packs: the loaded matrices are the file's own pages until they are packed.
     reasons: reason for the value, by the setting's name.
     """
 
     context: KernelContext
-    library: KernelLibrary | None
+    kernels: KernelLibrary | None
     attending: Attending
     cache_dtype: torch.dtype
     quantization: Quantization | None
@@ -205,7 +204,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         raise SettingsError(str(error)) from None
     return _ResolvedSettings(
         context=context,
-        library=library,
+        kernels=library,
         attending=attending,
         cache_dtype=cache_dtype,
         quantization=quantization,
@@ -232,7 +231,7 @@ def _plan(
         config=manifest.config,
         value_bytes=dtype.itemsize,
         cache_value_bytes=resolved.cache_dtype.itemsize,
-        num_copies=1 if resolved.library is None or (resolved.packs and stored == {dtype}) else 2,
+        num_copies=1 if resolved.kernels is None or (resolved.packs and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
     )
     return plan_memory(loaded, settings, standby=server.standby)
@@ -256,7 +255,7 @@ def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
 
     Returns None if PyTorch's kernels are used instead. A warning gives the reason if the native kernels cannot be had.
     """
-    is_wanted = settings.attention == "native" or (settings.attention == "auto" and has_vector_level())
+    is_wanted = settings.attention == "native" or (settings.attention == "auto" and bool(levels_here()))
     if device != "cpu" or not is_wanted:
         return None
     try:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention.eager import EagerAttention
-from model.attention.kernel_selection import KernelContext, SelectedKernels, choose
+from model.attention.backends import EagerAttention
 from model.attention.native import NativeAttention
-from model.attention.paged import PagedAttention
+from model.attention.paged import KernelContext, PagedAttention, SelectedKernels, choose
 from model.attention.sdpa import SdpaAttention
 from model.checkpoint.manifest import read_manifest
 from model.gpu.quantization import FORMATS, PLAIN, Quantization

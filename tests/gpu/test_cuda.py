@@ -9,8 +9,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.attention.backends import ATTENTION_BACKENDS
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.nn.reference_generate import generate
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from model.attention.kernel_selection import KernelContext, choose, fits
+from model.attention.paged import KernelContext, choose, fits
 from model.checkpoint.manifest import read_manifest
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer

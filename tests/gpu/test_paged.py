@@ -7,10 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.kernel_selection import CHUNK_KERNELS, DECODE_KERNELS, KernelContext, choose, gathered, one_by_one
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.paged import PagedAttention
+from model.attention.metadata import AttentionForm
+from model.attention.paged import (
+    CHUNK_KERNELS,
+    DECODE_KERNELS,
+    KernelContext,
+    PagedAttention,
+    choose,
+    gathered,
+    one_by_one,
+)
 from model.config import ModelConfig
 from service.engine.execution.cuda_graphs import CudaCapture
 from tests.model.attention.kernel_check import check_kernels

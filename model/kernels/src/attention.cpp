@@ -7,13 +7,12 @@
 // The order of a token's sums thus depends only on its position. Results are bitwise identical for any other sequences
 // in the batch, any number of threads and any chunking of the prompt, and whether a token is decoded or part of a
 // prompt.
-#include "attention.h"
-
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
 #include "attention_tile.h"
+#include "kernel.h"
 
 namespace kvasir {
 namespace {
@@ -451,39 +450,35 @@ private:
 };
 
 }  // namespace
+}  // namespace kvasir
 
-bool is_within_cache(const AttentionBatch& batch) {
+using namespace kvasir;
+
+KVASIR_KERNEL void kvasir_attention_float32(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<float>(*batch, *call).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_float32_over_float16(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<float, half>(*batch, *call).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_bfloat16(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<bf16>(*batch, *call).run();
+}
+
+// Returns whether all slots and blocks of a step are within the cache. Attention kernels do not check: their callers must.
+KVASIR_KERNEL bool kvasir_is_within_cache(const AttentionBatch* batch) {
     bool is_within = true;
-    const auto num_slots = static_cast<uint64_t>(batch.num_blocks * batch.block_size);
-    for (int64_t token = 0; token < batch.num_tokens; ++token) {
-        is_within &= static_cast<uint64_t>(batch.slots[token]) < num_slots;
+    const auto num_slots = static_cast<uint64_t>(batch->num_blocks * batch->block_size);
+    for (int64_t token = 0; token < batch->num_tokens; ++token) {
+        is_within &= static_cast<uint64_t>(batch->slots[token]) < num_slots;
     }
-    for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
-        is_within &= batch.context_lengths[sequence] <= batch.table_width * batch.block_size;
-        for (int64_t block = 0; block < batch.table_width; ++block) {
-            is_within &= static_cast<uint64_t>(batch.tables[sequence * batch.table_width + block]) <
-                         static_cast<uint64_t>(batch.num_blocks);
+    for (int64_t sequence = 0; sequence < batch->num_sequences; ++sequence) {
+        is_within &= batch->context_lengths[sequence] <= batch->table_width * batch->block_size;
+        for (int64_t block = 0; block < batch->table_width; ++block) {
+            is_within &= static_cast<uint64_t>(batch->tables[sequence * batch->table_width + block]) <
+                         static_cast<uint64_t>(batch->num_blocks);
         }
     }
     return is_within;
 }
-
-}  // namespace kvasir
-
-using kvasir::AttentionBatch;
-using kvasir::AttentionCall;
-
-KVASIR_KERNEL void kvasir_attention_float32(const AttentionBatch* batch, const AttentionCall* call) {
-    kvasir::Attention<float>(*batch, *call).run();
-}
-
-KVASIR_KERNEL void kvasir_attention_float32_over_float16(const AttentionBatch* batch, const AttentionCall* call) {
-    kvasir::Attention<float, kvasir::half>(*batch, *call).run();
-}
-
-KVASIR_KERNEL void kvasir_attention_bfloat16(const AttentionBatch* batch, const AttentionCall* call) {
-    kvasir::Attention<kvasir::bf16>(*batch, *call).run();
-}
-
-// Callers must check this before they call an attention kernel: kernels do not check indices.
-KVASIR_KERNEL bool kvasir_is_within_cache(const AttentionBatch* batch) { return kvasir::is_within_cache(*batch); }

@@ -3,7 +3,7 @@
 #pragma once
 
 #if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
-#error "the kernels need AVX2, FMA and F16C; see LEVELS in cpu_features.py"
+#error "the kernels need AVX2, FMA and F16C; see LEVELS in build.py"
 #endif
 
 #include <immintrin.h>

@@ -1,5 +1,5 @@
-// The products of linear.h, computed in tiles of rows and outputs. The sums of a tile stay in registers.
-#include "linear.h"
+// Products with packed matrices, computed in tiles of rows and outputs. The sums of a tile stay in registers.
+#include "kernel.h"
 
 namespace kvasir {
 namespace {
@@ -225,14 +225,6 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
 
 }  // namespace
 
-int64_t side_by_side(Numbers numbers) {
-    switch (numbers) {
-        case Numbers::float32: return Float32::GROUP;
-        case Numbers::bfloat16: return Bfloat16::GROUP;
-        default: return Int8::GROUP;
-    }
-}
-
 void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
               Emit emit, const void* work) {
     switch (matrix.numbers) {
@@ -243,3 +235,14 @@ void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* 
 }
 
 }  // namespace kvasir
+
+using namespace kvasir;
+
+// Returns GROUP: the number of adjacent inputs of one output in a packed matrix.
+KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
+    switch (static_cast<Numbers>(numbers)) {
+        case Numbers::float32: return Float32::GROUP;
+        case Numbers::bfloat16: return Bfloat16::GROUP;
+        default: return Int8::GROUP;
+    }
+}

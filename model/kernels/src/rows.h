@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "kernel.h"
 #include "lanes.h"
 
 namespace kvasir {

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
-from model.attention.kernel_selection import KernelContext, choose, fits
 from model.attention.native import NativeAttention
+from model.attention.paged import KernelContext, choose, fits
 from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
 from model.gpu.quantization import choose as select_quantization

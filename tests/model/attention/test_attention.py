@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 
-from model.attention.eager import EagerAttention
+from model.attention.backends import EagerAttention
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from tests.model.configs import VARIANTS, attention_layers, build
 from tests.model.kernel_libraries import BACKENDS
 from tests.model.paging import BLOCK_SIZE, PagedRun

@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.attention.backends import AttentionBackend, RoundedAttention
-from model.attention.eager import EagerAttention, attention_weights
-from model.attention.kernel_selection import gathered, one_by_one
+from model.attention.backends import AttentionBackend, EagerAttention, RoundedAttention, attention_weights
 from model.attention.kv_cache import KVCache, rounded
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
-from model.attention.paged import PagedAttention
+from model.attention.metadata import AttentionForm, AttentionMetadata
+from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.inspect.attention_weights import weights_of_layer
 from model.nn.transformer import Block, Transformer
 from tests.model import kernel_libraries

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.eager import EagerAttention
+from model.attention.backends import EagerAttention
 from model.attention.kv_cache import KVCache, rounded
-from model.attention.layer_spec import AttentionForm, ScoreBias
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata, ScoreBias
 from model.attention.native import NativeAttention
 from model.attention.score_biases import AlibiBias, DisentangledBias, RelativeBias, relative_positions
 from model.attention.sdpa import SdpaAttention

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.attention import native as native_module
-from model.attention.eager import EagerAttention
+from model.attention.backends import EagerAttention
 from model.attention.score_biases import AlibiBias
 from tests.model.attention.test_native_attention import FORM, TOLERANCES, Scene
 from tests.model.configs import VARIANTS

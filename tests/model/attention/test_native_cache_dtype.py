@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from model.attention.eager import EagerAttention
+from model.attention.backends import EagerAttention
 from model.attention.kv_cache import KVCache, rounded
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from tests.model.attention.test_native_attention import (
     BEST,
     FORM,

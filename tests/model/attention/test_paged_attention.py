@@ -1,26 +1,26 @@
 """GPU attention over a paged cache: every kernel for a CPU equals the reference implementation."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from model.attention.eager import EagerAttention
-from model.attention.kernel_selection import (
+from model.attention.backends import EagerAttention
+from model.attention.kv_cache import KVCache
+from model.attention.metadata import AttentionForm, AttentionMetadata
+from model.attention.paged import (
     CHUNK_KERNELS,
     DECODE_KERNELS,
     KernelContext,
+    PagedAttention,
     VarlenChunks,
     choose,
     fits,
     gathered,
     one_by_one,
 )
-from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata, ragged_view
-from model.attention.paged import PagedAttention
 from model.nn.transformer import Transformer
 from tests.model.attention.kernel_check import check_kernels
 from tests.model.configs import VARIANTS, attention_layers, build
@@ -76,7 +76,15 @@ def test_decoding_takes_lengths_from_positions_alone() -> None:
 
 def test_a_ragged_view_locates_chunks_and_contexts() -> None:
     tables = torch.tensor([[3, 9], [1, 9], [4, 2]])
-    view = ragged_view((2, 1, 3), (3, 2, 6), tables, 4)
+    slots = torch.zeros(6, dtype=torch.int64)
+    batch = AttentionMetadata(
+        query_lengths=(2, 1, 3),
+        context_lengths=(3, 2, 6),
+        positions_T=slots,
+        slot_mapping_T=slots,
+        block_tables_BN=tables,
+    )
+    view = batch.ragged_view(4)
     assert view.decodes is not None
     tokens, positions, decode_tables = view.decodes
     assert (tokens.tolist(), positions.tolist(), decode_tables.tolist()) == ([2], [1], [[1, 9]])
@@ -84,7 +92,8 @@ def test_a_ragged_view_locates_chunks_and_contexts() -> None:
     assert view.slots_S.tolist() == [12, 13, 14, 16, 17, 18, 19, 8, 9]
     assert (view.query_starts.tolist(), view.context_starts.tolist()) == ([0, 2, 5], [0, 3, 9])
     assert view.query_starts.dtype == view.context_starts.dtype == torch.int32
-    assert ragged_view((2,), (2,), tables, 4).decodes is None
+    chunk = dataclasses.replace(batch, query_lengths=(6,), context_lengths=(6,))
+    assert chunk.ragged_view(4).decodes is None
 
 
 def varlen_oracle(

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from model.kernels import kernel_library as loading_module
-from model.kernels.build import SHIPPED, build, find_built
-from model.kernels.cpu_features import levels_here
+from model.kernels.build import SHIPPED, build, find_built, levels_here
 from model.kernels.kernel_library import load_kernels
 from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
-from model.native.decode_call import Decoded
-from model.native.native_transformer import NativeTransformer
+from model.native.native_transformer import Decoded, NativeTransformer
 from model.nn.linear import replace_linears
 from model.nn.transformer import Block
 from tests.model.configs import VARIANTS, build
