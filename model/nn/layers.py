@@ -3,6 +3,7 @@
 Legend: T packed tokens, E hidden size, F feed-forward size.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -16,7 +17,8 @@ from model.config_enums import MlpKind, NormKind
 class RMSNorm(nn.Module):
     """RMS norm: x / sqrt(mean(x^2) + eps) * weight, in float32. Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
 
-    `unit_offset` multiplies by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295).
+    `unit_offset` multiplies by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295). A GPU replaces `normalize` by a
+    fused kernel.
     """
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
@@ -24,13 +26,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
         self.unit_offset = unit_offset
+        self.normalize = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; any leading shape."""
-        weight = self.weight.float()
-        if self.unit_offset:
-            weight = 1.0 + weight
-        return functional.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
+        return self.normalize(x, self.weight, self.eps, self.unit_offset)
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """Apply an RMS norm to the last dimension."""
+    weight_E = 1.0 + weight_E.float() if unit_offset else weight_E.float()
+    return functional.rms_norm(x.float(), (x.shape[-1],), weight_E, eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -71,19 +77,26 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Gated MLP, down(f(gate(x)) * up(x)); gate and up are one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6."""
+    """Gated MLP, down(f(gate(x)) * up(x)); gate and up are one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6.
+
+    A GPU replaces `activate`, which computes f(gate) * up, by a fused kernel.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACTIVATIONS[config.mlp]
+        self.activate: Callable[[Tensor], Tensor] = functools.partial(_activate_gate, ACTIVATIONS[config.mlp])
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Apply the MLP, TE -> TE."""
-        gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
-        out: Tensor = self.down(self.activation(gate_TF) * up_TF)
+        out: Tensor = self.down(self.activate(self.gate_up(x_TE)))
         return out
+
+
+def _activate_gate(activation: Callable[[Tensor], Tensor], gate_up_TF: Tensor) -> Tensor:
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return activation(gate_TF) * up_TF
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

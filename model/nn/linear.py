@@ -1,11 +1,8 @@
 """Linear layers for serving on CPUs: as loaded, packed for oneDNN, or int8.
 
-Training and conversion keep `nn.Linear`. A GPU keeps it too, or uses `model.gpu.quantization`. `replace_linears`
-converts a loaded model's matrices one at a time, so at most one matrix is in memory twice.
-
-Rows are independent of each other in each kind. From two rows on, a row's result is batch-invariant: oneDNN then sums
-over inputs in one order (measured from 1 to 1,024 rows, on one thread). A single row may be summed in another order if
-there are many inputs. The engine never computes a single row alone, see `service.engine.scheduling.step_plan.MIN_ROWS`.
+From two rows on, a row's result is batch-invariant: oneDNN then sums over inputs in one order (measured from 1 to 1,024
+rows, on one thread). A single row may be summed in another order if there are many inputs. The engine never computes a
+single row alone, see `service.engine.scheduling.step_plan.MIN_ROWS`.
 
 Legend: T packed tokens, E inputs, F outputs.
 """
@@ -38,8 +35,8 @@ class PackedLinear(nn.Module):
 class Int8Linear(nn.Module):
     """Linear layer x W^T + b in int8: Dettmers et al. 2022 (arXiv 2208.07339), section 2.1, vector-wise.
 
-    Each output has a scale for its weights. Each token has a scale for its inputs, computed while serving, so results
-    of different tokens are independent. Sums of int8 products are exact: neither order nor batch changes them.
+    Each output has a scale for its weights, and each token a scale for its inputs. Sums of int8 products are exact, so
+    neither order nor batch changes a sum.
     """
 
     def __init__(self, weight_FE: Tensor, bias_F: Tensor | None) -> None:
@@ -62,8 +59,8 @@ def quantize_rows(x_TE: Tensor) -> tuple[Tensor, Tensor]:
     return (x_TE / scale_T[:, None]).round_().to(torch.int8), scale_T
 
 
-# Constructors for `replace_linears`: from a weight FE and a bias F.
-LINEAR_KINDS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {"packed": PackedLinear, "int8": Int8Linear}
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # from a weight FE and a bias F
+LINEAR_KINDS: dict[str, MakeLinear] = {"packed": PackedLinear, "int8": Int8Linear}
 
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -73,19 +70,12 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def replace_linears(model: Transformer, kind: str) -> None:
-    """Convert every matrix of a model to a kind in `LINEAR_KINDS`; each plain matrix is freed as it is replaced.
+def replace_linears(model: Transformer, kind: str | MakeLinear) -> None:
+    """Convert every matrix of a model to a kind in `LINEAR_KINDS`, or by a function; each plain matrix is then freed.
 
-    A tied embedding stays in memory beside its packed copy: the head multiplies by the copy, the lookup reads the rows.
-
-    Raises:
-        KeyError: there is no such kind.
+    A tied embedding stays in memory beside its converted copy: the head multiplies by the copy, the lookup reads rows.
     """
-    replace_linears_by(model, LINEAR_KINDS[kind])
-
-
-def replace_linears_by(model: Transformer, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
-    """Replace every matrix by `make(weight FE, bias F)`, as `replace_linears` does."""
+    make = LINEAR_KINDS[kind] if isinstance(kind, str) else kind
     if model.lm_head is None:
         model.lm_head = make(model.token_embedding.weight, None)
     for module in list(model.modules()):

@@ -17,7 +17,7 @@ from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
-from model.nn.linear import can_pack, replace_linears, replace_linears_by
+from model.nn.linear import can_pack, replace_linears
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -310,7 +310,7 @@ def prepare_matrices(model: Transformer, quantize: str, quantization: Quantizati
         return "packed"
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
     if quantization is not None:
-        replace_linears_by(model, quantization.make)
+        replace_linears(model, quantization.make)
     elif kind in ("int8", "packed"):
         replace_linears(model, kind)
     return kind
