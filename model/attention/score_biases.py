@@ -1,6 +1,6 @@
 """Position biases of attention scores: buckets (T5), slopes (ALiBi) and disentangled attention (DeBERTa).
 
-Each class is a `ScoreBias`. A distance is query position - key position, so visible keys have distances >= 0.
+A distance is query position - key position, so visible keys have distances >= 0.
 
 Legend: B sequences, Q query tokens of a sequence, S its context, H query heads, K key/value heads, D head dimension,
 E hidden size, R relative positions in the table.
@@ -16,7 +16,7 @@ from model.config_enums import PositionKind
 
 
 class RelativeBias(nn.Module):
-    """Trained bias for each head and bucket of distances: one table (buckets, H), shared by all layers.
+    """Trained attention bias for each head and bucket of distances: one table (buckets, H), shared by all layers.
 
     Source: Raffel et al. 2019, T5 (arXiv 1910.10683), section 2.1. The first half of the buckets holds one distance
     each. The widths of the other buckets grow logarithmically up to `max_distance`. The last bucket also holds all
@@ -30,8 +30,7 @@ class RelativeBias(nn.Module):
         self.max_distance = config.max_relative_distance
         self._shared = (table,)  # in a tuple, so that nn.Module does not register it as a submodule of this layer
 
-    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """Return the bias BHQS, which depends only on the distances. See `ScoreBias`."""
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:  # see `ScoreBias`
         bias_BQSH: Tensor = self._shared[0](self.buckets(distances_BQS))
         return bias_BQSH.movedim(-1, 1)
 
@@ -46,11 +45,11 @@ class RelativeBias(nn.Module):
 
 
 class AlibiBias(nn.Module):
-    """Bias -slope * distance, without trained parameters.
+    """Attention bias -slope * distance, without trained parameters: Press et al. 2021, ALiBi (arXiv 2108.12409).
 
-    Source: Press et al. 2021, ALiBi (arXiv 2108.12409), section 3. For H = 2^n heads the slopes are 2^(-8/H),
-    2^(-16/H), ..., 2^-8. For another H, the first slopes are those of the next lower power of two. The remaining
-    slopes are every second slope of the next higher power of two, as in the authors' code.
+    For H = 2^n heads the slopes are 2^(-8/H), 2^(-16/H), ..., 2^-8. For another H, the first slopes are those of the
+    next lower power of two. The remaining slopes are every second slope of the next higher power of two, as in the
+    authors' code.
     """
 
     slopes_H: Tensor
@@ -64,8 +63,7 @@ class AlibiBias(nn.Module):
         # On the CPU even if the model is built on the meta device: checkpoints do not hold this constant.
         self.register_buffer("slopes_H", torch.tensor(slopes, device="cpu"), persistent=False)
 
-    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """Return the bias BHQS, which depends only on the distances. See `ScoreBias`."""
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:  # see `ScoreBias`
         return -self.slopes_H[:, None, None] * distances_BQS[:, None]
 
 
@@ -77,8 +75,7 @@ class DisentangledBias(nn.Module):
     projections of a table (k, E) of relative positions, which all layers share.
 
     d is min(i - j, k - 1): the paper has 2k relative positions, but causal attention only needs the k with i >= j.
-    Both terms use the same d, as in the authors' code; the paper writes d(j, i) in the last term. The KV-cache stays
-    usable, because it holds only content keys: positions are added when scores are computed.
+    Both terms use the same d, as in the authors' code; the paper writes d(j, i) in the last term.
     """
 
     def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
@@ -90,8 +87,7 @@ class DisentangledBias(nn.Module):
         self.scale = config.effective_score_scale
         self._shared = (table,)  # in a tuple, so that nn.Module does not register it as a submodule of this layer
 
-    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """Return the bias BHQS. See `ScoreBias`."""
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:  # see `ScoreBias`
         table_RE = self._shared[0].weight
         q_RHD = torch.unflatten(self.query(table_RE), -1, (-1, self.head_dim))
         k_RKD = torch.unflatten(self.key(table_RE), -1, (-1, self.head_dim))

@@ -43,10 +43,7 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
 def multiply_few(
     numbers_TE: Tensor, scale_T: Tensor, weight_FE: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply up to `MAX_ROWS` quantized rows by a matrix, scale and add the bias: TF in `dtype`.
-
-    All matrices must be contiguous.
-    """
+    """Multiply up to `MAX_ROWS` quantized rows by a matrix, scale, and add the bias: TF in `dtype`. All contiguous."""
     rows, inputs = numbers_TE.shape
     outputs = len(weight_FE)
     parts, each = cut(outputs, inputs)
@@ -75,7 +72,7 @@ def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor
 
 
 def cut(outputs: int, inputs: int) -> tuple[int, int]:
-    """Return the number of parts along the inputs, and the inputs of each part.
+    """Return the number of parts into which a matrix is split along its inputs, and the inputs of each part.
 
     There are enough parts for about `_PROGRAMS` programs. A part has at least two tiles, except possibly the last part.
     """
@@ -99,7 +96,6 @@ def _quantize_rows(
     x, numbers, scales, x_size, size, stride,
     LARGEST: tl.constexpr, WHOLE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one row and pad it with zeros."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     given = tl.load(x + row * stride + columns, mask=columns < x_size, other=0.0).to(tl.float32)
@@ -113,7 +109,6 @@ def _quantize_rows(
 
 @triton.jit
 def _scaled(sums, row_scale, scale, bias, HAS_BIAS: tl.constexpr):
-    """Scale sums of quantized products to float32 and add the bias."""
     out = sums.to(tl.float32) * row_scale * scale
     if HAS_BIAS:
         out = out + bias.to(tl.float32)
@@ -126,10 +121,7 @@ def _multiply_few(
     SUM: tl.constexpr, IS_PART: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by a tile of outputs over one part of the inputs.
-
-    Stores raw sums if there are several parts, else scaled outputs.
-    """
+    """Multiply all rows by a tile of outputs over one part of the inputs; IS_PART: store unscaled sums."""
     part = tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real_rows, real_columns = row < rows, column < outputs
@@ -164,7 +156,6 @@ def _scale_sums(
     sums, x_scale, scale, bias, out, rows, outputs,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts' sums of a tile of one row, in order, and scale them."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = columns < outputs

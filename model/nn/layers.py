@@ -1,7 +1,4 @@
-"""Norms and MLPs.
-
-Legend: T packed tokens, E hidden size, F feed-forward size.
-"""
+"""Norms and MLPs of a transformer. Legend: T packed tokens, E hidden size, F feed-forward size."""
 
 import functools
 from collections.abc import Callable
@@ -29,7 +26,7 @@ class RMSNorm(nn.Module):
         self.normalize = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; any leading shape."""
+        """Normalize the last dimension."""
         return self.normalize(x, self.weight, self.eps, self.unit_offset)
 
 
@@ -49,7 +46,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; any leading shape."""
+        """Normalize the last dimension."""
         bias = None if self.bias is None else self.bias.float()
         return functional.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), bias, self.eps).to(x.dtype)
 
