@@ -1,8 +1,8 @@
 """Decode attention in Triton, which reads the blocks of the KV-cache in place. Needs triton and a GPU.
 
 Flash-Decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the keys of a sequence are
-cut into splits, computed in parallel, and a second kernel joins the splits. The splits of a sequence depend only on
-its own length and the number of key/value heads, so results are batch-invariant.
+cut into splits, computed in parallel, and a second kernel joins the splits. Splits depend only on a sequence's length
+and the number of key/value heads, so results are batch-invariant.
 
 Legend: B sequences, H query heads, K key/value heads, G = H / K, D head dimension, N blocks of a table, P slots a
 block, X splits.

@@ -1,10 +1,8 @@
 """Int8 and fp8 (e4m3) quantization on a GPU, with one scale per output and one per token's inputs.
 
-Products of few rows cost what reading the weights costs, and use the Triton kernels of `model.gpu.quantized_kernels`.
-Products of many rows, and all products without triton, use PyTorch's `torch._int_mm` and `torch._scaled_mm`.
-
-Sums of int8 products are exact, and each row is quantized by itself. Int8 results are therefore batch-invariant and
-bitwise identical with either kind of kernel. Sums of fp8 products are rounded, in an order that depends on the kernel.
+Products of few rows use the Triton kernels of `model.gpu.quantized_kernels`. Products of many rows, and all products
+without triton, use PyTorch. Int8 sums are exact, so int8 results are batch-invariant and the same bits with both. Fp8
+sums are rounded, in an order that depends on the kernel.
 
 Legend: T packed tokens, E inputs, F outputs.
 """

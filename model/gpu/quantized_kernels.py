@@ -1,9 +1,7 @@
 """Triton kernels for int8 and fp8 matrices times few rows, and for quantizing and scaling. Needs triton and a GPU.
 
-A step of few rows costs what reading its weights costs. So each weight is read once, in long contiguous runs, by
-about `_PROGRAMS` programs. A matrix of few outputs is split along its inputs too, and a second kernel adds the partial
-sums. The split depends on the matrix alone, never on the rows or the GPU. Sums of int8 products are exact in any
-split; sums of fp8 products are float32.
+Each weight is read once, in long contiguous runs, by about `_PROGRAMS` programs. A matrix of few outputs is split along
+its inputs too, and a second kernel adds the partial sums. The split depends on the matrix alone.
 
 Legend: T packed tokens, E inputs, F outputs, X parts along the inputs.
 """

@@ -13,17 +13,12 @@ from model.kernels.build import SHIPPED, BuildError, CpuLevel, build, find_built
 
 logger = logging.getLogger(__name__)
 
-# A function that identifies a kernel library: every one exports it.
-_MARK = "kvasir_inputs_side_by_side"
+_MARK = "kvasir_inputs_side_by_side"  # a function of every kernel library
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class KernelLibrary:
-    """Loaded kernel library of one level.
-
-    Raises:
-        OSError: the file cannot be loaded, or is not a kernel library.
-    """
+    """Loaded kernel library of one CPU level. Raises OSError if the file is not a kernel library."""
 
     def __init__(self, path: Path, level: CpuLevel) -> None:
         self.level = level.name
@@ -32,11 +27,7 @@ class KernelLibrary:
             raise OSError(f"{path} is not a kernel library: it has no {_MARK}")
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Any:
-        """Return a kernel by its C name. The types of the first call for a name apply to all later calls.
-
-        Raises:
-            AttributeError: the library has no kernel of that name.
-        """
+        """Return a kernel by its C name. The types of the first call for a name apply to all later calls."""
         found = getattr(self._library, name)
         if found.argtypes is None:
             found.argtypes, found.restype = argument_types, result
@@ -69,7 +60,7 @@ def load_kernels(cache: Path) -> KernelLibrary:
 
 
 class AttentionBatch(ctypes.Structure):
-    """Arguments of attention that all layers of a step share."""
+    """Arguments of the attention kernel that all layers of a step share."""
 
     _fields_ = (
         *((name, _INT) for name in ("num_sequences", "num_tokens", "block_size", "num_blocks", "table_width")),
@@ -78,7 +69,7 @@ class AttentionBatch(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """Arguments of attention for one layer."""
+    """Arguments of the attention kernel for one layer."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("q", "k", "v", "out", "keys", "values")),
@@ -90,7 +81,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """Packed matrix."""
+    """Packed weight matrix, as the kernels read it."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias", "scale", "shift")),
@@ -99,7 +90,7 @@ class Matrix(ctypes.Structure):
 
 
 class LayerWeights(ctypes.Structure):
-    """Weights of one layer."""
+    """Weights of one transformer layer, as the kernels read them."""
 
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "out", "up", "down")),
@@ -109,7 +100,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
-    """Parameters that all layers of a model share."""
+    """Sizes and kinds that all layers of a model share, as the kernels read them."""
 
     _fields_ = (
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "rotated", "norm_scope")),
@@ -119,7 +110,7 @@ class Shape(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """Rows of one step, in buffers that Python owns."""
+    """Token rows of one engine step, in buffers that Python owns."""
 
     _fields_ = (
         *((name, _INT) for name in ("count", "threads")),
@@ -129,7 +120,7 @@ class Rows(ctypes.Structure):
 
 
 class StepArguments(ctypes.Structure):
-    """Arguments of one step of a whole model."""
+    """Arguments of the kernels that compute all layers of a model in one call."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("shape", "rows", "layers")),

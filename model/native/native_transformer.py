@@ -1,10 +1,10 @@
 """Transformer computed by native kernels on CPUs.
 
 With native attention, all layers are one C call, and a decode step with its logits is one C call too. With another
-attention backend, one C call runs between consecutive attention layers. The logits are one more call.
+attention backend, one C call runs between consecutive attention layers.
 
-The residual stream and the values between two matrices stay float32. Every output of a matrix is one sum over its
-inputs in a fixed order. A row's result is therefore bitwise identical for any number of rows and threads.
+The residual stream and the values between two matrices stay float32. A row's result is bitwise identical for any number
+of rows and threads.
 
 Legend: T packed tokens, R rows whose logits are wanted, B sequences, E hidden size, H query heads, K key/value heads,
 D head dimension, X queries, keys and values side by side, V vocabulary.
@@ -98,7 +98,7 @@ class _PreparedDecode:
     """Arguments of a decode step, reused while the step's tensors are updated in place.
 
     After a step the CPU caches hold mostly weights, and each Python or PyTorch operation takes ten times as long as in
-    a loop. A prepared step is a single call. held: objects that own the memory of the arguments.
+    a loop. held: objects that own the memory of the arguments.
     """
 
     arguments: StepArguments
@@ -217,11 +217,8 @@ class NativeTransformer:
         """Compute one decode step, one token per sequence, in a single call; the result is valid until the next call.
 
         Pass the same tensors in every step, updated in place: the prepared call is then reused. Returns None, having
-        computed nothing, if the caller must use `hidden` and `logits` instead.
-
-        Args:
-            metadata: must have `contexts_B` and a cache's slots and blocks; logits are computed for all rows.
-            num_ids: return logits of this many tokens, from the start of the vocabulary.
+        computed nothing, if the caller must use `hidden` and `logits` instead. metadata: must have `contexts_B`.
+        num_ids: return logits of this many tokens, from the start of the vocabulary.
 
         Raises:
             ValueError: a slot or a block is outside the cache.

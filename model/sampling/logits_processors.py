@@ -33,7 +33,10 @@ def obey(
     if not asked and not impossible:
         return logits_BV, False
     logits_BV = logits_BV.clone()
-    _add_bias(logits_BV, [(row, its) for row, its in asked if len(its.bias_ids)])
+    if biased := [(row, its) for row, its in asked if len(its.bias_ids)]:
+        # Each token occurs once in a row, so no sum depends on an order.
+        places = _places(logits_BV, [(row, its.bias_ids) for row, its in biased])
+        logits_BV[places] += _column(logits_BV, [its.bias for _, its in biased])
     _penalise(logits_BV, [(row, its) for row, its in asked if its.params.has_penalties])
     allowed = [(row, its.allowed_ids) for row, its in asked if its.allowed_ids is not None]
     if allowed:
@@ -46,14 +49,6 @@ def obey(
     return logits_BV, bool(allowed or impossible)
 
 
-def _add_bias(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None:
-    if rows:
-        # Each token occurs once in a row, so no sum depends on an order.
-        logits_BV[_places(logits_BV, [(row, its.bias_ids) for row, its in rows])] += _column(
-            logits_BV, [its.bias for _, its in rows]
-        )
-
-
 def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None:
     counted = [its.counted for _, its in rows]
     lengths = [len(ids) for ids, _ in counted]
@@ -62,12 +57,8 @@ def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None
     places = _places(logits_BV, [(row, ids) for (row, _), (ids, _) in zip(rows, counted, strict=True)])
     counts_N = _column(logits_BV, [counts for _, counts in counted])
     repetition_N, frequency_N, presence_N = (
-        _column(logits_BV, [np.repeat(np.array(values, dtype=np.float32), lengths)])
-        for values in (
-            [its.params.repetition_penalty for _, its in rows],
-            [its.params.frequency_penalty for _, its in rows],
-            [its.params.presence_penalty for _, its in rows],
-        )
+        _column(logits_BV, [np.repeat(np.array([getattr(its.params, name) for _, its in rows], np.float32), lengths)])
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
     logits_N = logits_BV[places]
     logits_N = torch.where(logits_N > 0, logits_N / repetition_N, logits_N * repetition_N)
@@ -86,11 +77,7 @@ def _column(logits_BV: Tensor, parts: Sequence[NDArray[np.float32]]) -> Tensor:
 
 
 def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
-    """Return a copy of the logits with -inf in these rows wherever `allowed_RV` (bool) is false.
-
-    Raises:
-        ValueError: the shapes disagree.
-    """
+    """Return a copy of the logits with -inf in these rows wherever `allowed_RV` (bool) is false."""
     if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
         raise ValueError(f"masks of {tuple(allowed_RV.shape)} for {len(rows)} rows of {logits_BV.shape[1]}")
     allowed_RV = allowed_RV.to(logits_BV.device, non_blocking=True)

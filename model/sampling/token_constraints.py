@@ -23,9 +23,8 @@ class TokenRules:
         self.params = params
         self.bias_ids: Ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
-        self.allowed_ids: Ids | None = None
-        if params.allowed_token_ids:
-            self.allowed_ids = np.array(params.allowed_token_ids, dtype=np.int64)
+        allowed_ids: Ids = np.array(params.allowed_token_ids, dtype=np.int64)
+        self.allowed_ids = allowed_ids if len(allowed_ids) else None  # None: all tokens
         # The repetition penalty alone looks at the prompt.
         self._counts = _Counts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
         self._words = _Words(params.bad_word_ids)
@@ -36,12 +35,12 @@ class TokenRules:
         """Add the completion's next token."""
         if self.params.has_penalties:
             self._counts.add(token_id)
-        self._words.push(token_id)
+        self._words.recent.append(token_id)
 
     @property
     def counted(self) -> tuple[Ids, NDArray[np.float32]]:
         """Return the tokens under penalties, each once, and how often each occurs in the completion (maybe 0)."""
-        return self._counts.ids, self._counts.counts
+        return self._counts.known
 
     @property
     def forbidden(self) -> tuple[int, ...]:
@@ -60,12 +59,8 @@ class _Counts:
         self._place = {token_id: place for place, token_id in enumerate(listed.tolist())}
 
     @property
-    def ids(self) -> Ids:
-        return self._ids[: self._size]
-
-    @property
-    def counts(self) -> NDArray[np.float32]:
-        return self._counts[: self._size]
+    def known(self) -> tuple[Ids, NDArray[np.float32]]:
+        return self._ids[: self._size], self._counts[: self._size]
 
     def add(self, token_id: int) -> None:
         place = self._place.get(token_id)
@@ -88,14 +83,11 @@ class _Words:
         for word in words:
             if len(word) > 1:
                 self._by_last_but_one.setdefault(word[-2], []).append((tuple(word[:-1]), word[-1]))
-        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in words), default=0))
-
-    def push(self, token_id: int) -> None:
-        self._recent.append(token_id)
+        self.recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in words), default=0))
 
     def last_tokens(self) -> tuple[int, ...]:
-        candidates = self._by_last_but_one.get(self._recent[-1]) if self._recent else None
+        candidates = self._by_last_but_one.get(self.recent[-1]) if self.recent else None
         if candidates is None:
             return self._alone
-        recent = tuple(self._recent)
+        recent = tuple(self.recent)
         return (*self._alone, *(last for begun, last in candidates if recent[-len(begun) :] == begun))
