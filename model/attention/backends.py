@@ -16,7 +16,7 @@ from model.attention.sdpa import SdpaAttention
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over a packed, ragged batch."""
+    """Interface of an attention backend: causal attention of a packed batch of sequences."""
 
     def attend(
         self,
@@ -30,9 +30,9 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Return softmax(scale q k^T + bias) v for each token, over the earlier tokens of its sequence and itself.
 
-        A window in `form` limits how far back a token sees. With a cache, the step's keys and values are first
-        written to `metadata.slot_mapping_T`; earlier ones are read through `metadata.block_tables_BN`. Queries and
-        keys with D = 0 give equal weights. The result is THD, with the dtype and the head dimension D of the values.
+        A window in `form` limits how far back a token sees. With a cache, the step's keys and values are first written
+        to `metadata.slot_mapping_T`; earlier keys and values are read through `metadata.block_tables_BN`. The result is
+        THD, with the dtype and the head dimension D of the values.
         """
         ...
 
@@ -53,7 +53,7 @@ class EagerAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Compute attention sequence by sequence."""
+        """Compute the attention of each sequence in turn, with the formula written out."""
         if kv_cache is not None:
             assert metadata.slot_mapping_T is not None
             kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
@@ -73,10 +73,9 @@ class EagerAttention:
 
 
 def attention_weights(q_QHD: Tensor, k_SKD: Tensor, form: AttentionForm) -> Tensor:
-    """Return the weights HQS, float32, of one sequence; its queries are the last Q of its S positions.
+    """Return the attention weights HQS, float32, of one sequence; the queries are the last Q of its S positions.
 
-    Rows sum to 1. Positions that a token does not see have weight 0. With D = 0 (average attention) every score is an
-    empty sum, so without a bias all visible positions have equal weights.
+    With D = 0 (average attention) every score is an empty sum, so visible positions have equal weights.
     """
     num_queries, num_heads, _ = q_QHD.shape
     context_length, num_kv_heads, _ = k_SKD.shape

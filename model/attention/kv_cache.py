@@ -60,7 +60,7 @@ class KVCache:
         return self.keys_LNPKD.nbytes + self.values_LNPKD.nbytes
 
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Write each token's key and value to its slot (block * block_size + offset)."""
+        """Write the key and value of each token to the token's cache slot (block * block_size + offset)."""
         for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
             pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.cache_dtype))
 

@@ -8,33 +8,25 @@ import dataclasses
 import functools
 import itertools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-
-class ScoreBias(Protocol):
-    """Position-dependent bias, added to the attention scores. See `model.attention.score_biases`."""
-
-    def __call__(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """Return the bias BHQS to add to the scaled scores; 1HQS if the bias is equal for all sequences.
-
-        `distances_BQS` is int64: query position - key position. Its B is 1 if all sequences have the same distances.
-        Scores of negative distances are masked later, so any finite bias is allowed there.
-        """
-        ...
+# Position bias of `model.attention.score_biases`: (q_BQHD, k_BSKD, distances_BQS) -> BHQS, added to the scaled
+# scores; 1HQS if the bias is equal for all sequences. Distances are int64, query position - key position. Their B is 1
+# if all sequences have the same distances. Any finite bias is allowed for negative distances, which are masked later.
+ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionForm:
     """Attention parameters of one layer.
 
-    layer: the layer's index in the KV-cache.
-    scale: factor of q·k.
+    layer: the layer's index in the KV-cache. scale: factor of q·k.
     window: number of positions that a token sees, its own included; None: no limit.
-    bias: added to the scaled scores; None: no bias.
     """
 
     layer: int
@@ -44,7 +36,7 @@ class AttentionForm:
 
 
 def visible(distances: Tensor, window: int | None) -> Tensor:
-    """Return the boolean mask of keys that are neither in the future nor before the window. Any shape."""
+    """Return the boolean mask of keys that a query may see, from distances: query position - key position."""
     if window is None:
         return distances >= 0
     return (distances >= 0) & (distances < window)
@@ -54,8 +46,7 @@ def visible(distances: Tensor, window: int | None) -> Tensor:
 class DecodeView:
     """Cache slots read by the sequences that compute one token: S slots each, from the first block in the window.
 
-    slots_BS: int64. Slots that a token does not see are replaced by the token's own slot: a hidden slot may hold NaN
-        from another sequence, and 0 * NaN is NaN.
+    slots_BS: int64. A hidden slot may hold NaN from another sequence, so the token's own slot replaces hidden slots.
     distances_B1S: int64, new token's position - slot's position; negative after the end of the context.
     mask_B1S: additive float32 mask, 0 for visible slots, -inf for hidden slots.
     """
@@ -67,7 +58,7 @@ class DecodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedView:
-    """Prompt chunks and decodes of one step.
+    """Layout of an engine step that computes prompt chunks, and maybe decodes.
 
     decodes: for the B sequences that compute one token: index of the token in T, position, block table (BN).
     tokens_X: indices in T of the chunks' tokens.
@@ -87,7 +78,7 @@ class RaggedView:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Batch of one step.
+    """Sequences of one engine step: their lengths, and where their keys and values lie in the KV-cache.
 
     Sequence b owns the packed tokens `query_starts[b] : query_starts[b + 1]`. These tokens are the last
     `query_lengths[b]` of the sequence's `context_lengths[b]` positions.
@@ -124,21 +115,21 @@ class AttentionMetadata:
 
     @functools.cached_property
     def query_starts(self) -> tuple[int, ...]:
-        """Return B + 1 offsets into the packed tokens."""
+        """Return where the tokens of each sequence begin in the packed batch, and its end: B + 1 offsets."""
         return tuple(itertools.accumulate(self.query_lengths, initial=0))
 
     @functools.cached_property
     def decode_rows(self) -> tuple[int, ...]:
-        """Return the indices of the sequences that compute exactly one token: batched kernels need equal lengths."""
+        """Return the indices of the sequences that compute exactly one token."""
         return tuple(row for row, length in enumerate(self.query_lengths) if length == 1)
 
     @functools.cached_property
     def kernel_arguments(self) -> dict[object, Any]:
-        """Return the arguments that attention backends prepare once for all layers of the step, by any key."""
+        """Return what attention backends have prepared once for all layers of the step, by keys of their choice."""
         return {}
 
     def decode_view(self, window: int | None, block_size: int) -> DecodeView:
-        """Return the cache slots that the new tokens of the `decode_rows` see. Made once a step for each window."""
+        """Return the cache slots that the tokens of decoding sequences see. Made once a step for each window."""
         key = "decodes", window, block_size
         if key not in self.kernel_arguments:
             self.kernel_arguments[key] = self._make_decode_view(window, block_size)
@@ -146,7 +137,7 @@ class AttentionMetadata:
         return view
 
     def ragged_view(self, block_size: int) -> RaggedView:
-        """Return the packed layout of a step with at least one prompt chunk. Made once a step, for all layers."""
+        """Return the layout of a step with at least one prompt chunk. Made once a step, for all layers."""
         key = "chunks", block_size
         if key not in self.kernel_arguments:
             self.kernel_arguments[key] = self._make_ragged_view(block_size)
@@ -205,11 +196,11 @@ class AttentionMetadata:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether every sequence computes exactly one token."""
+        """Return whether every sequence of the step computes exactly one token."""
         return len(self.query_lengths) == self.positions_T.shape[0]
 
     def to(self, device: torch.device) -> Self:
-        """Return the batch with its tensors on `device`; `contexts_B` stays on the host."""
+        """Return the same metadata with tensors on `device`; `contexts_B` stays on the host."""
         if self.positions_T.device == device:
             return self
         tensors = {
@@ -221,6 +212,6 @@ class AttentionMetadata:
 
     @classmethod
     def uncached(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Self:
-        """Return the metadata of whole sequences without a cache, as in training."""
+        """Return the metadata of whole sequences without a KV-cache, as in training."""
         positions_T = torch.cat([torch.arange(length, device=device) for length in lengths])
         return cls(query_lengths=lengths, context_lengths=lengths, positions_T=positions_T)

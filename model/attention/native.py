@@ -1,7 +1,6 @@
 """Native CPU attention that reads the blocks of the KV-cache in place: model/kernels/src/attention.cpp.
 
-A token's output is bitwise identical for every batch, number of threads and chunking of the prompt, and whether the
-token was decoded or is part of a prompt.
+A token's output is bitwise identical for every batch, number of threads and chunking of the prompt.
 
 Legend: T packed tokens, B sequences, N blocks of a table, H query heads, K key/value heads, D head dimension.
 """
@@ -33,15 +32,11 @@ _TILE, _TASK_ROWS = 64, 96
 
 
 class AttentionStep(NamedTuple):
-    """Kernel arguments that all layers of a step share.
-
-    held: objects that own the memory `batch` points to.
-    longest: length of the longest context, in tokens.
-    """
+    """Arguments of the attention kernel for all layers of a step. held: owners of the memory `batch` points to."""
 
     batch: AttentionBatch
     held: tuple[object, ...]
-    longest: int
+    longest: int  # context, in tokens
     threads: int
 
 
@@ -68,9 +63,6 @@ class NativeAttention:
         """Compute attention; equal to `EagerAttention` within rounding.
 
         With bfloat16 on CPUs with AVX512-BF16, weights are rounded to bfloat16 before they multiply values.
-
-        Raises:
-            ValueError: a slot or a block is outside the cache.
         """
         if kv_cache is None or not supports(q_THD, v_TKD, form, kv_cache):
             return self._fallback.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
@@ -88,7 +80,7 @@ class NativeAttention:
         return out_THD
 
     def prepare_step(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep:
-        """Return the kernel arguments that all layers of this step share, made once a step.
+        """Return the attention kernel's arguments for all layers of an engine step; make the arguments once a step.
 
         Raises:
             ValueError: a slot or a block is outside the cache. The kernel does not check, and would corrupt memory.
@@ -137,7 +129,7 @@ def supports(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCach
 def layer_call(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor, form: AttentionForm, kv_cache: KVCache
 ) -> AttentionCall:
-    """Return the kernel's arguments for one layer, except threads and bias. They point into the tensors."""
+    """Return the attention kernel's arguments for one layer, except threads and bias: pointers into the tensors."""
     pools = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
     return AttentionCall(
         *(x.data_ptr() for x in (q_THD, k_TKD, v_TKD, out_THD, *pools)),
@@ -148,7 +140,7 @@ def layer_call(
 
 
 def _rows_of(x_THD: Tensor) -> Tensor:
-    """Return the tensor with contiguous heads for each token. Tokens may have any stride, as slices of wider rows."""
+    """Return queries, keys or values with contiguous heads in each token; copy only if necessary."""
     _, num_heads, size = x_THD.shape
     if x_THD.stride(2) == 1 and (num_heads == 1 or x_THD.stride(1) == size):
         return x_THD
@@ -156,7 +148,7 @@ def _rows_of(x_THD: Tensor) -> Tensor:
 
 
 def _biases(form: AttentionForm, num_heads: int, longest: int) -> Tensor:
-    """Return the bias of each head, HX float32, multiplied by log2(e). Index i holds distance longest - 1 - i.
+    """Return the position bias of each head, HX float32, times log2(e). Index i is for the distance longest - 1 - i.
 
     X is longest + _TILE + _TASK_ROWS: the kernel reads past the bias of distance 0.
     """

@@ -1,6 +1,4 @@
-"""GPU attention over a paged KV-cache: kernels for decodes and for prompt chunks, and the choice for a device.
-
-tests/gpu/test_paged.py compares every kernel with the reference implementation on a GPU.
+"""GPU attention over a paged KV-cache: kernels for decodes and for prompt chunks, and their choice for a device.
 
 Legend: T packed tokens, B sequences that compute one token, C chunks, X packed tokens of chunks, H query heads,
 K key/value heads, D head dimension, S context.
@@ -77,7 +75,7 @@ class PagedAttention:
 
 
 class Unavailable(Exception):
-    """A kernel does not support this device, dtype or head dimension; the message gives the reason."""
+    """Error if a GPU attention kernel does not support the device, dtype or head dimension; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +192,7 @@ CHUNK_KERNELS: Mapping[str, Callable[[KernelContext], ChunkKernel]] = {
 
 
 def choose(context: KernelContext) -> SelectedKernels:
-    """Return a backend made of the first kernel of each table that supports the context."""
+    """Return paged attention with the best kernels that support the device, dtype and model."""
     left_out: list[str] = []
     decode_name, decode = _first(DECODE_KERNELS, context, left_out)
     chunk_name, chunks = _first(CHUNK_KERNELS, context, left_out)

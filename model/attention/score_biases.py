@@ -18,9 +18,8 @@ from model.config_enums import PositionKind
 class RelativeBias(nn.Module):
     """Trained attention bias for each head and bucket of distances: one table (buckets, H), shared by all layers.
 
-    Source: Raffel et al. 2019, T5 (arXiv 1910.10683), section 2.1. The first half of the buckets holds one distance
-    each. The widths of the other buckets grow logarithmically up to `max_distance`. The last bucket also holds all
-    larger distances.
+    Raffel et al. 2019, T5 (arXiv 1910.10683), section 2.1. The first half of the buckets holds one distance each. The
+    widths of the other buckets grow logarithmically up to `max_distance`. The last bucket also holds larger distances.
     """
 
     def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
@@ -35,7 +34,7 @@ class RelativeBias(nn.Module):
         return bias_BQSH.movedim(-1, 1)
 
     def buckets(self, distances: Tensor) -> Tensor:
-        """Return the bucket of each distance, int64. Negative distances get the bucket of distance 0. Any shape."""
+        """Return the T5 bucket of each token distance, int64; negative distances get the bucket of distance 0."""
         num_buckets = self._shared[0].num_embeddings
         num_exact = num_buckets // 2
         distances = distances.clamp(min=0)
@@ -47,9 +46,8 @@ class RelativeBias(nn.Module):
 class AlibiBias(nn.Module):
     """Attention bias -slope * distance, without trained parameters: Press et al. 2021, ALiBi (arXiv 2108.12409).
 
-    For H = 2^n heads the slopes are 2^(-8/H), 2^(-16/H), ..., 2^-8. For another H, the first slopes are those of the
-    next lower power of two. The remaining slopes are every second slope of the next higher power of two, as in the
-    authors' code.
+    For H = 2^n heads the slopes are 2^(-8/H), 2^(-16/H), ..., 2^-8. For another H, the slopes of the next lower power
+    of two are followed by every second slope of the next higher power of two, as in the authors' code.
     """
 
     slopes_H: Tensor
@@ -68,14 +66,11 @@ class AlibiBias(nn.Module):
 
 
 class DisentangledBias(nn.Module):
-    """Content-to-position and position-to-content terms of disentangled attention, causal.
+    """Position terms of disentangled attention: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4.
 
-    Source: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4.
     score(i, j) = scale * (q_i·k_j + q_i·K[d] + k_j·Q[d]). This class computes the last two terms. K and Q are
-    projections of a table (k, E) of relative positions, which all layers share.
-
-    d is min(i - j, k - 1): the paper has 2k relative positions, but causal attention only needs the k with i >= j.
-    Both terms use the same d, as in the authors' code; the paper writes d(j, i) in the last term.
+    projections of a table (k, E) of relative positions, which all layers share. d is min(i - j, k - 1): causal
+    attention needs only the k of the paper's 2k positions. As in the authors' code, both terms use the same d.
     """
 
     def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
@@ -115,7 +110,7 @@ SCORE_BIASES: dict[PositionKind, type[RelativeBias] | type[AlibiBias] | type[Dis
 
 
 def relative_positions(config: ModelConfig) -> nn.Embedding | None:
-    """Return the table that the biases of all layers share: (buckets, H) for T5, (k, E) for DeBERTa, else None."""
+    """Return the table that the position biases of all layers share: (buckets, H) for T5, (k, E) for DeBERTa."""
     match config.position:
         case PositionKind.RELATIVE_BIAS:
             assert config.num_relative_buckets is not None

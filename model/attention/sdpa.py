@@ -1,7 +1,6 @@
 """Attention by PyTorch's fused kernel (scaled_dot_product_attention): flash attention where PyTorch supports it.
 
-Decodes are computed in one call, over padded copies of their blocks. Prompt chunks are computed one by one. If a layer
-has a window, only the blocks in the window are read.
+Decodes are computed in one call, over padded copies of the blocks in the window. Prompt chunks are computed one by one.
 
 Legend: T packed tokens, B sequences, Q query tokens of one sequence, S context, H query heads, K key/value heads,
 G = H / K query heads per group, D head dimension.
@@ -94,7 +93,7 @@ def _attend_chunk(
 
 
 def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:
-    """Attend in one sequence; the queries are the last Q of its S positions. Returns QHD."""
+    """Compute causal attention of one sequence; the queries are the last Q of the S positions. Returns QHD."""
     num_kv_heads, groups = k_SKD.shape[1], q_QHD.shape[1] // k_SKD.shape[1]
     mask = _mask(q_QHD[None], k_SKD[None], form)
     if mask is not None and mask.ndim == 4:

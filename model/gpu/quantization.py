@@ -70,7 +70,7 @@ class QuantizedLinear(nn.Module):
         self.kernels = kernels
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Multiply TE -> TF."""
+        """Multiply each token's inputs by the weights, TE -> TF."""
         quantize = quantize_rows if self.kernels is None else self.kernels.quantize_rows
         numbers_TE, scale_T = quantize(x_TE, self.weight_FE.dtype, self.num_inputs)
         if self.kernels is not None and len(x_TE) <= self.kernels.MAX_ROWS:
@@ -107,7 +107,7 @@ class Quantization:
     kernels: Any = None
 
     def make(self, weight_FE: Tensor, bias_F: Tensor | None) -> QuantizedLinear:
-        """Quantize one matrix."""
+        """Return a linear layer with the quantized weights."""
         return QuantizedLinear(weight_FE, bias_F, FORMATS[self.name], self.kernels)
 
     def __str__(self) -> str:

@@ -2,9 +2,8 @@
 
     python -m model.kernels.build [--directory DIRECTORY] [--local]
 
-The command builds every level, for example for a container image. The default directory is beside the sources, where
-every process looks first. `--local` builds only the best level for this machine, into the cache, as a service does at
-its first start.
+The command builds every level, for example for a container image, beside the sources, where every process looks first.
+`--local` builds only the best level for this machine, into the cache, as a service does at its first start.
 """
 
 import argparse
@@ -38,7 +37,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class CpuLevel:
-    """Set of x86-64 instructions that one library is compiled for.
+    """Set of x86-64 instructions that one kernel library is compiled for.
 
     needs: required CPU features, as named in the flags line of /proc/cpuinfo.
     vendor: vendor_id of the CPUs that should prefer this level; None: any.
@@ -72,13 +71,13 @@ class BuildError(RuntimeError):
 
 
 def runnable_levels() -> tuple[CpuLevel, ...]:
-    """Return the levels that this machine can run, best first; empty if the kernels do not support the machine."""
+    """Return the CPU levels that this machine can run, best first; empty if the kernels do not support the machine."""
     features = _read_cpuinfo("flags") if platform.machine() == "x86_64" else frozenset()
     return tuple(level for level in LEVELS if level.needs <= features)
 
 
 def levels_here() -> tuple[CpuLevel, ...]:
-    """Return the runnable levels without those for CPUs of another vendor, best first."""
+    """Return the runnable CPU levels without the levels for CPUs of another vendor, best first."""
     vendor = _read_cpuinfo("vendor_id")
     return tuple(level for level in runnable_levels() if level.vendor is None or level.vendor in vendor)
 
@@ -94,7 +93,7 @@ def _read_cpuinfo(key: str) -> frozenset[str]:
 
 
 def library_name(level: CpuLevel) -> str:
-    """Return the file name of a level's library, which contains a hash of sources, flags and architecture.
+    """Return the file name of a level's kernel library, which contains a hash of sources, flags and architecture.
 
     The compiler is not part of the hash: a machine that gets a library from an image may have no compiler.
     """
@@ -105,7 +104,7 @@ def library_name(level: CpuLevel) -> str:
 
 
 def find_built(level: CpuLevel, directories: Sequence[Path]) -> Path | None:
-    """Return the level's library from the first directory that has a trusted file; None: no directory has one.
+    """Return the path of a level's kernel library in the first directory with a trusted file, or None.
 
     A file is trusted if only root or this user could have written it: loading a library runs its code.
     """
@@ -116,12 +115,12 @@ def find_built(level: CpuLevel, directories: Sequence[Path]) -> Path | None:
 
 
 def build(level: CpuLevel, directory: Path) -> Path:
-    """Compile the level's library into a directory, which is created if necessary. Return the library's path.
+    """Compile a level's kernel library into a directory, which is created if necessary. Return the library's path.
 
     The file is written under a temporary name and renamed, so other processes never see a part of a library.
 
     Raises:
-        BuildError: there is no compiler, it fails, or the directory cannot be written.
+        BuildError: the compiler is missing or fails, or the directory cannot be written.
     """
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
@@ -141,7 +140,7 @@ def build(level: CpuLevel, directory: Path) -> Path:
 
 
 def _compile(compiler: str, level: CpuLevel, scratch: Path) -> Path:
-    """Compile all sources in parallel and link them; all temporary files lie in `scratch`."""
+    """Compile the kernels' sources in parallel and link the objects; all temporary files lie in `scratch`."""
 
     def run(*arguments: str | Path) -> None:
         # Niceness 10 lets other processes run first, and leaves the compilers about a tenth of a busy CPU.

@@ -11,10 +11,10 @@ D head dimension, X queries, keys and values side by side, V vocabulary.
 """
 
 import ctypes
+import operator
 import os
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -51,10 +51,7 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 def library_for(model: Transformer) -> KernelLibrary | None:
-    """Return the loaded kernel library that computes all of this model.
-
-    Returns None if the model's attention uses another backend, or if the kernels do not support such a model.
-    """
+    """Return the kernel library that computes all of a model with native attention; None for other models."""
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
     if backends or not isinstance(backend, NativeAttention) or weight.device.type != "cpu":
@@ -65,8 +62,8 @@ def library_for(model: Transformer) -> KernelLibrary | None:
 def to_native(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
     """Return a `NativeTransformer` if the native kernels compute all of this model, else the model itself.
 
-    The model's matrices are packed and freed one by one, so at most one matrix is in memory twice. A low-priority
-    thread moves the packed matrices to pages of 2 MiB while the model already serves.
+    At most one matrix is in memory twice. A low-priority thread moves the packed matrices to pages of 2 MiB while the
+    model already serves.
     """
     if isinstance(model, NativeTransformer) or (kernels := library_for(model)) is None:
         return model
@@ -93,36 +90,19 @@ class Decoded(NamedTuple):
     logits_BV: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PreparedDecode:
+class _PreparedDecode(NamedTuple):
     """Arguments of a decode step, reused while the step's tensors are updated in place.
 
     After a step the CPU caches hold mostly weights, and each Python or PyTorch operation takes ten times as long as in
-    a loop. held: objects that own the memory of the arguments.
+    a loop. inputs: tensors and cache that the arguments are for. held: other owners of the arguments' memory.
     """
 
+    inputs: tuple[object, ...]
     arguments: StepArguments
     rows: Rows
-    token_ids_T: Tensor
-    metadata: AttentionMetadata
-    kv_cache: KVCache
     logits_BV: Tensor
     ids: Any
     held: tuple[object, ...]
-
-    def is_of(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, num_ids: int) -> bool:
-        """Return whether a step uses the same tensors, whose contents may have changed."""
-        ours = self.metadata
-        return (
-            self.token_ids_T is token_ids_T
-            and ours.positions_T is metadata.positions_T
-            and ours.slot_mapping_T is metadata.slot_mapping_T
-            and ours.block_tables_BN is metadata.block_tables_BN
-            and ours.contexts_B is metadata.contexts_B
-            and self.kv_cache is kv_cache
-            and self.arguments.num_ids == num_ids
-            and self.rows.threads == torch.get_num_threads()
-        )
 
 
 class NativeTransformer:
@@ -223,8 +203,13 @@ class NativeTransformer:
         Raises:
             ValueError: a slot or a block is outside the cache.
         """
-        prepared = self._prepared
-        if prepared is None or not prepared.is_of(token_ids_T, metadata, kv_cache, num_ids):
+        tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
+        prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
+        if (
+            prepared is None
+            or not all(map(operator.is_, prepared.inputs, inputs))
+            or (prepared.arguments.num_ids, prepared.rows.threads) != (num_ids, torch.get_num_threads())
+        ):
             prepared = self._prepared = self._prepare_decode(token_ids_T, metadata, kv_cache, num_ids)
         if prepared is None:
             return None
@@ -251,19 +236,12 @@ class NativeTransformer:
         arguments.ids, arguments.num_ids = ctypes.addressof(ids), num_ids
         has_table = self._model.rotary is not None
         arguments.num_positions = len(self._rotations[0]) if has_table else self.config.max_context_length
-        return _PreparedDecode(
-            arguments=arguments,
-            rows=rows,
-            token_ids_T=token_ids_T,
-            metadata=metadata,
-            kv_cache=kv_cache,
-            logits_BV=logits_BV[:, :num_ids],
-            ids=ids,
-            held=(step, self._calls, self._rotations, logits_BV),
-        )
+        tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
+        held = step, self._calls, self._rotations
+        return _PreparedDecode((token_ids_T, *tensors, kv_cache), arguments, rows, logits_BV[:, :num_ids], ids, held)
 
     def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int) -> None:
-        """Set the rows of a step with contexts of at most `longest` tokens. The arguments point into the tensors."""
+        """Set the kernels' row arguments for a step with contexts of at most `longest` tokens."""
         rows = self._rows
         rows.count, rows.threads, rows.x = len(token_ids_T), torch.get_num_threads(), self._buffers["x"].data_ptr()
         rows.tokens, rows.positions = token_ids_T.data_ptr(), positions_T.data_ptr()
@@ -290,7 +268,7 @@ class NativeTransformer:
         return step
 
     def _make_calls(self, kv_cache: KVCache) -> Any:
-        """Return each layer's attention arguments, from queries, keys and values to `mixed`."""
+        """Return the attention kernel's arguments of all layers; None if a layer needs another kernel."""
         heads, mixed = self._heads(self._capacity), self._buffers["mixed"].unflatten(1, (-1, self.config.head_dim))
         attentions = [block.attention for block in self._blocks]
         for attention in attentions:
@@ -309,10 +287,10 @@ class NativeTransformer:
         return q_THD, k_TKD, v_TKD
 
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of at least all positions under `length`; empty tables without rotary positions.
+        """Return cosines and sines of all rotary positions under `length`; empty tables without rotary positions.
 
-        One thread computes them. PyTorch's first cosine in a process that two threads share can be off by one unit in
-        the last place in one thread's part (3 of 40 processes), and a replacement worker would then compute other bits.
+        One thread computes the tables. PyTorch's first cosine with two threads can be off by one unit in the last place
+        (3 of 40 processes), and a replacement worker would then compute other bits.
         """
         rotary = self._model.rotary
         if rotary is not None and length > len(self._rotations[0]):
@@ -370,7 +348,7 @@ class NativeTransformer:
         return Matrix(*pointers, packed.inputs, packed.outputs, NUMBERS[packed.weight.dtype])
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> tuple[int | None, int | None]:
-        """Return pointers to the norm's weight and bias, both float32."""
+        """Return pointers to float32 copies of a norm's weight and bias."""
         if norm is None:
             return None, None
         bias_E = norm.bias if isinstance(norm, LayerNorm) else None

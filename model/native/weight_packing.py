@@ -25,7 +25,7 @@ _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Packed matrix of `inputs` by `outputs`. Outputs are padded with zeros, and the vectors have the same length.
+    """Weight matrix of `inputs` by `outputs` in the kernels' order; outputs and vectors are padded with zeros.
 
     shift: for int8, 128 times the sum of each output's weights, because the kernels add 128 to every input.
     """
@@ -39,7 +39,7 @@ class Packed:
 
 
 def padded(size: int) -> int:
-    """Round a size up to whole panels of 64."""
+    """Round a number of matrix rows or columns up to a multiple of 64."""
     return -(-size // _PANEL) * _PANEL
 
 

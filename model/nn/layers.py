@@ -26,12 +26,12 @@ class RMSNorm(nn.Module):
         self.normalize = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
+        """Normalize the last dimension of x."""
         return self.normalize(x, self.weight, self.eps, self.unit_offset)
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float, unit_offset: bool) -> Tensor:
-    """Apply an RMS norm to the last dimension."""
+    """Apply an RMS norm to the last dimension of x."""
     weight_E = 1.0 + weight_E.float() if unit_offset else weight_E.float()
     return functional.rms_norm(x.float(), (x.shape[-1],), weight_E, eps).to(x.dtype)
 
@@ -46,13 +46,13 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
+        """Normalize the last dimension of x."""
         bias = None if self.bias is None else self.bias.float()
         return functional.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), bias, self.eps).to(x.dtype)
 
 
 def make_norm(config: ModelConfig, size: int) -> RMSNorm | LayerNorm:
-    """Return the config's norm for `size` numbers."""
+    """Return the kind of norm that the model config names, for vectors of `size` numbers."""
     if config.norm is NormKind.RMS_NORM:
         return RMSNorm(size, config.norm_eps, unit_offset=config.norm_unit_offset)
     return LayerNorm(size, config.norm_eps, bias=config.norm_bias)
@@ -68,7 +68,7 @@ class Mlp(nn.Module):
         self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Apply the MLP, TE -> TE."""
+        """Apply the MLP to each token, TE -> TE."""
         out: Tensor = self.down(self.activation(self.up(x_TE)))
         return out
 
@@ -86,7 +86,7 @@ class GatedMlp(nn.Module):
         self.activate: Callable[[Tensor], Tensor] = functools.partial(_activate_gate, ACTIVATIONS[config.mlp])
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Apply the MLP, TE -> TE."""
+        """Apply the MLP to each token, TE -> TE."""
         out: Tensor = self.down(self.activate(self.gate_up(x_TE)))
         return out
 
@@ -111,5 +111,5 @@ ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
 
 
 def make_mlp(config: ModelConfig) -> Mlp | GatedMlp:
-    """Return the config's MLP."""
+    """Return the kind of MLP that the model config names."""
     return GatedMlp(config) if config.mlp.gated else Mlp(config)

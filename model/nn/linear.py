@@ -1,8 +1,7 @@
 """Linear layers for serving on CPUs: as loaded, packed for oneDNN, or int8.
 
-From two rows on, a row's result is batch-invariant: oneDNN then sums over inputs in one order (measured from 1 to 1,024
-rows, on one thread). A single row may be summed in another order if there are many inputs. The engine never computes a
-single row alone, see `service.engine.scheduling.step_plan.MIN_ROWS`.
+From two rows on, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a single
+row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
 
 Legend: T packed tokens, E inputs, F outputs.
 """
@@ -27,7 +26,7 @@ class PackedLinear(nn.Module):
         self.bias_F = None if bias_F is None else bias_F.detach()
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Multiply TE -> TF."""
+        """Multiply each token's inputs by the weights, TE -> TF."""
         out_TF: Tensor = torch.ops.mkldnn._linear_pointwise(x_TE, self.packed, self.bias_F, "none", [], "")
         return out_TF
 
@@ -45,7 +44,7 @@ class Int8Linear(nn.Module):
         self.bias_F = None if bias_F is None else bias_F.detach().float()
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Multiply TE -> TF, in the dtype of x."""
+        """Multiply each token's inputs by the weights, TE -> TF, in the dtype of x."""
         rounded_TE, scale_T = quantize_rows(x_TE)
         sums_TF = torch._int_mm(rounded_TE, self.weight_FE.t())
         out_TF = sums_TF.float() * scale_T[:, None] * self.scale_F

@@ -1,7 +1,7 @@
 """Decoder-only transformer: the whole architecture on one page.
 
-Batches are packed: the tokens of all sequences lie in one row, and `AttentionMetadata` holds the sequences' boundaries.
-With `kv_cache=None` every sequence is complete, and the same code trains.
+Batches are packed: the tokens of all sequences lie in one row. With `kv_cache=None` every sequence is complete, as in
+training.
 
 Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads,
 D head dimension, V vocabulary.
@@ -106,7 +106,7 @@ class Block(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Compute one layer, TE -> TE."""
+        """Compute one transformer layer, TE -> TE."""
         if self.norms_outputs:
             attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
             x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
@@ -156,8 +156,7 @@ class Transformer(nn.Module):
         """Return the last layer's output before the final norm, TE in the model's dtype.
 
         Raises:
-            ValueError: token ids and positions differ in shape, or metadata for a cache comes without a cache, or vice
-                versa.
+            ValueError: token ids and positions differ in shape, or cache and metadata do not fit together.
         """
         if token_ids_T.shape != metadata.positions_T.shape:
             shapes = f"{tuple(token_ids_T.shape)} and {tuple(metadata.positions_T.shape)}"

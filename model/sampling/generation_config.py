@@ -34,8 +34,6 @@ class GenerationConfig:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -90,14 +88,12 @@ _TYPES: Mapping[str, Any] = {
     "min_p": Annotated[float, Meta(ge=0, le=1)],
     "repetition_penalty": Annotated[float, Meta(ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])],
     "max_new_tokens": Annotated[int, Meta(ge=1, le=2**31 - 1)],
-    "bos_token_id": _TokenId,
-    "pad_token_id": _TokenId,
 }
-# Keys that change no completion: records, caches, speed, shape of Python results.
+# Keys that change no completion: records, caches, speed, shape of Python results; BOS and padding are the tokenizer's.
 _HARMLESS = {"use_cache", "max_matching_ngram_size", "disable_compile", "low_memory", "prefill_chunk_size"}
 _HARMLESS_PREFIXES = (
-    *("_", "assistant_", "cache_", "compile_", "is_assistant", "num_assistant_", "output_", "prompt_lookup_"),
-    *("return_", "transformers_"),
+    *("_", "assistant_", "bos_", "cache_", "compile_", "is_assistant", "num_assistant_", "output_", "pad_"),
+    *("prompt_lookup_", "return_", "transformers_"),
 )
 # Keys of `transformers.GenerationConfig` that would change a completion, with the values at which they do not.
 _NEUTRAL: Mapping[str, object] = {

@@ -1,8 +1,7 @@
 """Sampling of a batch's next tokens: each sampled token is a function of its row's logits, seed and position alone.
 
-There is no generator state, so batching, chunking, preemption, prefix cache hits and replay after a crash cannot change
-a sampled token. A hash of (seed, position) gives one uniform number. The token is the inverse of the cumulative
-distribution at that number, with tokens in the order of their ids.
+There is no generator state, so batching, preemption and replay after a crash cannot change a sampled token. A hash of
+(seed, position) gives one uniform number. The token is the inverse of the cumulative distribution at that number.
 
 Token rules apply first (`model.sampling.logits_processors`). Then filters apply to the distribution after temperature:
 
@@ -58,16 +57,9 @@ def sample(
 ) -> Tensor:
     """Sample one token per row and return int64 ids_B on the logits' device, `NO_TOKEN` if the rules leave no token.
 
-    The host waits for a GPU's results only if a row has rules or is not `can_sample_without_host`.
-
-    Args:
-        logits_BV: float32, unscaled.
-        positions: position of each row's next token in its sequence, prompt included.
-        forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token.
-        rules: each row's other token rules; empty if no row has rules.
-
-    Raises:
-        ValueError: the lengths disagree.
+    positions: position of each row's next token in its sequence, prompt included.
+    forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token.
+    rules: each row's other token rules; empty if no row has rules.
     """
     if not logits_BV.shape[0] == len(params) == len(positions):
         raise ValueError(f"lengths differ: {logits_BV.shape[0]} rows, {len(params)} params, {len(positions)} positions")
@@ -152,9 +144,9 @@ def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
 
 
 def _drop_below(floor_B1: Tensor, probs_BV: Tensor) -> None:
-    """Zero probabilities under the floor. On CPUs by a product: a masked fill takes twenty times as long."""
+    """Zero, in place, the probabilities under each row's floor."""
     if probs_BV.is_cpu:
-        values_BV = probs_BV.numpy()
+        values_BV = probs_BV.numpy()  # a masked fill takes twenty times as long as a product
         np.multiply(values_BV, values_BV >= floor_B1.numpy(), out=values_BV)
     else:
         probs_BV.masked_fill_(probs_BV < floor_B1, 0.0)
@@ -188,7 +180,7 @@ def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, is_small: bool) -> Ten
 
 
 def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Return each row's first token whose cumulative probability exceeds the row's share of the total."""
+    """Sample a token per row: the first whose cumulative probability exceeds the row's uniform share of the total."""
     # float64: a float32 sum over a vocabulary loses the tail of the distribution.
     cdf_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
     shares_B1 = _on(probs_BV.device, uniforms, torch.float64)[:, None]

@@ -32,19 +32,19 @@ class TokenRules:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Add the completion's next token."""
+        """Update the token rules with the next token of the completion."""
         if self.params.has_penalties:
             self._counts.add(token_id)
         self._words.recent.append(token_id)
 
     @property
     def counted(self) -> tuple[Ids, NDArray[np.float32]]:
-        """Return the tokens under penalties, each once, and how often each occurs in the completion (maybe 0)."""
+        """Return the ids of tokens with penalties, and how often each token occurs in the completion (maybe 0)."""
         return self._counts.known
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Return the tokens that would complete a forbidden word."""
+        """Return the ids of tokens that would complete a forbidden word."""
         return self._words.last_tokens()
 
 

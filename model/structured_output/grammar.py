@@ -56,8 +56,7 @@ class Vocabulary:
     """Vocabulary of a tokenizer in the form that llguidance reads.
 
     token_bytes: bytes that each token adds to a text; empty for special tokens.
-    eos_token_ids: special tokens that end a text. If empty, an id beyond the vocabulary, which cannot be sampled,
-        stands for the end.
+    eos_token_ids: if empty, an id beyond the vocabulary, which cannot be sampled, stands for the end of a text.
     tokenizer: encodes text that the grammar forces. With None, such text is split into the longest matching tokens.
     """
 
@@ -115,7 +114,7 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """Compile a grammar into a matcher at the beginning of a document. The matcher's copies share the compiled grammar.
+    """Compile a grammar into a llguidance matcher at the beginning of a document; its copies share the grammar.
 
     Raises:
         GrammarError: the grammar is malformed, uses unsupported features, or exceeds a limit.
@@ -129,9 +128,9 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) -> str:
     r"""Return the grammar of the JSON documents that a schema allows.
 
-    Between two punctuation marks of a document, only a space or a line end with indentation is allowed. Otherwise a
-    model could generate whitespace for ever. Strings have only one spelling, without escapes such as `\u0061` for `a`:
-    an escaped key would pass for a key that the schema does not name. lenient: ignore keywords that cannot be enforced.
+    Whitespace is bounded, because a model could generate whitespace for ever. Strings have only one spelling, without
+    escapes such as `\u0061` for `a`: an escaped key would pass for a key that the schema does not name. lenient: ignore
+    keywords that cannot be enforced.
 
     Raises:
         GrammarError: the schema nests too deeply, or contains too large a number.

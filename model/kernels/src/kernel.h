@@ -45,8 +45,8 @@ struct AttentionBatch {
 
 // Arguments of attention for one layer. Strides are the distances between tokens, in numbers; out and the cache are
 // contiguous. window: number of positions that a token sees, its own included; 0: no limit. bias: null, or bias_stride
-// floats for each query head. The float at [bias_length - 1 - d] is added to the score of a key d positions back. Biases
-// are multiplied by log2(e), because weights are computed as powers of two.
+// floats for each query head: [bias_length - 1 - d] is added to the score of a key d positions back. Biases are
+// multiplied by log2(e), because weights are computed as powers of two.
 struct AttentionCall {
     const void *q, *k, *v;
     void *out, *keys, *values;

@@ -8,16 +8,14 @@
 namespace kvasir {
 namespace {
 
-// Weights of one layer, filled by Python. Pointers are null if the layer has no such weights. Norm weights include
-// their offset.
+// Weights of one layer; null if the layer has no such weights. Norm weights include their offset.
 struct LayerWeights {
     Matrix qkv, out, up, down;
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
 };
 
 // Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). rotated:
-// dimensions of a head that get the rotary embedding. norm_scope, of query and key norms: 0 for each head alone, 1 for
-// all heads.
+// dimensions of a head with rotary embedding. norm_scope, of query and key norms: 0 for each head, 1 for all heads.
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, mlp;
     int64_t rotated, norm_scope;
@@ -111,8 +109,8 @@ class Step {
         store_product(head, norm_inputs(head, norm, bias), out);
     }
 
-    // Sets ids to the index of each row's highest logit among the first `size`. Sets -1 if one of these logits, or a
-    // number of x, is NaN or infinite.
+    // Sets ids to the index of each row's highest logit among the first `size`; -1 if a logit, or a number of x, is NaN
+    // or infinite.
     void most_likely(const float* logits, int64_t row_stride, int64_t size, int64_t* ids) const {
         each_row([&](int64_t row) {
             const bool is_known = is_finite(rows.x + row * stride, shape.hidden);
@@ -140,7 +138,6 @@ class Step {
         parallel_for(rows.count, rows.count < 4 ? 1 : rows.threads, [&](int64_t row, int) { work(row); });
     }
 
-    // Converts one row of inputs of a matrix, for norm_inputs and convert_inputs.
     template <typename From>
     void convert_row(const Matrix& matrix, const From* from, int64_t size, int64_t row, int64_t to_stride) const {
         if (matrix.numbers == Numbers::int8) {
@@ -264,8 +261,8 @@ void with_step(const StepArguments& arguments, const Work& work) {
 
 using namespace kvasir;
 
-// Finishes layer `layer` - 1 from its attention output, then computes queries, keys and values of layer `layer`. Layer 0
-// starts with the embeddings, if rows has any. After the last layer nothing begins.
+// Finishes layer `layer` - 1 from its attention output, then computes queries, keys and values of layer `layer`, if the
+// model has these layers. Layer 0 starts with the embeddings, if rows has any.
 KVASIR_KERNEL void kvasir_between_attentions(const StepArguments* arguments, int64_t layer) {
     with_step(*arguments, [&](const auto& step) {
         if (layer == 0 && arguments->rows->embedding != nullptr) step.embed();

@@ -1,8 +1,7 @@
-// Thread pool of the kernels, and a benchmark of its memory bandwidth.
+// Thread pool of the kernels, and a benchmark of the memory bandwidth.
 //
-// OpenMP ends a parallel region when every thread has arrived. If another process keeps a CPU busy, every region of a
-// step waits for a descheduled thread, even when no work is left. Here a region ends with its last index. Running
-// threads take all the work, and a thread that arrives late finds none.
+// An OpenMP region ends when every thread has arrived, so a CPU that another process keeps busy delays the region. Here
+// a region ends with its last index: running threads take all the work, and a late thread finds none.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -21,14 +20,6 @@ namespace {
 // 50 to 200 us, depending on the CPU's pause instruction: covers the single-threaded work between regions.
 constexpr int TURNS_BEFORE_SLEEP = 4000;
 constexpr int TURNS_BEFORE_YIELD = 1000;  // then a waiting caller yields: the last index's thread may need its CPU
-
-inline void rest() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 class Pool {
 public:
@@ -51,7 +42,7 @@ public:
         while (do_one(0)) {
         }
         for (int turn = 0; unfinished.load(std::memory_order_acquire) > 0; ++turn) {
-            turn < TURNS_BEFORE_YIELD ? rest() : std::this_thread::yield();
+            turn < TURNS_BEFORE_YIELD ? _mm_pause() : std::this_thread::yield();
         }
     }
 
@@ -90,7 +81,7 @@ private:
             if (has_work(thread) && do_one(thread)) {
                 turn = 0;
             } else if (busy.load(std::memory_order_relaxed) > 0 && ++turn < TURNS_BEFORE_SLEEP) {
-                rest();
+                _mm_pause();
             } else {
                 sleep(thread);
                 turn = 0;
@@ -98,8 +89,7 @@ private:
         }
     }
 
-    // Sleeps until there is work for the thread. Only threads that the current region may use count as asleep: other
-    // threads need no wake-up.
+    // Sleeps until there is work for the thread. Threads that the current region may not use need no wake-up.
     void sleep(int thread) {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {

@@ -49,8 +49,6 @@ def test_values_of_the_file_are_read(tmp_path: Path) -> None:
         repetition_penalty=1.05,
         max_new_tokens=2048,
         eos_token_ids=(128001, 128009),
-        bos_token_id=128000,
-        pad_token_id=0,
     )
 
 
@@ -97,7 +95,6 @@ def test_the_defaults_of_transformers_are_harmless(tmp_path: Path) -> None:
         ({"top_k": 10**400}, "top_k: "),
         ({"max_new_tokens": 2**31}, "max_new_tokens: Expected `int` <= 2147483647"),
         ({"eos_token_id": ["x" * 10_000]}, "eos_token_id: a token id"),
-        ({"bos_token_id": -3}, "bos_token_id: Expected `int` >= 0"),
     ],
 )
 def test_an_invalid_value_is_a_one_line_error(tmp_path: Path, values: Any, message: str) -> None:
