@@ -103,9 +103,7 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         if len(self.query_lengths) != len(self.context_lengths):
-            raise ValueError(
-                f"{len(self.query_lengths)} query lengths, but {len(self.context_lengths)} context lengths"
-            )
+            raise ValueError("query_lengths and context_lengths must have one number for each sequence")
         if min(self.query_lengths, default=1) < 1 or any(map(operator.gt, self.query_lengths, self.context_lengths)):
             raise ValueError("every query length must be between 1 and its context length")
         if sum(self.query_lengths) != self.positions_T.shape[0]:

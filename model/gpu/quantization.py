@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from model.nn.linear import quantize_rows, scale_sums
+
 try:
     from model.gpu import quantized_kernels
 except ImportError:  # no triton: it comes with PyTorch for CUDA
@@ -22,7 +24,6 @@ except ImportError:  # no triton: it comes with PyTorch for CUDA
 # PyTorch's products need sizes that are multiples of 16, and more than 16 rows.
 _MULTIPLE, _MIN_ROWS = 16, 32
 _SLICE = 4096  # rows of a weight that are converted to float32 at a time
-_TINY = 1e-30  # keeps the scale of a row of zeros from being zero
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -31,24 +32,6 @@ class QuantizationError(ValueError):
 
 
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-
-def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """Quantize each row to `size` numbers, padded with zeros, and return its float32 scale, T.
-
-    A row's largest absolute value becomes the largest number of the dtype; of int8, 127.
-    """
-    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    x_TE = pad(x_TE, (0, size - x_TE.shape[1])).float()
-    scale_T = x_TE.abs().amax(dim=1).clamp(min=_TINY) / largest
-    scaled_TE = x_TE / scale_T[:, None]
-    return (scaled_TE.round() if dtype == torch.int8 else scaled_TE).to(dtype), scale_T
-
-
-def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale sums of quantized products back to numbers of `dtype`, TF, and add the bias."""
-    out_TF = sums_TF.float() * scale_T[:, None] * scale_F
-    return (out_TF if bias_F is None else out_TF + bias_F.float()).to(dtype)
 
 
 class QuantizedLinear(nn.Module):
@@ -63,16 +46,19 @@ class QuantizedLinear(nn.Module):
         self.num_outputs, inputs = weight_FE.shape
         self.num_inputs = _padded(inputs)
         missing = _padded(self.num_outputs) - self.num_outputs
-        slices = pad(weight_FE.detach(), (0, 0, 0, missing)).split(_SLICE)
-        numbers, scales = zip(*(quantize_rows(part, dtype, self.num_inputs) for part in slices), strict=True)
+        slices = pad(weight_FE.detach(), (0, self.num_inputs - inputs, 0, missing)).split(_SLICE)
+        numbers, scales = zip(*(quantize_rows(part, dtype) for part in slices), strict=True)
         self.weight_FE, self.scale_F = torch.cat(numbers), torch.cat(scales)
         self.bias_F = None if bias_F is None else pad(bias_F.detach(), (0, missing))
         self.kernels = kernels
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Multiply each token's inputs by the weights, TE -> TF."""
-        quantize = quantize_rows if self.kernels is None else self.kernels.quantize_rows
-        numbers_TE, scale_T = quantize(x_TE, self.weight_FE.dtype, self.num_inputs)
+        if self.kernels is None:
+            padded_TE = pad(x_TE, (0, self.num_inputs - x_TE.shape[1]))
+            numbers_TE, scale_T = quantize_rows(padded_TE, self.weight_FE.dtype)
+        else:
+            numbers_TE, scale_T = self.kernels.quantize_rows(x_TE, self.weight_FE.dtype, self.num_inputs)
         if self.kernels is not None and len(x_TE) <= self.kernels.MAX_ROWS:
             given = self.weight_FE, self.scale_F, self.bias_F, x_TE.dtype
             out_TF: Tensor = self.kernels.multiply_few(numbers_TE, scale_T, *given)

@@ -24,7 +24,7 @@ _TINY = tl.constexpr(1e-30)  # keeps the scale of a row of zeros from being zero
 
 
 def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """Quantize rows as `model.gpu.quantization.quantize_rows` does, except that int8 rounds a half up."""
+    """Quantize rows as `model.nn.linear.quantize_rows` does, padded to `size`, but int8 rounds a half up."""
     if x_TE.stride(1) != 1:
         x_TE = x_TE.contiguous()
     numbers_TE = torch.empty((len(x_TE), size), dtype=dtype, device=x_TE.device)
@@ -63,7 +63,7 @@ def multiply_few(
 
 
 def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale contiguous sums as `model.gpu.quantization.scale_sums` does."""
+    """Scale contiguous sums as `model.nn.linear.scale_sums` does."""
     out_TF = torch.empty(sums_TF.shape, dtype=dtype, device=sums_TF.device)
     _scale(sums_TF[None], scale_T, scale_F, bias_F, out_TF)
     return out_TF

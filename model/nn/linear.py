@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from model.nn.transformer import Transformer
 
-_LARGEST = 127  # of int8, symmetric around zero
 _TINY = 1e-30  # keeps the scale of a row of zeros from being zero
 
 
@@ -47,15 +46,25 @@ class Int8Linear(nn.Module):
         """Multiply each token's inputs by the weights, TE -> TF, in the dtype of x."""
         rounded_TE, scale_T = quantize_rows(x_TE)
         sums_TF = torch._int_mm(rounded_TE, self.weight_FE.t())
-        out_TF = sums_TF.float() * scale_T[:, None] * self.scale_F
-        return (out_TF if self.bias_F is None else out_TF + self.bias_F).to(x_TE.dtype)
+        return scale_sums(sums_TF, scale_T, self.scale_F, self.bias_F, x_TE.dtype)
 
 
-def quantize_rows(x_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row to int8, TE, and return its float32 scale, T. A row's largest absolute value becomes 127."""
+def quantize_rows(x_TE: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Quantize each row to int8 or fp8, TE, and return the float32 scale of each row, T.
+
+    A row's largest absolute value becomes the largest number of the dtype; of int8, 127.
+    """
     x_TE = x_TE.float()
-    scale_T = x_TE.abs().amax(dim=1).clamp_(min=_TINY) / _LARGEST
-    return (x_TE / scale_T[:, None]).round_().to(torch.int8), scale_T
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale_T = x_TE.abs().amax(dim=1).clamp_(min=_TINY) / largest
+    scaled_TE = x_TE / scale_T[:, None]
+    return (scaled_TE.round_() if dtype == torch.int8 else scaled_TE).to(dtype), scale_T
+
+
+def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Scale sums of quantized products back to numbers of `dtype`, TF, and add the bias."""
+    out_TF = sums_TF.float() * scale_T[:, None] * scale_F
+    return (out_TF if bias_F is None else out_TF + bias_F.float()).to(dtype)
 
 
 MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # from a weight FE and a bias F

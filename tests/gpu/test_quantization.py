@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.manifest import read_manifest
-from model.gpu.quantization import FORMATS, Quantization, choose, quantize_rows
+from model.gpu.quantization import FORMATS, Quantization, choose
+from model.nn.linear import quantize_rows
 from service.config.settings import ModelSettings
 from service.engine.execution.cuda_graphs import CudaCapture
 from service.worker.engine_factory import build_engine
@@ -28,7 +29,7 @@ def chosen(name: str) -> Quantization:
 
 def dequantized(x_TE: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantize a matrix and return the numbers that the quantized values stand for, float64."""
-    numbers_TE, scale_T = quantize_rows(x_TE, dtype, x_TE.shape[1])
+    numbers_TE, scale_T = quantize_rows(x_TE, dtype)
     return numbers_TE.double() * scale_T[:, None].double()
 
 

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <type_traits>
 
 #include "lanes.h"
 
@@ -237,15 +236,6 @@ void multiply_block(const typename A::Term* a, int a_stride, const typename A::T
     for (int m = 0; m < M; ++m) {
         for (int n = 0; n < N; ++n) store(sums + m * stride + n * LANES, block[m][n]);
     }
-}
-
-// Calls work with the number of rows, 1 to MAX, as a std::integral_constant.
-template <int MAX, typename Work>
-void with_rows(int rows, const Work& work) {
-    if constexpr (MAX > 1) {
-        if (rows < MAX) return with_rows<MAX - 1>(rows, work);
-    }
-    work(std::integral_constant<int, MAX>{});
 }
 
 // Computes multiply_block for num_rows rows and num_columns columns of 16 lanes.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 namespace kvasir {
 
@@ -283,6 +284,15 @@ inline void transpose(const Number* const (&rows)[LANES], int left, Lanes (&colu
         for (int n = 0; n < 4; ++n) (part == 0 ? columns[n].low : columns[n].high) = done[n];
     }
 #endif
+}
+
+// Calls work with the number of rows, at most MAX, as a std::integral_constant.
+template <int MAX, typename Work>
+void with_rows(int rows, const Work& work) {
+    if constexpr (MAX > 1) {
+        if (rows < MAX) return with_rows<MAX - 1>(rows, work);
+    }
+    work(std::integral_constant<int, MAX>{});
 }
 
 }  // namespace kvasir

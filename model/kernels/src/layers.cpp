@@ -1,6 +1,5 @@
 // Transformer layers except attention. One call computes everything between the attentions of two consecutive layers.
 #include <algorithm>
-#include <type_traits>
 
 #include "kernel.h"
 #include "rows.h"

@@ -182,15 +182,6 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
     }
 }
 
-// Computes a tile of `count` rows, 1 to ROWS.
-template <typename Kind, int ROWS = TILE_ROWS, typename... Arguments>
-inline void tile_of(int64_t count, const Arguments&... arguments) {
-    if constexpr (ROWS > 1) {
-        if (count < ROWS) return tile_of<Kind, ROWS - 1>(count, arguments...);
-    }
-    tile<Kind, ROWS>(arguments...);
-}
-
 template <typename Kind>
 void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows,
                  int64_t threads, Emit emit, const void* work) {
@@ -213,7 +204,10 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
                 return block < 0 ? Prefetch<Kind>{next, 0} : Prefetch<Kind>{next + block * LANES * Kind::GROUP, share};
             };
             for (int64_t row = first; row < end; row += TILE_ROWS) {
-                tile_of<Kind>(end - row, matrix, inputs, stride, scales, row, output, next_prefetch(), emit, work);
+                with_rows<TILE_ROWS>(static_cast<int>(end - row), [&](auto count) {
+                    tile<Kind, decltype(count)::value>(matrix, inputs, stride, scales, row, output, next_prefetch(),
+                                                       emit, work);
+                });
             }
         }
     });

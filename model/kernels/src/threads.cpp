@@ -46,9 +46,6 @@ public:
         }
     }
 
-    void begin_busy() { busy.fetch_add(1, std::memory_order_relaxed); }
-    void end_busy() { busy.fetch_sub(1, std::memory_order_relaxed); }
-
 private:
     struct Region {
         Work work;
@@ -57,9 +54,8 @@ private:
     } all{};  // written only while left and unfinished are 0; read only by threads that have taken an index
     alignas(64) std::atomic<int64_t> left{0};
     alignas(64) std::atomic<int64_t> unfinished{0};
-    alignas(64) std::atomic<int> busy{0};
+    alignas(64) std::atomic<bool> is_taken{false};
     std::atomic<int> most{0}, asleep{0};
-    std::atomic<bool> is_taken{false};
     std::mutex mutex;
     std::condition_variable wake;
     int num_threads = 0;
@@ -80,7 +76,7 @@ private:
         for (int turn = 0;;) {
             if (has_work(thread) && do_one(thread)) {
                 turn = 0;
-            } else if (busy.load(std::memory_order_relaxed) > 0 && ++turn < TURNS_BEFORE_SLEEP) {
+            } else if (is_taken.load(std::memory_order_relaxed) && ++turn < TURNS_BEFORE_SLEEP) {
                 _mm_pause();
             } else {
                 sleep(thread);
@@ -129,6 +125,7 @@ Pool& pool() {
 }
 
 thread_local Pool* ours = nullptr;  // the pool that this thread owns, or null
+thread_local int depth = 0;         // number of nested Busy objects in this thread
 
 }  // namespace
 
@@ -141,21 +138,14 @@ void run_parallel(int64_t count, int64_t threads, Work work, const void* data) {
     }
 }
 
-namespace {
-thread_local int depth = 0;  // number of nested Busy objects in this thread
-}
-
 Busy::Busy() {
     if (depth++ > 0) return;
     Pool& all = pool();
-    if (!all.take()) return;
-    ours = &all;
-    ours->begin_busy();
+    if (all.take()) ours = &all;
 }
 
 Busy::~Busy() {
     if (--depth > 0 || ours == nullptr) return;
-    ours->end_busy();
     ours->give_back();
     ours = nullptr;
 }

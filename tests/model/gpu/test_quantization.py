@@ -9,9 +9,8 @@ from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
 from model.gpu import quantization
-from model.gpu.quantization import FORMATS, Quantization, QuantizationError, QuantizedLinear, choose, scale_sums
-from model.gpu.quantization import quantize_rows as rounded
-from model.nn.linear import Int8Linear, replace_linears
+from model.gpu.quantization import FORMATS, Quantization, QuantizationError, QuantizedLinear, choose
+from model.nn.linear import Int8Linear, quantize_rows, replace_linears, scale_sums
 from tests.model.configs import VARIANTS, build
 
 CPU = torch.device("cpu")
@@ -26,6 +25,10 @@ def multiply_few(
 ) -> Tensor:
     FEW.append(len(numbers))
     return scale_sums((numbers.double() @ weight.double().t()).round(decimals=3), scales, scale, bias, dtype)
+
+
+def rounded(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
+    return quantize_rows(torch.nn.functional.pad(x_TE, (0, size - x_TE.shape[1])), dtype)
 
 
 def stand_ins(**changed: Any) -> SimpleNamespace:
