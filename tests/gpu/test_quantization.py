@@ -23,7 +23,7 @@ SHAPES = [(48, 64), (53, 37), (1536, 8960), (2048, 1536), (17_920, 1536), (151_9
 
 def chosen(name: str) -> Quantization:
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.fail("this card has no fp8")
+        pytest.fail("this GPU has no fp8")
     return choose(name, CUDA, torch.bfloat16)
 
 
@@ -34,7 +34,7 @@ def dequantized(x_TE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def matrix(shape: tuple[int, int], rows: int = 200) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight FE, a bias F and inputs TE."""
+    """Return a weight FE, a bias F and inputs TE."""
     generator = torch.Generator("cuda").manual_seed(shape[1])
     sizes = (shape, shape[:1], (rows, shape[1]))
     weight_FE, bias_F, x_TE = (torch.randn(size, generator=generator, device=CUDA).bfloat16() for size in sizes)
@@ -73,7 +73,7 @@ def test_triton_kernels_equal_pytorch(name: str, shape: tuple[int, int], has_bia
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_neighbours_change_no_bit_of_int8_and_little_of_fp8(name: str, shape: tuple[int, int]) -> None:
+def test_other_rows_change_no_bit_of_int8_and_little_of_fp8(name: str, shape: tuple[int, int]) -> None:
     weight_FE, bias_F, x_TE = matrix(shape)
     linear = chosen(name).make(weight_FE, bias_F)
     whole = linear(x_TE)
@@ -96,7 +96,7 @@ def test_a_replay_reads_its_current_inputs(name: str) -> None:
             assert torch.equal(replay(), linear(x_TE.roll(shift, 0)))
 
 
-def test_the_service_answers_by_them(name: Literal["int8", "fp8"], tiny_checkpoint: Path) -> None:
+def test_an_engine_serves_with_quantized_matrices(name: Literal["int8", "fp8"], tiny_checkpoint: Path) -> None:
     chosen(name)
     settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4, quantize=name)
     engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))

@@ -32,7 +32,7 @@ def test_uncached_backends_agree(num_heads: int, num_kv_heads: int, lengths: tup
     torch.testing.assert_close(sdpa, eager, atol=1e-5, rtol=1e-5)
 
 
-def test_eager_is_the_formula_for_one_head() -> None:
+def test_eager_attention_equals_the_formula_for_one_head() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 3, 4).unbind(0)
     rows = []
@@ -65,7 +65,7 @@ def test_multi_head_equals_pytorchs_own_module() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 64])
-def test_cached_chunks_equal_the_whole(variant: str, backend: str, chunk: int) -> None:
+def test_a_prompt_in_cached_chunks_equals_the_uncached_pass(variant: str, backend: str, chunk: int) -> None:
     """Ragged sequences in chunks, through the paged cache, give the logits of one uncached pass."""
     config = VARIANTS[variant]
     oracle, model = build(config, "eager"), build(config, backend)
@@ -78,7 +78,7 @@ def test_cached_chunks_equal_the_whole(variant: str, backend: str, chunk: int) -
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_padding_blocks_do_not_matter() -> None:
+def test_padding_blocks_do_not_change_the_output() -> None:
     """Garbage in blocks behind the context of a sequence does not affect its output."""
     config = VARIANTS["rotary-gqa"]
     generator = torch.Generator().manual_seed(3)

@@ -43,14 +43,14 @@ def model_of(variant: str, *backends: AttentionBackend) -> Transformer:
     return model
 
 
-def test_what_it_holds() -> None:
+def test_a_float16_cache_holds_rounded_keys_and_values() -> None:
     numbers, expected = torch.tensor(HELD).unbind(1)
     assert torch.equal(rounded(numbers, HALF).float(), expected)
     assert rounded(torch.tensor([torch.nan]), HALF).isnan().all()
     assert rounded(torch.tensor([1e30]), torch.bfloat16) == torch.tensor(1e30).bfloat16()
 
 
-def test_it_gives_the_models_dtype_and_takes_half_the_memory() -> None:
+def test_a_float16_cache_returns_the_models_dtype_and_takes_half_the_memory() -> None:
     config = VARIANTS["rotary-gqa"]
     sizes = {"num_blocks": 3, "block_size": 4}
     whole, half = (
@@ -74,7 +74,7 @@ def test_it_gives_the_models_dtype_and_takes_half_the_memory() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.no_grad()
-def test_chunks_of_any_size_see_what_is_held(variant: str, name: str) -> None:
+def test_chunks_of_any_size_attend_to_rounded_keys_and_values(variant: str, name: str) -> None:
     """A chunk also attends to its own rounded keys and values.
 
     Differences in the last bits before a layer rarely change the rounding in it. So means are compared with the
@@ -113,7 +113,7 @@ class Spy:
 
 
 @torch.inference_mode()
-def test_attention_weights_are_those_of_serving() -> None:
+def test_inspected_attention_weights_are_those_of_serving() -> None:
     spy = Spy()
     model_of("rotary-gqa", RoundedAttention(spy, HALF))(IDS, AttentionMetadata.uncached((len(IDS),)), None)
     model = model_of("rotary-gqa", EagerAttention())

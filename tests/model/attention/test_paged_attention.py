@@ -41,8 +41,8 @@ def with_backend(variant: str, backend: PagedAttention) -> Transformer:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_cached_chunks_equal_the_whole(variant: str, chunk: int) -> None:
-    """With chunks of 7, some steps have sequences with one token beside sequences with more."""
+def test_a_prompt_in_cached_chunks_equals_the_uncached_pass(variant: str, chunk: int) -> None:
+    """With chunks of 7, some steps compute one token of a sequence and several tokens of another sequence."""
     model = with_backend(variant, PagedAttention(gathered, one_by_one))
     oracle = build(VARIANTS[variant], "eager")
     generator = torch.Generator().manual_seed(chunk)
@@ -114,19 +114,19 @@ def varlen_oracle(
 
 
 @pytest.mark.parametrize("place", [PLACE, WINDOWS], ids=["plain", "windows"])
-def test_chunks_by_a_function_for_any_lengths(place: KernelContext) -> None:
-    told: list[dict[str, Any]] = []
+def test_varlen_chunks_equal_the_reference(place: KernelContext) -> None:
+    given: list[dict[str, Any]] = []
 
     def function(
         query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
         *, scale: float, window_size: tuple[int, int], enable_gqa: bool, num_splits: int,
     ) -> Tensor:  # fmt: skip
-        told.append({"max_q": max_q, "max_k": max_k, "gqa": enable_gqa, "splits": num_splits})
+        given.append({"max_q": max_q, "max_k": max_k, "gqa": enable_gqa, "splits": num_splits})
         assert window_size[1] == 0
         return varlen_oracle(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
 
     check_kernels(PagedAttention(gathered, VarlenChunks(function)), place)
-    assert told[0] == {"max_q": 120, "max_k": 700, "gqa": True, "splits": 1}
+    assert given[0] == {"max_q": 120, "max_k": 700, "gqa": True, "splits": 1}
 
 
 def test_varlen_chunks_pass_only_the_options_that_this_pytorch_has() -> None:
@@ -154,14 +154,14 @@ def shifted(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: 
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 1024])
-def test_the_check_supports_any_block_size_and_finds_errors(block_size: int) -> None:
+def test_the_kernel_check_supports_any_block_size_and_finds_errors(block_size: int) -> None:
     place = KernelContext(config=PLACE.config, device=PLACE.device, dtype=torch.bfloat16, block_size=block_size)
     check_kernels(PagedAttention(gathered, one_by_one), place)
     with pytest.raises(AssertionError, match="window None"):
         check_kernels(PagedAttention(shifted, one_by_one), PLACE)
 
 
-def test_models_with_biases_or_average_attention_do_not_fit() -> None:
+def test_paged_attention_does_not_support_biases_or_average_attention() -> None:
     assert fits(VARIANTS["rotary-gqa"])
     assert fits(VARIANTS["gpt2"])
     for variant in ("average", "alibi", "relative-bias", "disentangled"):

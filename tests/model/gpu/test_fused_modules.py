@@ -1,4 +1,4 @@
-"""Replacement of a model's parts by fused GPU kernels, tested on a CPU with stand-ins for the kernels."""
+"""Replacement of a model's parts by fused GPU kernels, tested on a CPU with fake kernels."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def product(gate_up: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(rms_norm=norm, rotate_pair=rotation, silu_product=product)
     monkeypatch.setattr(fused_modules, "fused_kernels", kernels)
     CALLS.clear()

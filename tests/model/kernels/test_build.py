@@ -1,4 +1,4 @@
-"""Kernels are compiled once and installed atomically; without them, the log has one line."""
+"""Kernel libraries are compiled once and installed atomically; an error is one line."""
 
 import os
 import stat
@@ -53,7 +53,7 @@ def use_compiler(script: str, directory: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use a modifiable kernel source."""
+    """Replace the kernels' sources by one modifiable file."""
     source = directory / "sources" / "one.cpp"
     source.parent.mkdir()
     source.write_text("// one")
@@ -151,7 +151,7 @@ def test_levels_are_chosen_by_the_features_in_cpuinfo(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("vendor", "best"), [("AuthenticAMD", "avx512bf16"), ("GenuineIntel", "avx512bf16fma"), ("", "avx512bf16fma")]
 )
-def test_a_level_for_one_vendor_is_chosen_on_its_cpus_only(
+def test_a_level_for_one_cpu_vendor_is_chosen_only_on_cpus_of_that_vendor(
     vendor: str, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"

@@ -20,7 +20,7 @@ def read(directory: Path, values: object) -> GenerationConfig:
     return read_generation_config(directory)
 
 
-def test_no_file_says_nothing(tmp_path: Path) -> None:
+def test_without_a_file_there_are_no_defaults(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == GenerationConfig()
 
 
@@ -52,12 +52,12 @@ def test_values_of_the_file_are_read(tmp_path: Path) -> None:
     )
 
 
-def test_no_sampling_is_temperature_zero(tmp_path: Path) -> None:
+def test_do_sample_false_is_temperature_zero(tmp_path: Path) -> None:
     assert read(tmp_path, {"do_sample": False, "temperature": 0.9}).temperature == 0.0
     assert read(tmp_path, {"temperature": 0.9}).temperature == 0.9
 
 
-def test_one_end_or_none(tmp_path: Path) -> None:
+def test_an_eos_token_id_may_be_one_id_or_null(tmp_path: Path) -> None:
     assert read(tmp_path, {"eos_token_id": 7}).eos_token_ids == (7,)
     assert read(tmp_path, {"eos_token_id": None}).eos_token_ids == ()
 
@@ -105,7 +105,7 @@ def test_an_invalid_value_is_a_one_line_error(tmp_path: Path, values: Any, messa
     assert GENERATION_CONFIG_FILE in str(caught.value)
 
 
-def test_damage_is_one_line(tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / GENERATION_CONFIG_FILE).write_bytes(b"\xff{")
     with pytest.raises(GenerationConfigError, match="not JSON"):
         read_generation_config(tmp_path)
