@@ -6,6 +6,7 @@ The fields of a structure have the order of the C structure with the same name i
 import ctypes
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,15 @@ def load_kernels(cache: Path) -> KernelLibrary:
     level, cache = next(iter(levels_here()), None), Path(os.path.expanduser(cache))
     if level is None:
         raise BuildError("the native kernels do not support this CPU: they need AVX2, FMA and F16C")
-    path = find_built(level, (SHIPPED, cache))
-    if path is None:
-        logger.info("compiling native kernels for %s in %s: up to a minute, once for this machine", level.name, cache)
-        path = build(level, cache)
+    if (path := find_built(level, (SHIPPED, cache))) is not None:
+        with suppress(OSError):  # a damaged file, which is compiled again
+            return KernelLibrary(path, level)
+    logger.info("compiling native kernels for %s in %s: up to a minute, once for this machine", level.name, cache)
+    path = build(level, cache)
     try:
-        library = KernelLibrary(path, level)
+        return KernelLibrary(path, level)
     except OSError as error:
-        raise BuildError(
-            f"{path} cannot be loaded: {error}; delete the file, and the next start compiles it again"
-        ) from error
-    logger.info("native kernels for %s loaded from %s", level.name, path)
-    return library
+        raise BuildError(f"{path} cannot be loaded: {error}; install another C++ compiler") from error
 
 
 class AttentionBatch(ctypes.Structure):

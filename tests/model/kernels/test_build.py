@@ -104,6 +104,14 @@ def test_a_library_name_depends_on_sources_flags_and_machine(tmp_path: Path, mon
     assert len(names) == 5
 
 
+def test_a_damaged_library_is_compiled_again(compilations: Path, tmp_path: Path) -> None:
+    path = tmp_path / library_name(levels_here()[0])
+    path.touch(mode=0o755)
+    assert find_built(levels_here()[0], (tmp_path,)) == path
+    trouble_of(tmp_path)  # the fake compiler makes no library either
+    assert path.read_bytes() == b"a library\n"
+
+
 def test_a_library_that_other_users_can_write_is_not_loaded(compilations: Path, tmp_path: Path) -> None:
     built = build(LEVEL, tmp_path)
     built.chmod(0o777)
