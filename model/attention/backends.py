@@ -64,8 +64,8 @@ class EagerAttention:
                 k_SKD, v_SKD = k_TKD[start:end], v_TKD[start:end]
             else:
                 assert metadata.block_tables_BN is not None
-                k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1])
-                k_SKD, v_SKD = k_1SKD[0, :context_length], v_1SKD[0, :context_length]
+                slots_S = kv_cache.slots_of(metadata.block_tables_BN[row])[:context_length]
+                k_SKD, v_SKD = kv_cache.gather(form.layer, slots_S)
             weights_HQS = attention_weights(q_THD[start:end], k_SKD, form)
             v_SHD = v_SKD.repeat_interleave(weights_HQS.shape[0] // v_SKD.shape[1], dim=1).float()
             outputs.append(torch.einsum("hqs,shd->qhd", weights_HQS, v_SHD).to(v_SKD.dtype))
@@ -75,7 +75,7 @@ class EagerAttention:
 def attention_weights(q_QHD: Tensor, k_SKD: Tensor, form: AttentionForm) -> Tensor:
     """Return the attention weights HQS, float32, of one sequence; the queries are the last Q of its S positions.
 
-    With D = 0 (average attention) every score is an empty sum, so visible positions have equal weights.
+    With D = 0 (average attention) all scores are 0, so visible positions have equal weights.
     """
     num_queries, num_heads, _ = q_QHD.shape
     context_length, num_kv_heads, _ = k_SKD.shape
@@ -95,10 +95,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {"eager": EagerAttention(), "s
 
 @dataclass(frozen=True, slots=True)
 class RoundedAttention:
-    """Attention backend that first rounds keys and values as a KV-cache of `cache_dtype` would.
-
-    Inspection and evaluation run without a cache. Rounding makes their results equal to the results of serving.
-    """
+    """Attention backend for inspection without a KV-cache: rounds keys and values as a cache of `cache_dtype` would."""
 
     backend: AttentionBackend
     cache_dtype: torch.dtype

@@ -12,10 +12,8 @@ from model.system import memory_pages
 
 
 def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
-    """Convert numbers to the dtype in which a KV-cache stores them: to nearest, ties to even.
-
-    For float16, numbers beyond 65,504 become 65,504: an infinite key would turn the output into NaN. NaN stays NaN.
-    """
+    """Convert numbers to the dtype in which a KV-cache stores them: to nearest, ties to even; NaN stays NaN."""
+    # For float16, numbers beyond 65,504 become 65,504: an infinite key would turn the output into NaN.
     if cache_dtype is torch.float16 and x.dtype is not cache_dtype:
         most = torch.finfo(cache_dtype).max
         x = x.clamp(-most, most)
@@ -64,17 +62,12 @@ class KVCache:
         for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
             pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.cache_dtype))
 
-    def gather(self, layer: int, block_tables_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the keys and values in each sequence's blocks, in order: two BSKD tensors."""
-        num_sequences, num_blocks = block_tables_BN.shape
-        blocks = block_tables_BN.reshape(-1)
-        k_BSKD, v_BSKD = (
-            torch.unflatten(pool_LNPKD[layer].index_select(0, blocks), 0, (num_sequences, num_blocks)).flatten(1, 2)
-            for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)
-        )
-        return k_BSKD.to(self.dtype), v_BSKD.to(self.dtype)
+    def slots_of(self, blocks: Tensor) -> Tensor:
+        """Return the cache slots of these blocks, in order: from (..., N) to (..., N * P)."""
+        offsets = torch.arange(self.block_size, device=blocks.device)
+        return (blocks[..., None] * self.block_size + offsets).flatten(-2)
 
-    def gather_slots(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values in these cache slots: two SKD tensors."""
         k_SKD, v_SKD = (
             pool_LNPKD[layer].flatten(0, 1).index_select(0, slots_S).to(self.dtype)

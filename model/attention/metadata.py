@@ -23,11 +23,7 @@ ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionForm:
-    """Attention parameters of one layer.
-
-    layer: the layer's index in the KV-cache. scale: factor of q·k.
-    window: number of positions that a token sees, its own included; None: no limit.
-    """
+    """Attention parameters of one layer. window: number of positions that a token sees, its own included."""
 
     layer: int
     scale: float

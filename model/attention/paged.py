@@ -88,7 +88,7 @@ class KernelContext:
     block_size: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SelectedKernels:
     """Chosen backend, the names of its kernels, and the better kernels that do not support this device (`left_out`)."""
 
@@ -111,12 +111,11 @@ def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN:
 
     A slot that a query does not see may hold NaN from another sequence, so the query's own slot replaces that slot.
     """
-    size = kv_cache.block_size
-    slots_BS = (tables_BN[:, :, None] * size + torch.arange(size, device=q_BHD.device)).flatten(1)
+    slots_BS = kv_cache.slots_of(tables_BN)
     distances_BS = positions_B[:, None] - torch.arange(slots_BS.shape[1], device=q_BHD.device)
     visible_BS = visible(distances_BS, form.window)
     seen_BS = torch.where(visible_BS, slots_BS, slots_BS.gather(1, positions_B[:, None]))
-    found = kv_cache.gather_slots(form.layer, seen_BS.flatten())
+    found = kv_cache.gather(form.layer, seen_BS.flatten())
     k_BSKD, v_BSKD = (torch.unflatten(x_SKD, 0, slots_BS.shape) for x_SKD in found)
     mask_BXXS = visible_BS[:, None, None]
     # The G query heads of a group take the dimension of query tokens, because they see the same keys.
@@ -127,7 +126,7 @@ def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN:
 
 def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
     """Compute prompt chunks with PyTorch's fused kernel, one after the other. A `ChunkKernel` for any device."""
-    k_SKD, v_SKD = kv_cache.gather_slots(form.layer, view.slots_S)
+    k_SKD, v_SKD = kv_cache.gather(form.layer, view.slots_S)
     contexts = view.context_lengths
     parts = zip(q_XHD.split(view.query_lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True)
     return torch.cat([causal(q_QHD, k_SKD, v_SKD, form) for q_QHD, k_SKD, v_SKD in parts])
@@ -146,15 +145,10 @@ class VarlenChunks:
         self._options = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in names}
 
     def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
-        k_SKD, v_SKD = kv_cache.gather_slots(form.layer, view.slots_S)
+        k_SKD, v_SKD = kv_cache.gather(form.layer, view.slots_S)
+        longest = max(view.query_lengths), max(view.context_lengths)
         out_XHD: Tensor = self._function(
-            q_XHD,
-            k_SKD,
-            v_SKD,
-            view.query_starts,
-            view.context_starts,
-            max(view.query_lengths),
-            max(view.context_lengths),
+            *(q_XHD, k_SKD, v_SKD, view.query_starts, view.context_starts, *longest),
             scale=form.scale,
             window_size=(-1 if form.window is None else form.window - 1, 0),  # positions before and after a token
             **self._options,
@@ -181,6 +175,7 @@ def _varlen(context: KernelContext) -> ChunkKernel:
     return VarlenChunks(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
 
 
+# Best first. Each function returns its kernel or raises `Unavailable`; the last kernel supports every device.
 DECODE_KERNELS: Mapping[str, Callable[[KernelContext], DecodeKernel]] = {
     "triton": _triton,
     "gathered": lambda _: gathered,
@@ -196,9 +191,7 @@ def choose(context: KernelContext) -> SelectedKernels:
     left_out: list[str] = []
     decode_name, decode = _first(DECODE_KERNELS, context, left_out)
     chunk_name, chunks = _first(CHUNK_KERNELS, context, left_out)
-    return SelectedKernels(
-        backend=PagedAttention(decode, chunks), decode=decode_name, chunks=chunk_name, left_out=tuple(left_out)
-    )
+    return SelectedKernels(PagedAttention(decode, chunks), decode_name, chunk_name, tuple(left_out))
 
 
 def _first(
@@ -209,4 +202,4 @@ def _first(
             return name, make(context)
         except Unavailable as error:
             left_out.append(f"{name}: {error}")
-    raise AssertionError("the last kernel of a table supports every device")
+    raise AssertionError("no kernel of the table supports this device")

@@ -67,7 +67,7 @@ def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetada
     """Attend from the new token of each decoding sequence to its padded, masked context. Returns BHD."""
     view = metadata.decode_view(form.window, kv_cache.block_size)
     slots_BS = view.slots_BS
-    found = kv_cache.gather_slots(form.layer, slots_BS.flatten())
+    found = kv_cache.gather(form.layer, slots_BS.flatten())
     k_BSKD, v_BSKD = (torch.unflatten(x_SKD, 0, slots_BS.shape) for x_SKD in found)
     # The G query heads of a group take the dimension of query tokens, because they see the same keys.
     q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
@@ -87,9 +87,9 @@ def _attend_chunk(
     if form.window is not None:  # start at the first block that the first query sees
         first = max(0, context_length - len(q_QHD) + 1 - form.window) // kv_cache.block_size
     num_blocks = -(-context_length // kv_cache.block_size)
-    k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1, first:num_blocks])
-    num_slots = context_length - first * kv_cache.block_size
-    return causal(q_QHD, k_1SKD[0, :num_slots], v_1SKD[0, :num_slots], form)
+    slots_S = kv_cache.slots_of(metadata.block_tables_BN[row, first:num_blocks])
+    k_SKD, v_SKD = kv_cache.gather(form.layer, slots_S[: context_length - first * kv_cache.block_size])
+    return causal(q_QHD, k_SKD, v_SKD, form)
 
 
 def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:

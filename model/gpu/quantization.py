@@ -37,7 +37,7 @@ FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class QuantizedLinear(nn.Module):
     """Linear layer with int8 or fp8 weights: x W^T + b, in the dtype of x.
 
-    Dettmers et al. 2022 (arXiv 2208.07339), section 2.1; Micikevicius et al. 2022 (arXiv 2209.05433) for e4m3.
+    Int8: Dettmers et al. 2022 (arXiv 2208.07339), section 2.1; e4m3: Micikevicius et al. 2022 (arXiv 2209.05433).
     kernels: `model.gpu.quantized_kernels`; None: PyTorch alone.
     """
 

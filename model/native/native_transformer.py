@@ -1,10 +1,7 @@
 """Transformer computed by native kernels on CPUs.
 
-With native attention, all layers are one C call, and a decode step with its logits is one C call too. With another
-attention backend, one C call runs between consecutive attention layers.
-
-The residual stream and the values between two matrices stay float32. A row's result is bitwise identical for any number
-of rows and threads.
+With native attention, all layers are one C call, and a decode step with its logits is one C call too. The residual
+stream stays float32. A row's result is bitwise identical for any number of rows and threads.
 
 Legend: T packed tokens, R rows whose logits are wanted, B sequences, E hidden size, H query heads, K key/value heads,
 D head dimension, X queries, keys and values side by side, V vocabulary.
@@ -35,8 +32,7 @@ from model.system.release_memory import trim_heap
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _MAX_ROW_SIZE = 65_536  # numbers in a row of a thread's scratch memory, see layers.cpp
-# Of the thread that moves matrices to large pages: on a busy processor it gets a tenth of the time.
-_NICENESS = 10
+_NICENESS = 10  # of the thread that moves matrices to large pages: a tenth of the time of a busy CPU
 
 
 def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -93,8 +89,7 @@ class Decoded(NamedTuple):
 class _PreparedDecode(NamedTuple):
     """Arguments of a decode step, reused while the step's tensors are updated in place.
 
-    After a step the CPU caches hold mostly weights, and each Python or PyTorch operation takes ten times as long as in
-    a loop. inputs: tensors and cache that the arguments are for. held: other owners of the arguments' memory.
+    inputs: tensors and cache that the arguments are for. held: other owners of the arguments' memory.
     """
 
     inputs: tuple[object, ...]
@@ -109,7 +104,7 @@ class NativeTransformer:
     """Replacement for the `Transformer` that it is made from, whose matrices are freed as they are packed.
 
     Raises:
-        ValueError: the kernels do not support such a model, see `computes`.
+        ValueError: the kernels do not support the model, see `computes`.
     """
 
     def __init__(self, model: Transformer, kernels: KernelLibrary) -> None:

@@ -31,10 +31,9 @@ class PackedLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """Linear layer x W^T + b in int8: Dettmers et al. 2022 (arXiv 2208.07339), section 2.1, vector-wise.
+    """Linear layer x W^T + b in int8, with a scale for each output's weights and one for each token's inputs.
 
-    Each output has a scale for its weights, and each token a scale for its inputs. Sums of int8 products are exact, so
-    neither order nor batch changes a sum.
+    Dettmers et al. 2022 (arXiv 2208.07339), section 2.1. Sums of int8 products are exact, so no batch changes a sum.
     """
 
     def __init__(self, weight_FE: Tensor, bias_F: Tensor | None) -> None:

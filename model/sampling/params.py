@@ -32,7 +32,7 @@ class SamplingParams:
     seed: fixes every sampled token. Randomness depends on the seed and the token's position alone.
     logprobs: number of alternatives to report beside each sampled token; None reports no logprobs.
     prompt_logprobs: the same for the prompt's tokens, except the first, which has no logprob.
-    max_tokens: with 0 the prompt is computed (for `prompt_logprobs`) and nothing is generated.
+    max_tokens: with 0 only the prompt is computed, for `prompt_logprobs`.
     min_tokens: no end-of-text, stop token or stop string ends the completion before that many tokens.
     logit_bias: pairs of a token id and the number added to its logit.
     allowed_token_ids: the only tokens that may be sampled; empty allows all tokens.

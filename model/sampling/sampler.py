@@ -74,10 +74,7 @@ def sample(
 
 
 def can_sample_without_host(params: SamplingParams) -> bool:
-    """Return whether a GPU can sample a token with these parameters without a round trip to the host.
-
-    The size of a `top_p` nucleus is unknown to the host, unless a `top_k` bounds it.
-    """
+    """Return whether a GPU can sample without a round trip to the host: no `top_p`, or a `top_k` that bounds it."""
     return params.greedy or params.top_p >= 1.0 or 0 < params.top_k <= _NUCLEUS_CANDIDATES
 
 

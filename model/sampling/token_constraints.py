@@ -12,10 +12,7 @@ Ids = NDArray[np.int64]
 
 
 class TokenRules:
-    """Token rules of one completion at its current length, applied by `model.sampling.logits_processors`.
-
-    The state depends only on the sequence's tokens, and appending a token costs the same at any length.
-    """
+    """Token rules of one completion at its current length; appending a token costs the same at any length."""
 
     def __init__(
         self, params: SamplingParams, prompt_token_ids: Sequence[int], completion_token_ids: Iterable[int] = ()

@@ -1,7 +1,6 @@
 """Grammar-constrained decoding: llguidance's token masks over any tokenizer's vocabulary. Torch-free.
 
-Grammars describe bytes, so llguidance needs only the bytes that each token adds to a text. Special tokens have no bytes
-and are never allowed, except end-of-text tokens where the grammar is complete.
+Special tokens are never allowed, except end-of-text tokens where the grammar is complete.
 """
 
 import re

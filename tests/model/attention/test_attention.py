@@ -135,9 +135,9 @@ def test_cache_gathers_what_was_written() -> None:
     table = [4, 1]
     slots = [table[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(6)]
     cache.write(1, torch.tensor(slots), k_TKD, v_TKD)
-    k_BSKD, v_BSKD = cache.gather(1, torch.tensor([table]))
-    torch.testing.assert_close(k_BSKD[0, :6], k_TKD)
-    torch.testing.assert_close(v_BSKD[0, :6], v_TKD)
+    k_SKD, v_SKD = cache.gather(1, cache.slots_of(torch.tensor(table))[:6])
+    torch.testing.assert_close(k_SKD, k_TKD)
+    torch.testing.assert_close(v_SKD, v_TKD)
     assert not cache.keys_LNPKD[0].any()
     assert cache.num_bytes == 6 * BLOCK_SIZE * config.kv_bytes_per_token(4)
 

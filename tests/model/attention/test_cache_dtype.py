@@ -62,13 +62,9 @@ def test_a_float16_cache_returns_the_models_dtype_and_takes_half_the_memory() ->
     k_TKD, v_TKD = torch.randn(2, 5, 2, 8)
     slots_T = torch.tensor([7, 1, 0, 11, 4])
     half.write(1, slots_T, k_TKD, v_TKD)
-    tables = torch.tensor([[0, 1, 2]])
-    for given, found, gathered_1SKD in zip(
-        (k_TKD, v_TKD), half.gather_slots(1, slots_T), half.gather(1, tables), strict=True
-    ):
+    for given, found in zip((k_TKD, v_TKD), half.gather(1, slots_T), strict=True):
         assert found.dtype == torch.float32
         assert torch.equal(found, given.half().float())
-        assert torch.equal(gathered_1SKD[0, slots_T], found)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
