@@ -28,15 +28,13 @@ from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.provenance import provenance, tell
 from loadtest.measurement.roofline import Machine, WorkFormula
 from loadtest.measurement.spread import Spread
-from model.attention.kernel_selection import DECODE_KERNELS, KernelContext, SelectedKernels, Unavailable, choose
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
-from model.attention.paged import DecodeKernel
+from model.attention.metadata import AttentionForm, AttentionMetadata
+from model.attention.paged import DECODE_KERNELS, DecodeKernel, KernelContext, SelectedKernels, Unavailable, choose
 from model.config import ModelConfig
 from model.gpu.quantization import FORMATS, QuantizationError
 from model.gpu.quantization import choose as select_quantization
-from model.nn.linear import replace_linears_by
+from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from service.config.settings import ModelSettings
@@ -271,7 +269,7 @@ def quantized(bench: GpuBench) -> dict[str, Any]:
             figures[name] = {"absent": str(error)}
             continue
         model = random_model(bench.shape, bench, chosen)
-        replace_linears_by(model, quantization.make)
+        replace_linears(model, quantization.make)
         recorded, steps = timed_steps(bench, model, name, machine)
         facts = {"matrices": str(quantization)}
         figures[name] = facts | steps | {"kernels": [kernels(bench, recorded, bench.batches[0])]}

@@ -34,8 +34,7 @@ from loadtest.measurement.benchmark_program import (
 )
 from loadtest.measurement.spread import ratio_spread, spread
 from model.attention.backends import ATTENTION_BACKENDS
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.checkpoint.manifest import read_manifest
 from model.training.config import TrainConfig, load_train_config
 from model.training.corpus import read_corpus

@@ -32,8 +32,7 @@ from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.measurement.tables import Column, table
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
 from model.kernels.build import CACHE, BuildError

@@ -1,1 +1,1 @@
-"""Attention backends, one file each. `interface` holds the contract and the table of backends."""
+"""Attention: backends, KV-cache, position biases and GPU kernels."""

@@ -1,7 +1,4 @@
-"""KV-cache storage: a pool of fixed-size blocks, one pair of tensors for all layers.
-
-`service.engine.scheduling.block_pool` assigns blocks to sequences. Paging follows PagedAttention (Kwon et al. 2023,
-arXiv 2309.06180).
+"""KV-cache storage: a pool of fixed-size blocks, as in PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
 
 Legend: L layers, N blocks, P slots per block, K key/value heads, D head dimension, T packed tokens, B sequences,
 S = blocks per sequence * P.
@@ -15,11 +12,8 @@ from model.system import memory_pages
 
 
 def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
-    """Convert numbers to the dtype in which a cache stores them: to nearest, ties to even.
-
-    For float16, numbers beyond its largest number, 65,504, become that number: an infinite key would turn the output
-    into NaN. NaN stays NaN.
-    """
+    """Convert numbers to the dtype in which a KV-cache stores them: to nearest, ties to even; NaN stays NaN."""
+    # For float16, numbers beyond 65,504 become 65,504: an infinite key would turn the output into NaN.
     if cache_dtype is torch.float16 and x.dtype is not cache_dtype:
         most = torch.finfo(cache_dtype).max
         x = x.clamp(-most, most)
@@ -27,14 +21,10 @@ def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of `num_blocks * block_size` tokens. Average attention has empty keys (D = 0).
+    """Keys and values of `num_blocks * block_size` tokens in all layers. Average attention has empty keys (D = 0).
 
-    Args:
-        dtype: dtype of written and returned tensors: the model's.
-        cache_dtype: dtype in memory, see `rounded`; None for `dtype`.
-
-    Raises:
-        ValueError: a size is not positive.
+    dtype: dtype of written and returned tensors, the model's.
+    cache_dtype: dtype in memory, see `rounded`; None for `dtype`.
     """
 
     def __init__(
@@ -64,26 +54,21 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of both tensors."""
+        """Return the size of the KV-cache in bytes."""
         return self.keys_LNPKD.nbytes + self.values_LNPKD.nbytes
 
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Write each token's key and value to its slot (block * block_size + offset)."""
+        """Write the key and value of each token to the token's cache slot (block * block_size + offset)."""
         for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
             pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.cache_dtype))
 
-    def gather(self, layer: int, block_tables_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of each sequence's blocks, in order: two BSKD tensors."""
-        num_sequences, num_blocks = block_tables_BN.shape
-        blocks = block_tables_BN.reshape(-1)
-        k_BSKD, v_BSKD = (
-            torch.unflatten(pool_LNPKD[layer].index_select(0, blocks), 0, (num_sequences, num_blocks)).flatten(1, 2)
-            for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)
-        )
-        return k_BSKD.to(self.dtype), v_BSKD.to(self.dtype)
+    def slots_of(self, blocks: Tensor) -> Tensor:
+        """Return the cache slots of these blocks, in order: from (..., N) to (..., N * P)."""
+        offsets = torch.arange(self.block_size, device=blocks.device)
+        return (blocks[..., None] * self.block_size + offsets).flatten(-2)
 
-    def gather_slots(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values in these slots: two SKD tensors."""
+    def gather(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys and values in these cache slots: two SKD tensors."""
         k_SKD, v_SKD = (
             pool_LNPKD[layer].flatten(0, 1).index_select(0, slots_S).to(self.dtype)
             for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)

@@ -1,32 +1,50 @@
-"""Attention metadata of a packed, ragged batch.
+"""Arguments of attention: the parameters of a layer (`AttentionForm`) and the batch of a step (`AttentionMetadata`).
 
-Legend: T packed tokens, B sequences, N blocks of the longest block table, P slots per block, C chunks, X packed tokens
-of chunks, S positions of their contexts.
+Legend: T packed tokens, B sequences, Q query tokens of a sequence, S its context, H query heads, K key/value heads,
+D head dimension, N blocks of the longest block table, P slots per block, C prompt chunks, X packed tokens of chunks.
 """
 
 import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from model.attention.layer_spec import visible
+# Position bias of `model.attention.score_biases`: (q_BQHD, k_BSKD, distances_BQS) -> BHQS, added to the scaled
+# scores; 1HQS if the bias is equal for all sequences. Distances are int64, query position - key position. Their B is 1
+# if all sequences have the same distances. Any finite bias is allowed for negative distances, which are masked later.
+ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionForm:
+    """Attention parameters of one layer. window: number of positions that a token sees, its own included."""
+
+    layer: int
+    scale: float
+    window: int | None
+    bias: ScoreBias | None
+
+
+def visible(distances: Tensor, window: int | None) -> Tensor:
+    """Return the boolean mask of keys that a query may see, from distances: query position - key position."""
+    if window is None:
+        return distances >= 0
+    return (distances >= 0) & (distances < window)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeView:
     """Cache slots read by the sequences that compute one token: S slots each, from the first block in the window.
 
-    Attributes:
-        slots_BS: int64, indices of slots in the cache. Slots that a token does not see are replaced by the token's own
-            slot: a hidden slot may hold NaN from another sequence, and 0 * NaN is NaN.
-        distances_B1S: int64, new token's position - slot's position; negative after the end of the context.
-        mask_B1S: additive float32 mask, 0 for visible slots, -inf for hidden slots.
+    slots_BS: int64. A hidden slot may hold NaN from another sequence, so the token's own slot replaces hidden slots.
+    distances_B1S: int64, new token's position - slot's position; negative after the end of the context.
+    mask_B1S: additive float32 mask, 0 for visible slots, -inf for hidden slots.
     """
 
     slots_BS: Tensor
@@ -36,17 +54,13 @@ class DecodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedView:
-    """Prompt chunks and decodes of one step. Made once a step, for all layers.
+    """Layout of an engine step that computes prompt chunks, and maybe decodes.
 
-    Attributes:
-        decodes: for the B sequences that compute one token: index of the token in T, position, block table (BN).
-            None: the step holds no such sequence.
-        tokens_X: indices in T of the chunks' tokens.
-        slots_S: cache slots of the chunks' contexts, concatenated.
-        query_lengths: number of tokens that each chunk computes.
-        context_lengths: number of positions of each chunk's sequence, tokens of the chunk included.
-        query_starts: int32, C + 1 offsets into X.
-        context_starts: int32, C + 1 offsets into S.
+    decodes: for the B sequences that compute one token: index of the token in T, position, block table (BN).
+    tokens_X: indices in T of the chunks' tokens.
+    slots_S: cache slots of the chunks' contexts, concatenated.
+    context_lengths: number of positions of each chunk's sequence, tokens of the chunk included.
+    query_starts, context_starts: int32, C + 1 offsets into X and into S.
     """
 
     decodes: tuple[Tensor, Tensor, Tensor] | None
@@ -60,19 +74,16 @@ class RaggedView:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Batch of one step.
+    """Sequences of one engine step: their lengths, and where their keys and values lie in the KV-cache.
 
     Sequence b owns the packed tokens `query_starts[b] : query_starts[b + 1]`. These tokens are the last
     `query_lengths[b]` of the sequence's `context_lengths[b]` positions.
 
-    Attributes:
-        query_lengths: number of tokens that each sequence computes in this step.
-        context_lengths: number of positions of each sequence, tokens of this step included.
-        positions_T: int64, each token's position in its sequence.
-        logit_rows_R: int64, indices of the packed tokens that need logits; None: all T.
-        slot_mapping_T: int64, cache slot of each token's key and value: block * P + offset. None without a cache.
-        block_tables_BN: int64, each sequence's blocks in order, padded with any valid block. None without a cache.
-        contexts_B: `context_lengths` as an int64 tensor on the host; None: made from `context_lengths` when needed.
+    positions_T: int64, each token's position in its sequence.
+    logit_rows_R: int64, indices of the packed tokens that need logits; None: all T.
+    slot_mapping_T: int64, cache slot of each token's key and value: block * P + offset. None without a cache.
+    block_tables_BN: int64, each sequence's blocks in order, padded with any valid block. None without a cache.
+    contexts_B: `context_lengths` as an int64 tensor on the host; None: made from `context_lengths` when needed.
 
     Raises:
         ValueError: the lengths of the arguments are inconsistent.
@@ -88,9 +99,7 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         if len(self.query_lengths) != len(self.context_lengths):
-            raise ValueError(
-                f"{len(self.query_lengths)} query lengths, but {len(self.context_lengths)} context lengths"
-            )
+            raise ValueError("query_lengths and context_lengths must have one number for each sequence")
         if min(self.query_lengths, default=1) < 1 or any(map(operator.gt, self.query_lengths, self.context_lengths)):
             raise ValueError("every query length must be between 1 and its context length")
         if sum(self.query_lengths) != self.positions_T.shape[0]:
@@ -100,40 +109,34 @@ class AttentionMetadata:
 
     @functools.cached_property
     def query_starts(self) -> tuple[int, ...]:
-        """Return B + 1 offsets into the packed tokens."""
+        """Return where the tokens of each sequence begin in the packed batch, and its end: B + 1 offsets."""
         return tuple(itertools.accumulate(self.query_lengths, initial=0))
 
     @functools.cached_property
     def decode_rows(self) -> tuple[int, ...]:
-        """Return the indices of the sequences that compute exactly one token: batched kernels need equal lengths."""
+        """Return the indices of the sequences that compute exactly one token."""
         return tuple(row for row, length in enumerate(self.query_lengths) if length == 1)
-
-    def decode_view(self, window: int | None, block_size: int) -> DecodeView:
-        """Return the cache slots that the new tokens of the `decode_rows` see. Cached for the step, by window."""
-        if window not in self._decode_views:
-            self._decode_views[window] = self._make_decode_view(window, block_size)
-        return self._decode_views[window]
-
-    def ragged_view(self, block_size: int) -> RaggedView:
-        """Return the packed layout of a step that holds prompt chunks. Cached for the step."""
-        assert self.block_tables_BN is not None
-        if block_size not in self._ragged_views:
-            view = ragged_view(self.query_lengths, self.context_lengths, self.block_tables_BN, block_size)
-            self._ragged_views[block_size] = view
-        return self._ragged_views[block_size]
 
     @functools.cached_property
     def kernel_arguments(self) -> dict[object, Any]:
-        """Return the arguments that backends prepare once for all layers of the step, by backend and cache."""
+        """Return what attention backends have prepared once for all layers of the step, by keys of their choice."""
         return {}
 
-    @functools.cached_property
-    def _ragged_views(self) -> dict[int, RaggedView]:
-        return {}
+    def decode_view(self, window: int | None, block_size: int) -> DecodeView:
+        """Return the cache slots that the tokens of decoding sequences see. Made once a step for each window."""
+        key = "decodes", window, block_size
+        if key not in self.kernel_arguments:
+            self.kernel_arguments[key] = self._make_decode_view(window, block_size)
+        view: DecodeView = self.kernel_arguments[key]
+        return view
 
-    @functools.cached_property
-    def _decode_views(self) -> dict[int | None, DecodeView]:
-        return {}
+    def ragged_view(self, block_size: int) -> RaggedView:
+        """Return the layout of a step with at least one prompt chunk. Made once a step, for all layers."""
+        key = "chunks", block_size
+        if key not in self.kernel_arguments:
+            self.kernel_arguments[key] = self._make_ragged_view(block_size)
+        view: RaggedView = self.kernel_arguments[key]
+        return view
 
     def _make_decode_view(self, window: int | None, block_size: int) -> DecodeView:
         assert self.block_tables_BN is not None
@@ -156,16 +159,42 @@ class AttentionMetadata:
             mask_B1S=mask_BS[:, None],
         )
 
+    def _make_ragged_view(self, block_size: int) -> RaggedView:
+        assert self.block_tables_BN is not None
+        tables_BN, starts, device = self.block_tables_BN, self.query_starts, self.block_tables_BN.device
+        chunks = [row for row, length in enumerate(self.query_lengths) if length > 1]
+        queries, contexts = ([lengths[row] for row in chunks] for lengths in (self.query_lengths, self.context_lengths))
+        query_starts, context_starts = ([0, *itertools.accumulate(lengths)] for lengths in (queries, contexts))
+        decodes = None
+        if singles := self.decode_rows:
+            lasts = [self.context_lengths[row] - 1 for row in singles]
+            rows_B, tokens_B, positions_B = torch.tensor(
+                [singles, [starts[row] for row in singles], lasts], device=device
+            )
+            decodes = tokens_B, positions_B, tables_BN[rows_B]
+        rows_C, lengths_C, starts_C = torch.tensor([chunks, contexts, context_starts[:-1]], device=device)
+        # output_size avoids a synchronization with the device: repeat_interleave would read the sum of lengths_C.
+        chunk_of_S = torch.repeat_interleave(lengths_C, output_size=context_starts[-1])
+        positions_S = torch.arange(context_starts[-1], device=device) - starts_C[chunk_of_S]
+        blocks_S = tables_BN[rows_C[chunk_of_S], positions_S // block_size]
+        tokens = [token for row in chunks for token in range(starts[row], starts[row + 1])]
+        return RaggedView(
+            decodes=decodes,
+            tokens_X=torch.tensor(tokens, device=device),
+            slots_S=blocks_S * block_size + positions_S % block_size,
+            query_lengths=tuple(queries),
+            context_lengths=tuple(contexts),
+            query_starts=torch.tensor(query_starts, dtype=torch.int32, device=device),
+            context_starts=torch.tensor(context_starts, dtype=torch.int32, device=device),
+        )
+
     @property
     def is_decode(self) -> bool:
-        """Return whether every sequence computes exactly one token."""
+        """Return whether every sequence of the step computes exactly one token."""
         return len(self.query_lengths) == self.positions_T.shape[0]
 
     def to(self, device: torch.device) -> Self:
-        """Return the batch with its tensors on `device`; self if they are there already.
-
-        `contexts_B` stays on the host.
-        """
+        """Return the same metadata with tensors on `device`; `contexts_B` stays on the host."""
         if self.positions_T.device == device:
             return self
         tensors = {
@@ -177,41 +206,6 @@ class AttentionMetadata:
 
     @classmethod
     def uncached(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Self:
-        """Return the metadata of whole sequences without a cache, as training and reference implementations use it."""
+        """Return the metadata of whole sequences without a KV-cache, as in training."""
         positions_T = torch.cat([torch.arange(length, device=device) for length in lengths])
         return cls(query_lengths=lengths, context_lengths=lengths, positions_T=positions_T)
-
-
-def ragged_view(
-    query_lengths: Sequence[int], context_lengths: Sequence[int], tables_BN: Tensor, block_size: int
-) -> RaggedView:
-    """Return the view of a step with at least one chunk, on the device of the block tables."""
-    device = tables_BN.device
-    rows = range(len(query_lengths))
-    chunks = [row for row in rows if query_lengths[row] > 1]
-    singles = [row for row in rows if query_lengths[row] == 1]
-    starts = [0, *itertools.accumulate(query_lengths)]
-    queries, contexts = ([lengths[row] for row in chunks] for lengths in (query_lengths, context_lengths))
-    query_starts, context_starts = ([0, *itertools.accumulate(lengths)] for lengths in (queries, contexts))
-    decodes = None
-    if singles:
-        rows_B, tokens_B, positions_B = torch.tensor(
-            [singles, [starts[row] for row in singles], [context_lengths[row] - 1 for row in singles]], device=device
-        )
-        decodes = tokens_B, positions_B, tables_BN[rows_B]
-    rows_C, lengths_C, starts_C = torch.tensor([chunks, contexts, context_starts[:-1]], device=device)
-    # output_size avoids a synchronization with the device (torch.repeat_interleave would read the sum of lengths_C).
-    chunk_of_S = torch.repeat_interleave(lengths_C, output_size=context_starts[-1])
-    positions_S = torch.arange(context_starts[-1], device=device) - starts_C[chunk_of_S]
-    blocks_S = tables_BN[rows_C[chunk_of_S], positions_S // block_size]
-    return RaggedView(
-        decodes=decodes,
-        tokens_X=torch.tensor(
-            [token for row in chunks for token in range(starts[row], starts[row + 1])], device=device
-        ),
-        slots_S=blocks_S * block_size + positions_S % block_size,
-        query_lengths=tuple(queries),
-        context_lengths=tuple(contexts),
-        query_starts=torch.tensor(query_starts, dtype=torch.int32, device=device),
-        context_starts=torch.tensor(context_starts, dtype=torch.int32, device=device),
-    )

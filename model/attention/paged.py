@@ -1,60 +1,51 @@
-"""GPU attention over a paged KV-cache, with separate kernels for decodes and prompt chunks.
+"""GPU attention over a paged KV-cache: kernels for decodes and for prompt chunks, and their choice for a device.
 
-The two kernels are arguments of the backend; `model.attention.kernel_selection` chooses them. The decode kernel reads
-only tensors on the device, and their shapes do not depend on context lengths. A decode step can therefore be captured
-as a CUDA graph. `SdpaAttention` handles layers with a bias, keys with D = 0, and sequences without a cache.
-
-Legend: T packed tokens, B sequences that compute one token, X packed tokens of chunks, H query heads, K key/value
-heads, D head dimension.
+Legend: T packed tokens, B sequences that compute one token, C chunks, X packed tokens of chunks, H query heads,
+K key/value heads, D head dimension, S context.
 """
 
-from typing import Protocol
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata, RaggedView
-from model.attention.sdpa import SdpaAttention
+from model.attention.metadata import AttentionForm, AttentionMetadata, RaggedView, visible
+from model.attention.score_biases import SCORE_BIASES
+from model.attention.sdpa import SdpaAttention, causal
+from model.config import ModelConfig
 
+try:
+    from model.attention import triton_decode
+except ImportError:  # triton is installed only with PyTorch for CUDA
+    triton_decode = None  # type: ignore[assignment]
 
-class DecodeKernel(Protocol):
-    """Attention kernel for sequences that compute one token."""
-
-    def __call__(
-        self, q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache
-    ) -> Tensor:
-        """Attend from each query to the positions up to its own, within the window. Returns BHD in the values' dtype.
-
-        CUDA graph capture requires that nothing is copied to or from the host, and that no shape depends on the
-        contents of a tensor. Table entries after the end of a sequence's context may be any valid block.
-        """
-        ...
-
-
-class ChunkKernel(Protocol):
-    """Attention kernel for prompt chunks."""
-
-    def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
-        """Attend from each query to the positions of its sequence up to its own, within the window.
-
-        Returns XHD in the values' dtype.
-        """
-        ...
+# Kernel for sequences that compute one token: (q_BHD, form, positions_B, tables_BN, cache) -> BHD in the values' dtype.
+# Each query attends to the positions up to its own, within the window. CUDA graph capture requires that nothing is
+# copied to or from the host, and that no shape depends on the contents of a tensor. Table entries after the end of a
+# sequence's context may be any valid block.
+DecodeKernel = Callable[[Tensor, AttentionForm, Tensor, Tensor, KVCache], Tensor]
+# Kernel for prompt chunks: (q_XHD, form, view, cache) -> XHD in the values' dtype.
+ChunkKernel = Callable[[Tensor, AttentionForm, RaggedView, KVCache], Tensor]
+Kernel = TypeVar("Kernel", DecodeKernel, ChunkKernel)
 
 
 class PagedAttention:
-    """Attention backend for paged GPU caches. See `model.attention.backends.AttentionBackend`."""
+    """Attention backend for paged GPU caches. See `model.attention.backends.AttentionBackend`.
+
+    The decode kernel reads only tensors whose shapes do not depend on context lengths, so a decode step can be captured
+    as a CUDA graph. `SdpaAttention` handles layers with a bias, keys with D = 0, and sequences without a cache.
+    """
 
     def __init__(self, decode: DecodeKernel, chunks: ChunkKernel) -> None:
         self._decode = decode
         self._chunks = chunks
         self._others = SdpaAttention()
-
-    @staticmethod
-    def takes(form: AttentionForm, key_dim: int) -> bool:
-        """Return whether the paged kernels support the layer; `SdpaAttention` handles other layers."""
-        return form.bias is None and key_dim > 0
 
     def attend(
         self,
@@ -67,7 +58,7 @@ class PagedAttention:
         kv_cache: KVCache | None,
     ) -> Tensor:
         """Compute attention; equal to `EagerAttention` within float rounding."""
-        if kv_cache is None or not self.takes(form, q_THD.shape[-1]):
+        if kv_cache is None or form.bias is not None or q_THD.shape[-1] == 0:
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
@@ -81,3 +72,134 @@ class PagedAttention:
             out_THD[tokens] = self._decode(q_THD[tokens], form, positions_B, tables_BN, kv_cache)
         out_THD[view.tokens_X] = self._chunks(q_THD[view.tokens_X], form, view, kv_cache)
         return out_THD
+
+
+class Unavailable(Exception):
+    """Error if a GPU attention kernel does not support the device, dtype or head dimension; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelContext:
+    """Device, dtype, block size and model configuration that attention kernels must support."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+
+
+@dataclass(frozen=True)
+class SelectedKernels:
+    """Chosen backend, the names of its kernels, and the better kernels that do not support this device (`left_out`)."""
+
+    backend: PagedAttention
+    decode: str
+    chunks: str
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"paged (decode: {self.decode}, prompts: {self.chunks})"
+
+
+def fits(config: ModelConfig) -> bool:
+    """Return whether paged kernels support the model: no biases in the scores, and no average attention (D = 0)."""
+    return config.key_dim > 0 and config.position not in SCORE_BIASES
+
+
+def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
+    """Decode with PyTorch's fused kernel over copies of all slots in the block tables. A `DecodeKernel` for any device.
+
+    A slot that a query does not see may hold NaN from another sequence, so the query's own slot replaces that slot.
+    """
+    slots_BS = kv_cache.slots_of(tables_BN)
+    distances_BS = positions_B[:, None] - torch.arange(slots_BS.shape[1], device=q_BHD.device)
+    visible_BS = visible(distances_BS, form.window)
+    seen_BS = torch.where(visible_BS, slots_BS, slots_BS.gather(1, positions_B[:, None]))
+    found = kv_cache.gather(form.layer, seen_BS.flatten())
+    k_BSKD, v_BSKD = (torch.unflatten(x_SKD, 0, slots_BS.shape) for x_SKD in found)
+    mask_BXXS = visible_BS[:, None, None]
+    # The G query heads of a group take the dimension of query tokens, because they see the same keys.
+    q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
+    k_BKSD, v_BKSD = k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
+    return scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_BXXS, scale=form.scale).flatten(1, 2)
+
+
+def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
+    """Compute prompt chunks with PyTorch's fused kernel, one after the other. A `ChunkKernel` for any device."""
+    k_SKD, v_SKD = kv_cache.gather(form.layer, view.slots_S)
+    contexts = view.context_lengths
+    parts = zip(q_XHD.split(view.query_lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True)
+    return torch.cat([causal(q_QHD, k_SKD, v_SKD, form) for q_QHD, k_SKD, v_SKD in parts])
+
+
+class VarlenChunks:
+    """A `ChunkKernel` that computes all chunks in one call of PyTorch's variable-length attention.
+
+    One split makes the order of additions batch-invariant; PyTorch 2.11 has no such parameter. `function` is
+    `torch.nn.attention.varlen.varlen_attn`.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        names = inspect.signature(function).parameters
+        self._options = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in names}
+
+    def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
+        k_SKD, v_SKD = kv_cache.gather(form.layer, view.slots_S)
+        longest = max(view.query_lengths), max(view.context_lengths)
+        out_XHD: Tensor = self._function(
+            *(q_XHD, k_SKD, v_SKD, view.query_starts, view.context_starts, *longest),
+            scale=form.scale,
+            window_size=(-1 if form.window is None else form.window - 1, 0),  # positions before and after a token
+            **self._options,
+        )
+        return out_XHD
+
+
+def _triton(context: KernelContext) -> DecodeKernel:
+    if triton_decode is None:
+        raise Unavailable("triton is not installed")
+    if context.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    if not triton_decode.supports(context.dtype, context.config.head_dim):
+        raise Unavailable(f"does not support {context.dtype} with head dimension {context.config.head_dim}")
+    return triton_decode.attend
+
+
+def _varlen(context: KernelContext) -> ChunkKernel:
+    if context.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    if context.dtype not in (torch.bfloat16, torch.float16):
+        raise Unavailable(f"flash attention does not support {context.dtype}")
+    # Imported late: the module imports torch._dynamo, which costs as much as all other imports of a worker together.
+    return VarlenChunks(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
+
+
+# Best first. Each function returns its kernel or raises `Unavailable`; the last kernel supports every device.
+DECODE_KERNELS: Mapping[str, Callable[[KernelContext], DecodeKernel]] = {
+    "triton": _triton,
+    "gathered": lambda _: gathered,
+}
+CHUNK_KERNELS: Mapping[str, Callable[[KernelContext], ChunkKernel]] = {
+    "varlen": _varlen,
+    "one by one": lambda _: one_by_one,
+}
+
+
+def choose(context: KernelContext) -> SelectedKernels:
+    """Return paged attention with the best kernels that support the device, dtype and model."""
+    left_out: list[str] = []
+    decode_name, decode = _first(DECODE_KERNELS, context, left_out)
+    chunk_name, chunks = _first(CHUNK_KERNELS, context, left_out)
+    return SelectedKernels(PagedAttention(decode, chunks), decode_name, chunk_name, tuple(left_out))
+
+
+def _first(
+    kernels: Mapping[str, Callable[[KernelContext], Kernel]], context: KernelContext, left_out: list[str]
+) -> tuple[str, Kernel]:
+    for name, make in kernels.items():
+        try:
+            return name, make(context)
+        except Unavailable as error:
+            left_out.append(f"{name}: {error}")
+    raise AssertionError("no kernel of the table supports this device")

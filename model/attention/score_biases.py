@@ -1,6 +1,6 @@
 """Position biases of attention scores: buckets (T5), slopes (ALiBi) and disentangled attention (DeBERTa).
 
-Each class is a `ScoreBias`. A distance is query position - key position, so visible keys have distances >= 0.
+A distance is query position - key position, so visible keys have distances >= 0.
 
 Legend: B sequences, Q query tokens of a sequence, S its context, H query heads, K key/value heads, D head dimension,
 E hidden size, R relative positions in the table.
@@ -16,11 +16,10 @@ from model.config_enums import PositionKind
 
 
 class RelativeBias(nn.Module):
-    """Trained bias for each head and bucket of distances: one table (buckets, H), shared by all layers.
+    """Trained attention bias for each head and bucket of distances: one table (buckets, H), shared by all layers.
 
-    Source: Raffel et al. 2019, T5 (arXiv 1910.10683), section 2.1. The first half of the buckets holds one distance
-    each. The widths of the other buckets grow logarithmically up to `max_distance`. The last bucket also holds all
-    larger distances.
+    Raffel et al. 2019, T5 (arXiv 1910.10683), section 2.1. The first half of the buckets holds one distance each. The
+    widths of the other buckets grow logarithmically up to `max_distance`. The last bucket also holds larger distances.
     """
 
     def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
@@ -30,13 +29,12 @@ class RelativeBias(nn.Module):
         self.max_distance = config.max_relative_distance
         self._shared = (table,)  # in a tuple, so that nn.Module does not register it as a submodule of this layer
 
-    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """Return the bias BHQS, which depends only on the distances. See `ScoreBias`."""
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:  # see `ScoreBias`
         bias_BQSH: Tensor = self._shared[0](self.buckets(distances_BQS))
         return bias_BQSH.movedim(-1, 1)
 
     def buckets(self, distances: Tensor) -> Tensor:
-        """Return the bucket of each distance, int64. Negative distances get the bucket of distance 0. Any shape."""
+        """Return the T5 bucket of each token distance, int64; negative distances get the bucket of distance 0."""
         num_buckets = self._shared[0].num_embeddings
         num_exact = num_buckets // 2
         distances = distances.clamp(min=0)
@@ -46,11 +44,10 @@ class RelativeBias(nn.Module):
 
 
 class AlibiBias(nn.Module):
-    """Bias -slope * distance, without trained parameters.
+    """Attention bias -slope * distance, without trained parameters: Press et al. 2021, ALiBi (arXiv 2108.12409).
 
-    Source: Press et al. 2021, ALiBi (arXiv 2108.12409), section 3. For H = 2^n heads the slopes are 2^(-8/H),
-    2^(-16/H), ..., 2^-8. For another H, the first slopes are those of the next lower power of two. The remaining
-    slopes are every second slope of the next higher power of two, as in the authors' code.
+    For H = 2^n heads the slopes are 2^(-8/H), 2^(-16/H), ..., 2^-8. For another H, the slopes of the next lower power
+    of two are followed by every second slope of the next higher power of two, as in the authors' code.
     """
 
     slopes_H: Tensor
@@ -64,21 +61,16 @@ class AlibiBias(nn.Module):
         # On the CPU even if the model is built on the meta device: checkpoints do not hold this constant.
         self.register_buffer("slopes_H", torch.tensor(slopes, device="cpu"), persistent=False)
 
-    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """Return the bias BHQS, which depends only on the distances. See `ScoreBias`."""
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:  # see `ScoreBias`
         return -self.slopes_H[:, None, None] * distances_BQS[:, None]
 
 
 class DisentangledBias(nn.Module):
-    """Content-to-position and position-to-content terms of disentangled attention, causal.
+    """Position terms of disentangled attention: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4.
 
-    Source: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4.
     score(i, j) = scale * (q_i·k_j + q_i·K[d] + k_j·Q[d]). This class computes the last two terms. K and Q are
-    projections of a table (k, E) of relative positions, which all layers share.
-
-    d is min(i - j, k - 1): the paper has 2k relative positions, but causal attention only needs the k with i >= j.
-    Both terms use the same d, as in the authors' code; the paper writes d(j, i) in the last term. The KV-cache stays
-    usable, because it holds only content keys: positions are added when scores are computed.
+    projections of a table (k, E) of relative positions, which all layers share. d is min(i - j, k - 1): causal
+    attention needs only the k of the paper's 2k positions. As in the authors' code, both terms use the same d.
     """
 
     def __init__(self, config: ModelConfig, table: nn.Embedding | None) -> None:
@@ -90,8 +82,7 @@ class DisentangledBias(nn.Module):
         self.scale = config.effective_score_scale
         self._shared = (table,)  # in a tuple, so that nn.Module does not register it as a submodule of this layer
 
-    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:
-        """Return the bias BHQS. See `ScoreBias`."""
+    def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:  # see `ScoreBias`
         table_RE = self._shared[0].weight
         q_RHD = torch.unflatten(self.query(table_RE), -1, (-1, self.head_dim))
         k_RKD = torch.unflatten(self.key(table_RE), -1, (-1, self.head_dim))
@@ -119,7 +110,7 @@ SCORE_BIASES: dict[PositionKind, type[RelativeBias] | type[AlibiBias] | type[Dis
 
 
 def relative_positions(config: ModelConfig) -> nn.Embedding | None:
-    """Return the table that the biases of all layers share: (buckets, H) for T5, (k, E) for DeBERTa, else None."""
+    """Return the table that the position biases of all layers share: (buckets, H) for T5, (k, E) for DeBERTa."""
     match config.position:
         case PositionKind.RELATIVE_BIAS:
             assert config.num_relative_buckets is not None

@@ -1,11 +1,6 @@
 """Attention by PyTorch's fused kernel (scaled_dot_product_attention): flash attention where PyTorch supports it.
 
-Flash attention (Dao et al. 2022, arXiv 2205.14135) computes softmax(QK^T)V in tiles and never stores all scores.
-
-- Decodes are computed in one call, over padded copies of their blocks. Prompt chunks are computed one by one.
-- If a layer has a window, only the blocks in the window are read.
-- Grouped key/value heads are not copied: the `H / K` query heads of a group share one key/value head.
-- Plain causal attention uses the kernel's own mask. A window or a bias is passed as an explicit mask.
+Decodes are computed in one call, over padded copies of the blocks in the window. Prompt chunks are computed one by one.
 
 Legend: T packed tokens, B sequences, Q query tokens of one sequence, S context, H query heads, K key/value heads,
 G = H / K query heads per group, D head dimension.
@@ -18,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm, visible
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata, visible
 
 
 class SdpaAttention:
@@ -57,7 +51,7 @@ class SdpaAttention:
 def _attend_uncached(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, metadata: AttentionMetadata
 ) -> Tensor:
-    """Attend whole sequences without a cache. Sequences of equal length, as in training, take one call."""
+    """Attend in whole sequences without a KV-cache. Sequences of equal length, as in training, take one call."""
     lengths = metadata.query_lengths
     if len(set(lengths)) > 1:
         spans = [slice(start, end) for start, end in itertools.pairwise(metadata.query_starts)]
@@ -70,10 +64,10 @@ def _attend_uncached(
 
 
 def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache) -> Tensor:
-    """Attend from the new token of each of the `decode_rows` to its padded, masked context. Returns BHD."""
+    """Attend from the new token of each decoding sequence to its padded, masked context. Returns BHD."""
     view = metadata.decode_view(form.window, kv_cache.block_size)
     slots_BS = view.slots_BS
-    found = kv_cache.gather_slots(form.layer, slots_BS.flatten())
+    found = kv_cache.gather(form.layer, slots_BS.flatten())
     k_BSKD, v_BSKD = (torch.unflatten(x_SKD, 0, slots_BS.shape) for x_SKD in found)
     # The G query heads of a group take the dimension of query tokens, because they see the same keys.
     q_BKGD = torch.unflatten(q_BHD, 1, (k_BSKD.shape[2], -1))
@@ -87,19 +81,19 @@ def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetada
 def _attend_chunk(
     q_QHD: Tensor, row: int, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache
 ) -> Tensor:
-    """Attend from a prompt chunk of sequence `row` to its cached positions, its own included. Returns QHD."""
+    """Attend from a prompt chunk of sequence `row` to the cached positions of the sequence. Returns QHD."""
     assert metadata.block_tables_BN is not None
     context_length, first = metadata.context_lengths[row], 0
     if form.window is not None:  # start at the first block that the first query sees
         first = max(0, context_length - len(q_QHD) + 1 - form.window) // kv_cache.block_size
     num_blocks = -(-context_length // kv_cache.block_size)
-    k_1SKD, v_1SKD = kv_cache.gather(form.layer, metadata.block_tables_BN[row : row + 1, first:num_blocks])
-    num_slots = context_length - first * kv_cache.block_size
-    return causal(q_QHD, k_1SKD[0, :num_slots], v_1SKD[0, :num_slots], form)
+    slots_S = kv_cache.slots_of(metadata.block_tables_BN[row, first:num_blocks])
+    k_SKD, v_SKD = kv_cache.gather(form.layer, slots_S[: context_length - first * kv_cache.block_size])
+    return causal(q_QHD, k_SKD, v_SKD, form)
 
 
 def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:
-    """Attend in one sequence; the queries are the last Q of its S positions. Returns QHD."""
+    """Compute causal attention of one sequence; the queries are the last Q of the S positions. Returns QHD."""
     num_kv_heads, groups = k_SKD.shape[1], q_QHD.shape[1] // k_SKD.shape[1]
     mask = _mask(q_QHD[None], k_SKD[None], form)
     if mask is not None and mask.ndim == 4:
@@ -110,10 +104,10 @@ def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> 
 
 
 def _mask(q_BQHD: Tensor, k_BSKD: Tensor, form: AttentionForm) -> Tensor | None:
-    """Return the mask for the kernel.
+    """Return the attention mask for PyTorch's kernel; None: plain causal attention of whole sequences.
 
-    None: plain causal attention of whole sequences. QS, boolean: a window, or queries at the end of a longer context.
-    BHQS or 1HQS, float: the bias, with -inf at hidden positions.
+    QS, boolean: a window, or queries at the end of a longer context. BHQS or 1HQS, float: the bias, with -inf at hidden
+    positions.
     """
     num_queries, context_length = q_BQHD.shape[1], k_BSKD.shape[1]
     if form.bias is None and form.window is None and num_queries == context_length:
@@ -128,7 +122,7 @@ def _mask(q_BQHD: Tensor, k_BSKD: Tensor, form: AttentionForm) -> Tensor | None:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm, mask: Tensor | None) -> Tensor:
-    """Call PyTorch's kernel; the last two dimensions are tokens and D. A mask of None means causal attention."""
+    """Call PyTorch's attention kernel; the last two dimensions are tokens and D. No mask means causal attention."""
     if q.shape[-1] == 0:  # equal weights: zeros replace q and k, because no kernel supports D = 0
         q, k = (v.new_zeros(()).expand(*x.shape[:-1], v.shape[-1]) for x in (q, k))
     gqa = q.ndim == 4 and q.shape[1] != k.shape[1]

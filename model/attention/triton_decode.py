@@ -1,9 +1,8 @@
 """Decode attention in Triton, which reads the blocks of the KV-cache in place. Needs triton and a GPU.
 
 Flash-Decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the keys of a sequence are
-cut into splits, which are computed in parallel. Each split stores the maximum of its scores, the sum of their
-exponentials and the weighted sum of values. A second kernel joins the splits. The splits of a sequence depend only on
-its own length and the number of key/value heads, so results are batch-invariant.
+cut into splits, computed in parallel, and a second kernel joins the splits. Splits depend only on a sequence's length
+and the number of key/value heads, so results are batch-invariant.
 
 Legend: B sequences, H query heads, K key/value heads, G = H / K, D head dimension, N blocks of a table, P slots a
 block, X splits.
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
+from model.attention.metadata import AttentionForm
 
 # Minimum number of keys in a split: joining costs more than smaller splits save. A multiple of both tile sizes.
 MIN_SPLIT = 128
@@ -28,24 +27,20 @@ _PROGRAMS = 128
 
 
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the kernels support the dtype and the head dimension."""
+    """Return whether the Triton kernels support the dtype and the head dimension."""
     return dtype in (torch.float32, torch.bfloat16, torch.float16) and 1 <= head_dim <= _MAX_HEAD
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Return X, the maximum number of splits of a sequence: a power of two from 8 to 64, fewer for more heads."""
+    """Return the maximum number of splits of a sequence: a power of two from 8 to 64, fewer for more heads."""
     return min(64, max(8, 1 << (_PROGRAMS // num_kv_heads).bit_length() - 1))
 
 
 def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
-    """Attend from each query to the positions up to its own, within the window. Returns BHD.
+    """Attend from each query to the positions up to its own, within the window. Returns BHD. See `DecodeKernel`.
 
-    Nothing is copied to or from the host.
-
-    Args:
-        q_BHD: queries; any strides.
-        positions_B: int64, each query's position; the length of its context is one more.
-        tables_BN: int64 block tables, contiguous in N; entries after the end of a sequence's context are not read.
+    positions_B: int64; the length of a sequence's context is one more.
+    tables_BN: int64, contiguous in N; entries after the end of a sequence's context are not read.
     """
     num_sequences, num_heads, size = q_BHD.shape
     keys_NPKD, values_NPKD = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
@@ -75,8 +70,7 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
 
 @triton.jit
 def _split_size(length, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr):
-    """Return the number of keys in each split of `length` keys: a multiple of the tile, at least MIN_SPLIT."""
-    each = tl.cdiv(length, SPLITS)
+    each = tl.cdiv(length, SPLITS)  # keys of a split: a multiple of the tile, at least MIN_SPLIT
     return tl.maximum(tl.cdiv(each, TILE) * TILE, MIN_SPLIT)
 
 
@@ -88,7 +82,7 @@ def _attend_splits(
 ):  # fmt: skip
     """Compute one split of one sequence for the query heads of one key/value head.
 
-    Stores the weighted sum of values, the maximum score and the sum of exponentials.
+    Stores the weighted sum of values (sums), the maximum score and the sum of exponentials (scales).
     """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, split = tl.program_id(1), tl.program_id(2)

@@ -1,7 +1,6 @@
 """Fused Triton kernels for the operations between a model's matrix products. Needs triton and a GPU.
 
-In PyTorch each of these operations takes three to seven kernels of a microsecond or two. A decode step of one token
-consists of little else. The fused kernels round at the same steps as PyTorch's.
+In PyTorch each of these operations takes three to seven kernels. The fused kernels round at the same steps.
 
 Legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head dimension, R rotated dimensions,
 F feed-forward size, N rows.
@@ -19,7 +18,7 @@ _FEED_FORWARD_TILE = 1024
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float, unit_offset: bool) -> Tensor:
-    """Apply `model.nn.layers.RMSNorm` to the last dimension; any leading shape."""
+    """Apply an RMS norm to the last dimension, as `model.nn.layers.rms_norm` does."""
     size = x.shape[-1]
     x_NE = x.reshape(-1, size)
     if x_NE.stride(1) != 1:
@@ -50,7 +49,7 @@ def rotate_pair(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -
 
 
 def silu_product(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up from (..., 2F), with both halves side by side, to (..., F)."""
+    """Compute silu(gate) * up from (..., 2F), gate and up side by side, to (..., F)."""
     size = gate_up.shape[-1] // 2
     flat_T2F = gate_up.reshape(-1, 2 * size)
     if flat_T2F.stride(1) != 1:
@@ -66,7 +65,6 @@ def silu_product(gate_up: Tensor) -> Tensor:
 def _rms_norm(
     x, weight, out, stride, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, UNIT_OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Normalise one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     real = columns < SIZE
@@ -83,7 +81,6 @@ def _rotate_pair(
     q, k, cosines, sines, turned_q, turned_k, q_stride, q_head_stride, k_stride, k_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head of one token: query heads first, then key heads."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, PADDED)
     real, rotated = columns < SIZE, columns < ROTATED
@@ -109,11 +106,11 @@ def _rotate_pair(
 
 @triton.jit
 def _silu_product(gate_up, out, stride, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Compute a tile of one row. silu is rounded to the dtype before the product, as in PyTorch."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = columns < SIZE
     gate = tl.load(gate_up + row * stride + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + SIZE + columns, mask=real, other=0.0).to(tl.float32)
+    # silu is rounded to the dtype before the product, as in PyTorch
     silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + columns, (silu * up).to(out.dtype.element_ty), mask=real)

@@ -1,9 +1,7 @@
 """Triton kernels for int8 and fp8 matrices times few rows, and for quantizing and scaling. Needs triton and a GPU.
 
-A step of few rows costs what reading its weights costs. So each weight is read once, in long contiguous runs, by
-about `_PROGRAMS` programs. A matrix of few outputs is split along its inputs too, and a second kernel adds the partial
-sums. The split depends on the matrix alone, never on the rows or the GPU. Sums of int8 products are exact in any
-split; sums of fp8 products are float32.
+Each weight is read once, in long contiguous runs, by about `_PROGRAMS` programs. A matrix of few outputs is split along
+its inputs too, and a second kernel adds the partial sums. The split depends on the matrix alone.
 
 Legend: T packed tokens, E inputs, F outputs, X parts along the inputs.
 """
@@ -26,7 +24,7 @@ _TINY = tl.constexpr(1e-30)  # keeps the scale of a row of zeros from being zero
 
 
 def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """Quantize rows as `model.gpu.quantization.quantize_rows` does, except that int8 rounds a half up."""
+    """Quantize rows as `model.nn.linear.quantize_rows` does, padded to `size`, but int8 rounds a half up."""
     if x_TE.stride(1) != 1:
         x_TE = x_TE.contiguous()
     numbers_TE = torch.empty((len(x_TE), size), dtype=dtype, device=x_TE.device)
@@ -43,10 +41,7 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
 def multiply_few(
     numbers_TE: Tensor, scale_T: Tensor, weight_FE: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply up to `MAX_ROWS` quantized rows by a matrix, scale and add the bias: TF in `dtype`.
-
-    All matrices must be contiguous.
-    """
+    """Multiply up to `MAX_ROWS` quantized rows by a matrix, scale, and add the bias: TF in `dtype`. All contiguous."""
     rows, inputs = numbers_TE.shape
     outputs = len(weight_FE)
     parts, each = cut(outputs, inputs)
@@ -68,14 +63,14 @@ def multiply_few(
 
 
 def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale contiguous sums as `model.gpu.quantization.scale_sums` does."""
+    """Scale contiguous sums as `model.nn.linear.scale_sums` does."""
     out_TF = torch.empty(sums_TF.shape, dtype=dtype, device=sums_TF.device)
     _scale(sums_TF[None], scale_T, scale_F, bias_F, out_TF)
     return out_TF
 
 
 def cut(outputs: int, inputs: int) -> tuple[int, int]:
-    """Return the number of parts along the inputs, and the inputs of each part.
+    """Return the number of parts into which a matrix is split along its inputs, and the inputs of each part.
 
     There are enough parts for about `_PROGRAMS` programs. A part has at least two tiles, except possibly the last part.
     """
@@ -99,7 +94,6 @@ def _quantize_rows(
     x, numbers, scales, x_size, size, stride,
     LARGEST: tl.constexpr, WHOLE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one row and pad it with zeros."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     given = tl.load(x + row * stride + columns, mask=columns < x_size, other=0.0).to(tl.float32)
@@ -113,7 +107,6 @@ def _quantize_rows(
 
 @triton.jit
 def _scaled(sums, row_scale, scale, bias, HAS_BIAS: tl.constexpr):
-    """Scale sums of quantized products to float32 and add the bias."""
     out = sums.to(tl.float32) * row_scale * scale
     if HAS_BIAS:
         out = out + bias.to(tl.float32)
@@ -126,10 +119,7 @@ def _multiply_few(
     SUM: tl.constexpr, IS_PART: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by a tile of outputs over one part of the inputs.
-
-    Stores raw sums if there are several parts, else scaled outputs.
-    """
+    """Multiply all rows by a tile of outputs over one part of the inputs; IS_PART: store unscaled sums."""
     part = tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real_rows, real_columns = row < rows, column < outputs
@@ -164,7 +154,6 @@ def _scale_sums(
     sums, x_scale, scale, bias, out, rows, outputs,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts' sums of a tile of one row, in order, and scale them."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = columns < outputs

@@ -1,6 +1,6 @@
 """Attention weights of one layer over one whole sequence, for inspection.
 
-The weights come from `model.attention.eager.attention_weights`, which the reference implementation also uses to
+The weights come from `model.attention.backends.attention_weights`, which the reference implementation also uses to
 compute its outputs.
 
 Legend: T tokens of one sequence, S the same tokens as context, H query heads, K key/value heads, D head dimension.
@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import torch
 from torch import Tensor
 
-from model.attention.backends import AttentionBackend, RoundedAttention
-from model.attention.eager import attention_weights
+from model.attention.backends import AttentionBackend, RoundedAttention, attention_weights
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.nn.transformer import Attention, Block, Transformer
 
 if TYPE_CHECKING:

@@ -2,21 +2,11 @@
 
     python -m model.kernels.build [--directory DIRECTORY] [--local]
 
-The command builds every level of this machine's architecture, for example for a container image. The default directory
-is beside the sources, where every process looks first. `--local` builds only the best level for this machine, into the
-cache, as a service does at its first start.
-
-A library's name contains a hash of the sources, the flags and the architecture. PyTorch is not part of the hash,
-because kernels use none of its headers or libraries. The compiler is not part of it either: an image built elsewhere
-may have no compiler.
-
-A library file ends with the SHA-256 of the bytes before, so truncated or damaged files are never loaded. The file is
-written under a temporary name and renamed. Of several processes that need a library of one directory, one process
-compiles and the other processes wait for a lock.
+The command builds every level, for example for a container image, beside the sources, where every process looks first.
+`--local` builds only the best level for this machine, into the cache, as a service does at its first start.
 """
 
 import argparse
-import fcntl
 import hashlib
 import os
 import platform
@@ -24,162 +14,148 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-
-from model.kernels.cpu_features import LEVELS, CpuLevel, levels_here
 
 SOURCES = Path(__file__).parent / "src"
 # Directory of the libraries shipped in an image or a package.
 SHIPPED = Path(__file__).parent / "built"
-
-
-def cache_directory() -> Path:
-    """Return the default cache: $XDG_CACHE_HOME/kvasir if the variable is an absolute path, else ~/.cache/kvasir.
-
-    Source: https://specifications.freedesktop.org/basedir-spec/latest/ (relative paths must be ignored).
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path("~/.cache")) / "kvasir"
-
-
-# Directory of the libraries compiled on this machine, unless --cache-dir names another.
-CACHE = cache_directory()
+# Directory of the libraries compiled on this machine, unless --cache-dir names another. Relative paths must be ignored:
+# https://specifications.freedesktop.org/basedir-spec/latest/
+_XDG_CACHE = Path(os.environ.get("XDG_CACHE_HOME", ""))
+CACHE = (_XDG_CACHE if _XDG_CACHE.is_absolute() else Path("~/.cache")) / "kvasir"
+CPUINFO = Path("/proc/cpuinfo")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     "-ffp-contract=off",  # no implicit fused multiply-add: results are bitwise identical wherever a function is inlined
 )
-_UNFINISHED = ".building-"
-_DIGEST_BYTES = hashlib.sha256().digest_size
-_COMPILE_SECONDS = 600.0  # limit for one call of the compiler
+
+
+@dataclass(frozen=True)
+class CpuLevel:
+    """Set of x86-64 instructions that one kernel library is compiled for.
+
+    needs: required CPU features, as named in the flags line of /proc/cpuinfo.
+    vendor: vendor_id of the CPUs that should prefer this level; None: any.
+    """
+
+    name: str
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+    vendor: str | None = None
+
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_AVX512BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
+_AVX2_NEEDS = frozenset({"avx2", "fma", "f16c"})
+_AVX512_NEEDS = _AVX2_NEEDS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_AVX512BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"}
+
+# Best first. The dot product of bfloat16 pairs has twice the throughput of a float multiply-add on AMD's Zen 4, but
+# half on Intel's Emerald Rapids. CPUs of other vendors than AMD therefore widen bfloat16 matrices to float32.
+LEVELS = (
+    CpuLevel("avx512bf16", _AVX512BF16_NEEDS, (*_AVX512BF16, "-DKVASIR_BF16_DOT"), vendor="AuthenticAMD"),
+    CpuLevel("avx512bf16fma", _AVX512BF16_NEEDS, _AVX512BF16),
+    CpuLevel("avx512", _AVX512_NEEDS, _AVX512),
+    CpuLevel("avx2", _AVX2_NEEDS, _AVX2),
+)
 
 
 class BuildError(RuntimeError):
-    """No library exists and none can be built; the message is one line with the reason."""
+    """Error if a kernel library is missing and cannot be built. The message is one line with the reason."""
+
+
+def runnable_levels() -> tuple[CpuLevel, ...]:
+    """Return the CPU levels that this machine can run, best first; empty if the kernels do not support the machine."""
+    features = _read_cpuinfo("flags") if platform.machine() == "x86_64" else frozenset()
+    return tuple(level for level in LEVELS if level.needs <= features)
+
+
+def levels_here() -> tuple[CpuLevel, ...]:
+    """Return the runnable CPU levels without the levels for CPUs of another vendor, best first."""
+    vendor = _read_cpuinfo("vendor_id")
+    return tuple(level for level in runnable_levels() if level.vendor is None or level.vendor in vendor)
+
+
+def _read_cpuinfo(key: str) -> frozenset[str]:
+    """Return the words of one line for the first CPU in /proc/cpuinfo; empty if there is no such line."""
+    try:
+        lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    named = (line.partition(":") for line in lines)
+    return frozenset(next((words.split() for name, _, words in named if name.strip() == key), ()))
 
 
 def library_name(level: CpuLevel) -> str:
-    """Return the file name of a level's library, which depends on sources, flags and the machine's architecture."""
+    """Return the file name of a level's kernel library, which contains a hash of sources, flags and architecture.
+
+    The compiler is not part of the hash: a machine that gets a library from an image may have no compiler.
+    """
     digest = hashlib.sha256(repr((_FLAGS, level.flags, platform.machine(), sys.platform)).encode())
-    for path in _sources("*.h") + _sources("*.cpp"):
+    for path in sorted(SOURCES.glob("*.[ch]*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"kvasir-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
 def find_built(level: CpuLevel, directories: Sequence[Path]) -> Path | None:
-    """Return the level's library from the first directory that has an intact, trusted file; None: no directory has one.
+    """Return the path of a level's kernel library in the first directory with a trusted file, or None.
 
-    A file is trusted if only root or this user could have written it.
+    A file is trusted if only root or this user could have written it: loading a library runs its code.
     """
-    paths = (directory / library_name(level) for directory in directories)
-    return next((path for path in paths if _is_ours(path) and _is_whole(path)), None)
+    for path in (directory / library_name(level) for directory in directories):
+        if path.is_file() and (status := path.stat()).st_uid in (0, os.getuid()) and not status.st_mode & 0o022:
+            return path
+    return None
 
 
 def build(level: CpuLevel, directory: Path) -> Path:
-    """Compile the level's library into a directory, which is created if necessary. Return the library's path.
+    """Compile a level's kernel library into a directory, which is created if necessary. Return the library's path.
 
-    If another process is building there, wait, and return the library that it built.
+    The file is written under a temporary name and renamed, so other processes never see a part of a library.
 
     Raises:
-        BuildError: there is no compiler, it fails or takes too long, or the directory cannot be written.
+        BuildError: the compiler is missing or fails, or the directory cannot be written.
     """
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed; install one of them")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(directory), tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=directory) as scratch:
-            if (built := find_built(level, (directory,))) is not None:
-                return built
-            _remove_abandoned(directory, made_seconds=Path(scratch).stat().st_mtime)
-            made = Path(scratch) / "kernels.so"
-            _compile(compiler, level, made)
-            contents = made.read_bytes()
-            made.write_bytes(contents + hashlib.sha256(contents).digest())
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=directory) as scratch:
+            made = _compile(compiler, level, Path(scratch).resolve())
             made.chmod(0o755)
             return made.rename(directory / library_name(level))
     except OSError as error:
         raise BuildError(f"{directory} cannot be written: {error.strerror}; choose another directory") from error
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "no error output")
+        raise BuildError(f"{compiler} exited with status {error.returncode}: {first}") from None
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, which the system releases if the process ends.
-
-    On a file system without locks, the body runs without the lock: compiling twice does no harm.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _compile(compiler: str, level: CpuLevel, made: Path) -> None:
-    """Compile all sources in parallel and link them into `made`; the compilers' temporary files lie beside `made`."""
-    scratch = made.parent.resolve()
+def _compile(compiler: str, level: CpuLevel, scratch: Path) -> Path:
+    """Compile the kernels' sources in parallel and link the objects; all temporary files lie in `scratch`."""
 
     def run(*arguments: str | Path) -> None:
         # Niceness 10 lets other processes run first, and leaves the compilers about a tenth of a busy CPU.
         command = ["nice", "-n", "10", compiler, *_FLAGS, *level.flags, *arguments]
-        environment = {**os.environ, "TMPDIR": str(scratch)}
-        try:
-            subprocess.run(
-                command, cwd=SOURCES, env=environment, check=True, capture_output=True, timeout=_COMPILE_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            raise BuildError(f"{compiler} took over {_COMPILE_SECONDS:g} s; try again on a less busy machine") from None
-        except subprocess.CalledProcessError as error:
-            lines = error.stderr.decode(errors="replace").strip().splitlines()
-            first = next((line for line in lines if "error" in line), lines[0] if lines else "no error output")
-            raise BuildError(f"{compiler} exited with status {error.returncode}: {first}") from None
+        subprocess.run(command, env={**os.environ, "TMPDIR": str(scratch)}, check=True, capture_output=True)
 
-    objects = {source: scratch / f"{source.name}.o" for source in _sources("*.cpp")}
+    objects = {source: scratch / f"{source.name}.o" for source in SOURCES.glob("*.cpp")}
     with ThreadPoolExecutor(max_workers=len(objects)) as pool:
         list(pool.map(lambda source: run("-c", source, "-o", objects[source]), objects))
-    run(*objects.values(), "-o", scratch / made.name)
-
-
-def _remove_abandoned(directory: Path, *, made_seconds: float) -> None:
-    """Remove temporary directories that killed builds left behind long ago.
-
-    Ages are relative to `made_seconds`, the modification time of a new directory, so the file system's clock counts.
-    """
-    for path in directory.glob(f"{_UNFINISHED}*"):
-        with suppress(OSError):  # another process removed it first
-            if made_seconds - path.stat().st_mtime > 2 * _COMPILE_SECONDS:
-                shutil.rmtree(path)
-
-
-def _sources(pattern: str) -> list[Path]:
-    return sorted(SOURCES.glob(pattern))
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether the file exists and only this user or root could have written it: loading it runs its code."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        contents = path.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(contents[:-_DIGEST_BYTES]).digest() == contents[-_DIGEST_BYTES:]
+    run(*objects.values(), "-o", scratch / "kernels.so")
+    return scratch / "kernels.so"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Exit codes: 0 built, 1 failed."""
+    """Build the kernel libraries that the arguments name. Exit codes: 0 built, 1 failed."""
     parser = argparse.ArgumentParser(prog="python -m model.kernels.build", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--directory", type=Path, default=SHIPPED, help=f"where to write the libraries (default: {SHIPPED})"
@@ -188,12 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--local", action="store_true", help=f"build only the best level for this processor, into {CACHE}"
     )
     arguments = parser.parse_args(argv)
-    levels = [level for level in LEVELS if level.machine == platform.machine()]
-    directory: Path = arguments.directory
-    if arguments.local:
-        levels, directory = list(levels_here()[:1]), CACHE.expanduser()
+    levels, directory = (levels_here()[:1], CACHE.expanduser()) if arguments.local else (LEVELS, arguments.directory)
     try:
-        for level in levels:
+        for level in levels if platform.machine() == "x86_64" else ():
             print(build(level, directory))
     except BuildError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

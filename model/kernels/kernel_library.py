@@ -1,45 +1,37 @@
-"""Kernel library of this machine: compile it if it is missing, and load it."""
+"""Kernel library of this machine, compiled if it is missing, and ctypes mirrors of its C structures. Torch-free.
+
+The fields of a structure have the order of the C structure with the same name in model/kernels/src.
+"""
 
 import ctypes
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from model.kernels.build import SHIPPED, BuildError, build, find_built
-from model.kernels.cpu_features import CpuLevel, levels_here
+from model.kernels.build import SHIPPED, BuildError, CpuLevel, build, find_built, levels_here
 
 logger = logging.getLogger(__name__)
 
-# A function that identifies a kernel library: every one exports it.
-_MARK = "kvasir_inputs_side_by_side"
+_MARK = "kvasir_inputs_side_by_side"  # a function of every kernel library
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class KernelLibrary:
-    """Loaded kernel library of one level.
-
-    Raises:
-        OSError: the file cannot be loaded, or is not a kernel library.
-    """
+    """Loaded kernel library of one CPU level. Raises OSError if the file is not a kernel library."""
 
     def __init__(self, path: Path, level: CpuLevel) -> None:
         self.level = level.name
         self._library = ctypes.CDLL(str(path))
-        self._functions: dict[str, Any] = {}
         if not hasattr(self._library, _MARK):
             raise OSError(f"{path} is not a kernel library: it has no {_MARK}")
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Any:
-        """Return a kernel by its C name. The types of the first call for a name apply to all later calls.
-
-        Raises:
-            AttributeError: the library has no kernel of that name.
-        """
-        found = self._functions.get(name)
-        if found is None:
-            found = getattr(self._library, name)
+        """Return a kernel by its C name. The types of the first call for a name apply to all later calls."""
+        found = getattr(self._library, name)
+        if found.argtypes is None:
             found.argtypes, found.restype = argument_types, result
-            self._functions[name] = found
         return found
 
 
@@ -54,15 +46,84 @@ def load_kernels(cache: Path) -> KernelLibrary:
     level, cache = next(iter(levels_here()), None), Path(os.path.expanduser(cache))
     if level is None:
         raise BuildError("the native kernels do not support this CPU: they need AVX2, FMA and F16C")
-    path = find_built(level, (SHIPPED, cache))
-    if path is None:
-        logger.info("compiling native kernels for %s in %s: up to a minute, once for this machine", level.name, cache)
-        path = build(level, cache)
+    if (path := find_built(level, (SHIPPED, cache))) is not None:
+        with suppress(OSError):  # a damaged file, which is compiled again
+            return KernelLibrary(path, level)
+    logger.info("compiling native kernels for %s in %s: up to a minute, once for this machine", level.name, cache)
+    path = build(level, cache)
     try:
-        library = KernelLibrary(path, level)
+        return KernelLibrary(path, level)
     except OSError as error:
-        raise BuildError(
-            f"{path} cannot be loaded: {error}; delete the file, and the next start compiles it again"
-        ) from error
-    logger.info("native kernels for %s loaded from %s", level.name, path)
-    return library
+        raise BuildError(f"{path} cannot be loaded: {error}; install another C++ compiler") from error
+
+
+class AttentionBatch(ctypes.Structure):
+    """Arguments of the attention kernel that all layers of a step share."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("num_sequences", "num_tokens", "block_size", "num_blocks", "table_width")),
+        *((name, _POINTER) for name in ("query_starts", "context_lengths", "tables", "slots")),
+    )
+
+
+class AttentionCall(ctypes.Structure):
+    """Arguments of the attention kernel for one layer."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("q", "k", "v", "out", "keys", "values")),
+        *((name, _INT) for name in ("q_stride", "k_stride", "v_stride", "num_heads", "num_kv_heads", "head_size")),
+        *((name, _INT) for name in ("window", "bias_length", "bias_stride", "threads")),
+        ("bias", _POINTER),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Matrix(ctypes.Structure):
+    """Packed weight matrix, as the kernels read it."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "bias", "scale", "shift")),
+        *((name, _INT) for name in ("inputs", "outputs", "numbers")),
+    )
+
+
+class LayerWeights(ctypes.Structure):
+    """Weights of one transformer layer, as the kernels read them."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, _POINTER) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
+        *((name, _POINTER) for name in ("query_norm", "key_norm")),
+    )
+
+
+class Shape(ctypes.Structure):
+    """Sizes and kinds that all layers of a model share, as the kernels read them."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "rotated", "norm_scope")),
+        *((name, _INT) for name in ("numbers", "norm", "activation", "gated", "norms_outputs", "is_parallel")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Rows(ctypes.Structure):
+    """Token rows of one engine step, in buffers that Python owns."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("count", "threads")),
+        *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
+        *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens")),
+    )
+
+
+class StepArguments(ctypes.Structure):
+    """Arguments of the kernels that compute all layers of a model in one call."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("shape", "rows", "layers")),
+        *((name, _INT) for name in ("num_layers", "num_positions", "vocabulary")),
+        *((name, _POINTER) for name in ("attend", "batch", "calls", "mixed", "head", "norm", "norm_bias")),
+        *((name, _POINTER) for name in ("logits", "ids")),
+        ("num_ids", _INT),
+    )

@@ -1,21 +1,18 @@
 """Transformer computed by native kernels on CPUs.
 
-With native attention, all layers are one C call, and a decode step with its logits is one C call too. With another
-attention backend, one C call runs between consecutive attention layers. The logits are one more call.
+With native attention, all layers are one C call, and a decode step with its logits is one C call too. The residual
+stream stays float32. A row's result is bitwise identical for any number of rows and threads.
 
-`NativeTransformer` is made from the matrices of a `model.nn.transformer.Transformer` and agrees with it within
-rounding: here the residual stream and the values between two matrices stay float32. Every output of a matrix is one sum
-over its inputs in a fixed order. A row's result is therefore bitwise identical for any number of rows and threads.
-
-Legend: T packed tokens, R rows whose logits are wanted, E hidden size, F outputs and I inputs of a matrix, H query
-heads, K key/value heads, D head dimension, X queries, keys and values side by side, V vocabulary.
+Legend: T packed tokens, R rows whose logits are wanted, B sequences, E hidden size, H query heads, K key/value heads,
+D head dimension, X queries, keys and values side by side, V vocabulary.
 """
 
 import ctypes
+import operator
 import os
 import threading
 from contextlib import suppress
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +20,10 @@ from torch.nn import functional
 
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
-from model.attention.native import NativeAttention
+from model.attention.native import KERNEL_NAMES, AttentionStep, NativeAttention, layer_call, supports
 from model.config import ModelConfig
 from model.config_enums import AttentionKind
-from model.kernels.ctypes_structs import Decode, LayerWeights, Matrix, Rows
-from model.kernels.kernel_library import KernelLibrary
-from model.native.decode_call import AttentionCalls, DecodeCall, Decoded
+from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
 from model.native.weight_packing import NUMBERS, pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
 from model.nn.transformer import Block, Transformer
@@ -36,10 +31,8 @@ from model.system.memory_pages import HugePages
 from model.system.release_memory import trim_heap
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-# Limit of the kernels: numbers in a row of a thread's scratch memory, see layers.cpp.
-_MOST_NUMBERS = 65_536
-# Of the thread that moves matrices to large pages: on a busy processor it gets a tenth of the time.
-_NICENESS = 10
+_MAX_ROW_SIZE = 65_536  # numbers in a row of a thread's scratch memory, see layers.cpp
+_NICENESS = 10  # of the thread that moves matrices to large pages: a tenth of the time of a busy CPU
 
 
 def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -48,101 +41,114 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
     return (
         dtype in (torch.float32, torch.bfloat16)
         and config.attention is AttentionKind.SOFTMAX
-        and max(widths) <= _MOST_NUMBERS
+        and max(widths) <= _MAX_ROW_SIZE
         and not any(width % 2 for width in widths)
     )
 
 
 def library_for(model: Transformer) -> KernelLibrary | None:
-    """Return the loaded kernel library that computes all of this model.
-
-    Returns None if the model's attention uses another backend, or if the kernels do not support such a model.
-    """
+    """Return the kernel library that computes all of a model with native attention; None for other models."""
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
-    is_native = not backends and isinstance(backend, NativeAttention)
-    if not is_native or weight.device.type != "cpu" or not computes(model.config, weight.dtype):
+    if backends or not isinstance(backend, NativeAttention) or weight.device.type != "cpu":
         return None
-    return cast(NativeAttention, backend).library
+    return backend.kernels if computes(model.config, weight.dtype) else None
 
 
 def to_native(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
     """Return a `NativeTransformer` if the native kernels compute all of this model, else the model itself.
 
-    The model's matrices are packed and freed one by one, so at most one matrix is in memory twice. A low-priority
-    thread moves the packed matrices to pages of 2 MiB while the model already serves.
+    At most one matrix is in memory twice. A low-priority thread moves the packed matrices to pages of 2 MiB while the
+    model already serves.
     """
-    if isinstance(model, NativeTransformer) or (library := library_for(model)) is None:
+    if isinstance(model, NativeTransformer) or (kernels := library_for(model)) is None:
         return model
     model.requires_grad_(False)
-    native = NativeTransformer(model, library)
+    native = NativeTransformer(model, kernels)
     trim_heap()
 
     def enlarge() -> None:
         with suppress(OSError, AttributeError):  # no thread priorities on this system
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        native.enlarge_pages()
+        native.huge_pages.enlarge()
 
     threading.Thread(target=enlarge, name="large-pages", daemon=True).start()
     return native
 
 
+class Decoded(NamedTuple):
+    """Result of a decode step: each row's most likely id, the first of equals, and its logits BV float32.
+
+    The id is -1 if a logit of the row, or a number of the hidden state before it, is NaN or infinite.
+    """
+
+    ids: list[int]
+    logits_BV: Tensor
+
+
+class _PreparedDecode(NamedTuple):
+    """Arguments of a decode step, reused while the step's tensors are updated in place.
+
+    inputs: tensors and cache that the arguments are for. held: other owners of the arguments' memory.
+    """
+
+    inputs: tuple[object, ...]
+    arguments: StepArguments
+    rows: Rows
+    logits_BV: Tensor
+    ids: Any
+    held: tuple[object, ...]
+
+
 class NativeTransformer:
     """Replacement for the `Transformer` that it is made from, whose matrices are freed as they are packed.
 
-    Args:
-        library: the kernels.
-
     Raises:
-        ValueError: the kernels do not support such a model, see `computes`.
+        ValueError: the kernels do not support the model, see `computes`.
     """
 
-    def __init__(self, model: Transformer, library: KernelLibrary) -> None:
-        if model.token_embedding.weight.device.type != "cpu" or not computes(
-            model.config, model.token_embedding.weight.dtype
-        ):
+    def __init__(self, model: Transformer, kernels: KernelLibrary) -> None:
+        weight_VE = model.token_embedding.weight
+        if weight_VE.device.type != "cpu" or not computes(model.config, weight_VE.dtype):
             raise ValueError("the native kernels do not support this model; keep its Transformer")
-        self.config = model.config
+        self.config, self.huge_pages = model.config, HugePages()
         self.token_embedding, self.final_norm, self.layers = model.token_embedding, model.final_norm, model.layers
-        self._model, self._dtype = model, model.token_embedding.weight.dtype
-        self._between = library.function("kvasir_between_attentions", *[_POINTER] * 5)
-        self._all_layers = library.function("kvasir_layers", *[_POINTER] * 3, _INT, *[_POINTER] * 4)
-        self._decode = library.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
-        self._library = library
-        self._logits = library.function("kvasir_logits", *[_POINTER] * 6)
-        self._are_tokens = library.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
-        self._side_by_side = library.function("kvasir_inputs_side_by_side", _INT, result=_INT)
+        self._blocks = [cast(Block, block) for block in model.layers]
+        self.kernel_level = kernels.level
+        self._model, self._dtype, self._kernels = model, weight_VE.dtype, kernels
+        self._between = kernels.function("kvasir_between_attentions", _POINTER, _INT)
+        self._all_layers = kernels.function("kvasir_layers", _POINTER)
+        self._logits = kernels.function("kvasir_logits", _POINTER)
+        self._decode = kernels.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
+        self._are_tokens = kernels.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
+        self._side_by_side = kernels.function("kvasir_inputs_side_by_side", _INT, result=_INT)
         self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
-        self._huge_pages = HugePages()
         self._shape = shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
-        self._head_norm = self._norm(model.final_norm)
         self._layers = (LayerWeights * len(model.layers))()
-        for number, block in enumerate(model.layers):
-            self._layers[number] = self._layer(cast(Block, block))
-            _free_matrices(cast(Block, block))
+        for number, block in enumerate(self._blocks):
+            self._layers[number] = self._layer(block)
+            del block.attention.qkv, block.attention.out, block.mlp
         model.lm_head = None
-        self._rows = Rows(embedding=self._embedding())
+        # The kernels read the embedding themselves if the first layer's input is its rows alone.
+        is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
+        self._rows = Rows(embedding=weight_VE.data_ptr() if is_all else None)
+        self._step = StepArguments(
+            *(ctypes.addressof(x) for x in (self._shape, self._rows, self._layers)),
+            num_layers=len(self._layers),
+            vocabulary=self.config.vocab_size,
+            head=ctypes.addressof(self._head),
+        )
+        self._step.norm, self._step.norm_bias = self._norm(model.final_norm)
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
-        self._calls: AttentionCalls | None = None
-        self._decodes: DecodeCall | None = None
+        self._call_cache: KVCache | None = None  # the cache that `_calls` are for
+        self._calls: Any = None  # attention arguments of each layer; None if a layer has another backend
+        self._prepared: _PreparedDecode | None = None
         self._rotations = (torch.empty(0), torch.empty(0))
 
-    @property
-    def kernel_level(self) -> str:
-        """Return the instruction-set level of the kernels."""
-        return self._library.level
-
-    def enlarge_pages(self) -> None:
-        """Move the matrices to pages of 2 MiB, see `HugePages.enlarge`.
-
-        Meant for a background thread: the model can serve meanwhile.
-        """
-        self._huge_pages.enlarge()
-
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """See `Transformer.forward`."""
+        """Return next-token logits. See `Transformer.forward`."""
         x_TE = self.hidden(token_ids_T, metadata, kv_cache)
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
@@ -152,126 +158,21 @@ class NativeTransformer:
         self._grow_buffers(count)
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
         token_ids_T, positions_T = token_ids_T.contiguous(), metadata.positions_T.contiguous()
-        rows = self._rows
-        rows.tokens = token_ids_T.data_ptr()
-        if rows.embedding is None or not self._are_tokens(rows.tokens, count, self.config.vocab_size):
+        self._set_rows(token_ids_T, positions_T, max(metadata.context_lengths))
+        if self._rows.embedding is None or not self._are_tokens(self._rows.tokens, count, self.config.vocab_size):
             x_TE.copy_(self._model.embed(token_ids_T, positions_T))
-        rows.count, rows.threads, rows.x = count, torch.get_num_threads(), self._buffers["x"].data_ptr()
-        rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(max(metadata.context_lengths)))
-        rows.positions = positions_T.data_ptr()
-        if kv_cache is None or not self._attend_inside(metadata, kv_cache):
-            self._attend_outside(count, metadata, kv_cache)
-        return x_TE
-
-    def _attend_outside(self, count: int, metadata: AttentionMetadata, kv_cache: KVCache | None) -> None:
-        """Compute all layers, each with its own attention backend, with one kernel call between two attentions."""
+        if kv_cache is not None and self._set_attention(metadata, kv_cache) is not None:
+            self._all_layers(ctypes.byref(self._step))
+            return x_TE
         q_THD, k_TKD, v_TKD = self._heads(count)
-        shared = ctypes.byref(self._shape), ctypes.byref(self._rows)
-        done, mixed = None, None
-        for block, layer in zip(self.layers, self._layers, strict=True):
-            following = ctypes.addressof(layer)
-            self._between(*shared, done, mixed, following)
-            attention = cast(Block, block).attention
+        for number, attention in enumerate(block.attention for block in self._blocks):
+            self._between(ctypes.byref(self._step), number)
             mixed_THD = attention.backend.attend(
                 q_THD, k_TKD, v_TKD, form=attention.form, metadata=metadata, kv_cache=kv_cache
             ).contiguous()
-            done, mixed = following, mixed_THD.data_ptr()
-        self._between(*shared, done, mixed, None)
-
-    def _attend_inside(self, metadata: AttentionMetadata, kv_cache: KVCache) -> bool:
-        """Compute all layers in one call.
-
-        Returns False and computes nothing if a layer's attention is not computed by the same native kernels.
-        """
-        calls = self._calls_over(kv_cache)
-        step = None if calls.backend is None else calls.backend.step_of(metadata, kv_cache)
-        if step is None or step.library is not self._library:
-            return False
-        calls.use(step.threads)
-        self._all_layers(
-            *(ctypes.byref(self._shape), ctypes.byref(self._rows), self._layers, len(self._layers)),
-            *(calls.kernel, ctypes.byref(step.batch), calls.layers, self._buffers["mixed"].data_ptr()),
-        )
-        return True
-
-    def decode(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, *, num_ids: int
-    ) -> Decoded | None:
-        """Compute one decode step, one token per sequence, in a single call; the result is valid until the next call.
-
-        Pass the same tensors in every step, updated in place: the prepared call is then reused.
-
-        Args:
-            metadata: must have `contexts_B` and a cache's slots and blocks; logits are computed for all rows.
-            num_ids: return logits of this many tokens, from the start of the vocabulary.
-
-        Returns None, having computed nothing, if the caller must use `hidden` and `logits` instead.
-
-        Raises:
-            ValueError: a slot or a block is outside the cache.
-        """
-        call = self._decodes
-        if call is None or not call.is_of(token_ids_T, metadata, kv_cache, num_ids):
-            call = self._decodes = self._make_decode(token_ids_T, metadata, kv_cache, num_ids)
-        if call is None:
-            return None
-        if call.rows.embedding is None:
-            x_TE = self._buffers["x"][: len(token_ids_T), : self.config.hidden_size]
-            x_TE.copy_(self._model.embed(token_ids_T, metadata.positions_T))
-        if not self._decode(call.reference):
-            self._decodes = None
-            return None
-        return call.decoded()
-
-    def _make_decode(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, num_ids: int
-    ) -> DecodeCall | None:
-        count = len(token_ids_T)
-        self._grow_buffers(count)
-        calls, contexts_B = self._calls_over(kv_cache), metadata.contexts_B
-        step = None if calls.backend is None or contexts_B is None else calls.backend.step_of(metadata, kv_cache)
-        if step is None or step.library is not self._library:
-            return None
-        calls.use(step.threads)
-        rotations = self._rotations_of(step.longest)
-        rows = Rows.from_buffer_copy(self._rows)
-        rows.count, rows.threads, rows.x = count, step.threads, self._buffers["x"].data_ptr()
-        rows.tokens, rows.positions = token_ids_T.data_ptr(), metadata.positions_T.data_ptr()
-        rows.cosines, rows.sines = (table.data_ptr() for table in rotations)
-        logits_BV = torch.empty(count, self._head.outputs)
-        ids = (ctypes.c_int64 * count)()
-        decode = Decode(
-            *(ctypes.addressof(x) for x in (self._shape, rows, self._layers)),
-            len(self._layers),
-            self.config.max_context_length if self._model.rotary is None else len(rotations[0]),
-            self.config.vocab_size,
-            calls.kernel,
-            *(ctypes.addressof(x) for x in (step.batch, calls.layers)),
-            self._buffers["mixed"].data_ptr(),
-            ctypes.addressof(self._head),
-            *self._head_norm,
-            logits_BV.data_ptr(),
-            ctypes.addressof(ids),
-            num_ids,
-        )
-        return DecodeCall(
-            decode=decode,
-            rows=rows,
-            token_ids_T=token_ids_T,
-            metadata=metadata,
-            kv_cache=kv_cache,
-            logits_BV=logits_BV[:, :num_ids],
-            ids=ids,
-            held=(step, calls, rotations, logits_BV),
-        )
-
-    def _calls_over(self, kv_cache: KVCache) -> AttentionCalls:
-        """Return the prepared attention calls of all layers over this cache and the current buffers."""
-        if self._calls is None or self._calls.kv_cache is not kv_cache:
-            attentions = [cast(Block, block).attention for block in self.layers]
-            heads, mixed = self._heads(self._capacity), self._buffers["mixed"]
-            self._calls = AttentionCalls.of(attentions, heads, mixed, kv_cache, self._library)
-        return self._calls
+            self._step.mixed = mixed_THD.data_ptr()
+        self._between(ctypes.byref(self._step), len(self.layers))
+        return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """Return next-token logits of rows of `hidden`, RV float32."""
@@ -281,24 +182,110 @@ class NativeTransformer:
         rows = self._rows
         rows.count, rows.threads, rows.x = count, torch.get_num_threads(), x_RE.data_ptr()
         logits_RV = torch.empty(count, self._head.outputs)
-        shared = ctypes.byref(self._shape), ctypes.byref(rows)
-        self._logits(*shared, ctypes.byref(self._head), *self._head_norm, logits_RV.data_ptr())
+        self._step.logits = logits_RV.data_ptr()
+        self._logits(ctypes.byref(self._step))
         return logits_RV[:, : self.config.vocab_size]
+
+    def decode(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, *, num_ids: int
+    ) -> Decoded | None:
+        """Compute one decode step, one token per sequence, in a single call; the result is valid until the next call.
+
+        Pass the same tensors in every step, updated in place: the prepared call is then reused. Returns None, having
+        computed nothing, if the caller must use `hidden` and `logits` instead. metadata: must have `contexts_B`.
+        num_ids: return logits of this many tokens, from the start of the vocabulary.
+
+        Raises:
+            ValueError: a slot or a block is outside the cache.
+        """
+        tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
+        prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
+        if (
+            prepared is None
+            or not all(map(operator.is_, prepared.inputs, inputs))
+            or (prepared.arguments.num_ids, prepared.rows.threads) != (num_ids, torch.get_num_threads())
+        ):
+            prepared = self._prepared = self._prepare_decode(token_ids_T, metadata, kv_cache, num_ids)
+        if prepared is None:
+            return None
+        if prepared.rows.embedding is None:
+            x_TE = self._buffers["x"][: len(token_ids_T), : self.config.hidden_size]
+            x_TE.copy_(self._model.embed(token_ids_T, metadata.positions_T))
+        if not self._decode(ctypes.byref(prepared.arguments)):
+            self._prepared = None
+            return None
+        return Decoded(prepared.ids[:], prepared.logits_BV)
+
+    def _prepare_decode(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, num_ids: int
+    ) -> _PreparedDecode | None:
+        count = len(token_ids_T)
+        self._grow_buffers(count)
+        step = None if metadata.contexts_B is None else self._set_attention(metadata, kv_cache)
+        if step is None:
+            return None
+        self._set_rows(token_ids_T, metadata.positions_T, step.longest)
+        rows, arguments = Rows.from_buffer_copy(self._rows), StepArguments.from_buffer_copy(self._step)
+        logits_BV, ids = torch.empty(count, self._head.outputs), (_INT * count)()
+        arguments.rows, arguments.logits = ctypes.addressof(rows), logits_BV.data_ptr()
+        arguments.ids, arguments.num_ids = ctypes.addressof(ids), num_ids
+        has_table = self._model.rotary is not None
+        arguments.num_positions = len(self._rotations[0]) if has_table else self.config.max_context_length
+        tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
+        held = step, self._calls, self._rotations
+        return _PreparedDecode((token_ids_T, *tensors, kv_cache), arguments, rows, logits_BV[:, :num_ids], ids, held)
+
+    def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int) -> None:
+        """Set the kernels' row arguments for a step with contexts of at most `longest` tokens."""
+        rows = self._rows
+        rows.count, rows.threads, rows.x = len(token_ids_T), torch.get_num_threads(), self._buffers["x"].data_ptr()
+        rows.tokens, rows.positions = token_ids_T.data_ptr(), positions_T.data_ptr()
+        rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(longest))
+
+    def _set_attention(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep | None:
+        """Set and return the attention arguments of a step for the kernel that computes all layers.
+
+        Returns None if some layer's attention is not computed by the native kernel, or adds a bias to its scores.
+        """
+        if self._call_cache is not kv_cache:
+            self._call_cache, self._calls = kv_cache, self._make_calls(kv_cache)
+        if self._calls is None:
+            return None
+        backend = cast(NativeAttention, self._blocks[0].attention.backend)
+        step = backend.prepare_step(metadata, kv_cache)
+        if self._calls[0].threads != step.threads:
+            for call in self._calls:
+                call.threads = step.threads
+        kernel = self._kernels.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype], _POINTER, _POINTER)
+        self._step.attend = ctypes.cast(kernel, _POINTER)
+        self._step.batch, self._step.calls = ctypes.addressof(step.batch), ctypes.addressof(self._calls)
+        self._step.mixed = self._buffers["mixed"].data_ptr()
+        return step
+
+    def _make_calls(self, kv_cache: KVCache) -> Any:
+        """Return the attention kernel's arguments of all layers; None if a layer needs another kernel."""
+        heads, mixed = self._heads(self._capacity), self._buffers["mixed"].unflatten(1, (-1, self.config.head_dim))
+        attentions = [block.attention for block in self._blocks]
+        for attention in attentions:
+            is_native = isinstance(attention.backend, NativeAttention) and attention.form.bias is None
+            if not is_native or not supports(heads[0], heads[2], attention.form, kv_cache):
+                return None
+        calls = [layer_call(*heads, mixed, attention.form, kv_cache) for attention in attentions]
+        return (AttentionCall * len(calls))(*calls)
 
     def _heads(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of the buffer into which the kernels write each layer's queries THD, keys TKD and values TKD."""
         config = self.config
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        qkv_TX = self._buffers["qkv"][:count, : query + 2 * key]
-        parts = torch.split(qkv_TX, [query, key, key], dim=1)
+        parts = torch.split(self._buffers["qkv"][:count, : query + 2 * key], [query, key, key], dim=1)
         q_THD, k_TKD, v_TKD = (torch.unflatten(part, 1, (-1, config.head_dim)) for part in parts)
         return q_THD, k_TKD, v_TKD
 
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of at least all positions under `length`; empty tables without rotary positions.
+        """Return cosines and sines of all rotary positions under `length`; empty tables without rotary positions.
 
-        One thread computes them. PyTorch's first cosine in a process that two threads share can be off by one unit in
-        the last place in one thread's part (3 of 40 processes), and a replacement worker would then compute other bits.
+        One thread computes the tables. PyTorch's first cosine with two threads can be off by one unit in the last place
+        (3 of 40 processes), and a replacement worker would then compute other bits.
         """
         rotary = self._model.rotary
         if rotary is not None and length > len(self._rotations[0]):
@@ -312,7 +299,6 @@ class NativeTransformer:
         return self._rotations
 
     def _grow_buffers(self, count: int) -> None:
-        """Grow the buffers to at least `count` rows."""
         if count <= self._capacity:
             return
         config, dtype = self.config, self._dtype
@@ -332,16 +318,9 @@ class NativeTransformer:
         for name, buffer in self._buffers.items():
             if name != "mixed":
                 setattr(self._rows, name, buffer.data_ptr())
-        self._capacity, self._calls, self._decodes = count, None, None
-
-    def _embedding(self) -> int | None:
-        """Return a pointer to the embedding matrix if the first layer's input is its rows alone, else None."""
-        model, weight_VE = self._model, self.token_embedding.weight
-        is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
-        return weight_VE.data_ptr() if is_all else None
+        self._capacity, self._call_cache, self._prepared = count, None, None
 
     def _layer(self, block: Block) -> LayerWeights:
-        """Return pointers to one layer's packed matrices and norms. The caller frees the matrices in the model."""
         attention, mlp = block.attention, block.mlp
         gated = isinstance(mlp, GatedMlp)
         layer = LayerWeights(
@@ -358,13 +337,13 @@ class NativeTransformer:
 
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:
         packed = pack(module, self._side_by_side, gated=gated)
-        tensors = (self._huge_pages.keep(packed.weight), *packed.tensors[1:])
+        tensors = self.huge_pages.keep(packed.weight), packed.bias, packed.scale, packed.shift
         self._kept += [tensor for tensor in tensors if tensor is not None]
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return Matrix(*pointers, packed.inputs, packed.outputs, NUMBERS[packed.weight.dtype])
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> tuple[int | None, int | None]:
-        """Return pointers to the norm's weight and bias, both float32."""
+        """Return pointers to float32 copies of a norm's weight and bias."""
         if norm is None:
             return None, None
         bias_E = norm.bias if isinstance(norm, LayerNorm) else None
@@ -372,9 +351,3 @@ class NativeTransformer:
         kept = [norm.weight.detach().float() + offset] + ([] if bias_E is None else [bias_E.detach().float()])
         self._kept += kept
         return kept[0].data_ptr(), None if bias_E is None else kept[1].data_ptr()
-
-
-def _free_matrices(block: Block) -> None:
-    for module, name in ((block.attention, "qkv"), (block.attention, "out"), (block, "mlp")):
-        if hasattr(module, name):
-            delattr(module, name)

@@ -1,6 +1,4 @@
-"""A model's shape and packed matrices, in the format of the native kernels.
-
-A packed matrix is panels of 64 outputs, with a few inputs side by side.
+"""Shape and packed matrices of a model, in the format of the native kernels: `Shape` and `Matrix` of kernel.h.
 
 Legend: F outputs, I inputs of a matrix, N panels, G groups of inputs, S inputs side by side.
 """
@@ -15,22 +13,20 @@ from torch.nn import functional
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
-from model.kernels.ctypes_structs import Shape
+from model.kernels.kernel_library import Shape
 from model.nn.linear import Int8Linear, PackedLinear
 
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
-_HALF_PANEL = _PANEL // 2
-# Codes of dtypes in linear.h.
+# Codes of dtypes in kernel.h.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Packed matrix of `inputs` by `outputs`. Outputs are padded with zeros, and the vectors have the same length.
+    """Weight matrix of `inputs` by `outputs` in the kernels' order; outputs and vectors are padded with zeros.
 
-    weight: may be a view.
     shift: for int8, 128 times the sum of each output's weights, because the kernels add 128 to every input.
     """
 
@@ -41,19 +37,13 @@ class Packed:
     inputs: int
     outputs: int
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors in the order of linear.h's `Matrix`."""
-        return self.weight, self.bias, self.scale, self.shift
-
 
 def padded(size: int) -> int:
-    """Round a size up to whole panels."""
+    """Round a number of matrix rows or columns up to a multiple of 64."""
     return -(-size // _PANEL) * _PANEL
 
 
 def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
-    """Return a model's shape for the kernels, with the model's dtype."""
     return Shape(
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -75,9 +65,8 @@ def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
 def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool = False) -> Packed:
     """Pack the matrix of a linear layer of any kind, or of an embedding.
 
-    Args:
-        side_by_side: returns how many inputs the kernels expect side by side, for a dtype's number in `NUMBERS`.
-        gated: the outputs are those of a gate, followed by those that it gates.
+    side_by_side: function from a dtype's number in `NUMBERS` to the inputs that the kernels expect side by side.
+    gated: the first half of the outputs is a gate for the second half.
     """
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
@@ -104,19 +93,16 @@ def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool =
 
 
 def interleaved(rows: Tensor) -> Tensor:
-    """Interleave gate rows and gated rows, F each, in blocks of 16, so that one task computes both rows of a pair.
-
-    Each half is first padded with zeros to whole half panels.
-    """
+    """Interleave gate rows and gated rows, F each, in blocks of 16, so that one task computes both rows of a pair."""
     half = len(rows) // 2
-    room = -(-half // _HALF_PANEL) * _HALF_PANEL
+    room = padded(2 * half) // 2  # zeros fill the panels
     halves = rows.new_zeros(2, room, *rows.shape[1:])
     halves[:, :half] = torch.unflatten(rows, 0, (2, half))
     return torch.unflatten(halves, 1, (-1, BLOCK)).transpose(0, 1).flatten(0, 2)
 
 
 def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
-    """Return FI as N G 64 S: a view, or a copy if padding is needed."""
+    """Return a matrix FI as N G 64 S: a view, or a copy if padding is needed."""
     outputs, inputs = weight_FI.shape
     groups = -(-inputs // side_by_side)
     missing = groups * side_by_side - inputs, padded(outputs) - outputs

@@ -1,8 +1,6 @@
-"""Norms and MLPs.
+"""Norms and MLPs of a transformer. Legend: T packed tokens, E hidden size, F feed-forward size."""
 
-Legend: T packed tokens, E hidden size, F feed-forward size.
-"""
-
+import functools
 from collections.abc import Callable
 
 import torch
@@ -16,7 +14,8 @@ from model.config_enums import MlpKind, NormKind
 class RMSNorm(nn.Module):
     """RMS norm: x / sqrt(mean(x^2) + eps) * weight, in float32. Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
 
-    `unit_offset` multiplies by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295).
+    `unit_offset` multiplies by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295). A GPU replaces `normalize` by a
+    fused kernel.
     """
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
@@ -24,13 +23,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
         self.unit_offset = unit_offset
+        self.normalize = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; any leading shape."""
-        weight = self.weight.float()
-        if self.unit_offset:
-            weight = 1.0 + weight
-        return functional.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
+        """Normalize the last dimension of x."""
+        return self.normalize(x, self.weight, self.eps, self.unit_offset)
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """Apply an RMS norm to the last dimension of x."""
+    weight_E = 1.0 + weight_E.float() if unit_offset else weight_E.float()
+    return functional.rms_norm(x.float(), (x.shape[-1],), weight_E, eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -43,13 +46,13 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; any leading shape."""
+        """Normalize the last dimension of x."""
         bias = None if self.bias is None else self.bias.float()
         return functional.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), bias, self.eps).to(x.dtype)
 
 
 def make_norm(config: ModelConfig, size: int) -> RMSNorm | LayerNorm:
-    """Return the config's norm for `size` numbers."""
+    """Return the kind of norm that the model config names, for vectors of `size` numbers."""
     if config.norm is NormKind.RMS_NORM:
         return RMSNorm(size, config.norm_eps, unit_offset=config.norm_unit_offset)
     return LayerNorm(size, config.norm_eps, bias=config.norm_bias)
@@ -65,25 +68,32 @@ class Mlp(nn.Module):
         self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Apply the MLP, TE -> TE."""
+        """Apply the MLP to each token, TE -> TE."""
         out: Tensor = self.down(self.activation(self.up(x_TE)))
         return out
 
 
 class GatedMlp(nn.Module):
-    """Gated MLP, down(f(gate(x)) * up(x)); gate and up are one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6."""
+    """Gated MLP, down(f(gate(x)) * up(x)); gate and up are one matrix: Shazeer 2020 (arXiv 2002.05202), equation 6.
+
+    A GPU replaces `activate`, which computes f(gate) * up, by a fused kernel.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACTIVATIONS[config.mlp]
+        self.activate: Callable[[Tensor], Tensor] = functools.partial(_activate_gate, ACTIVATIONS[config.mlp])
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Apply the MLP, TE -> TE."""
-        gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
-        out: Tensor = self.down(self.activation(gate_TF) * up_TF)
+        """Apply the MLP to each token, TE -> TE."""
+        out: Tensor = self.down(self.activate(self.gate_up(x_TE)))
         return out
+
+
+def _activate_gate(activation: Callable[[Tensor], Tensor], gate_up_TF: Tensor) -> Tensor:
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return activation(gate_TF) * up_TF
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -101,5 +111,5 @@ ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
 
 
 def make_mlp(config: ModelConfig) -> Mlp | GatedMlp:
-    """Return the config's MLP."""
+    """Return the kind of MLP that the model config names."""
     return GatedMlp(config) if config.mlp.gated else Mlp(config)

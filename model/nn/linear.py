@@ -1,11 +1,7 @@
 """Linear layers for serving on CPUs: as loaded, packed for oneDNN, or int8.
 
-Training and conversion keep `nn.Linear`. A GPU keeps it too, or uses `model.gpu.quantization`. `replace_linears`
-converts a loaded model's matrices one at a time, so at most one matrix is in memory twice.
-
-Rows are independent of each other in each kind. From two rows on, a row's result is batch-invariant: oneDNN then sums
-over inputs in one order (measured from 1 to 1,024 rows, on one thread). A single row may be summed in another order if
-there are many inputs. The engine never computes a single row alone, see `service.engine.scheduling.step_plan.MIN_ROWS`.
+From two rows on, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a single
+row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
 
 Legend: T packed tokens, E inputs, F outputs.
 """
@@ -17,7 +13,6 @@ from torch import Tensor, nn
 
 from model.nn.transformer import Transformer
 
-_LARGEST = 127  # of int8, symmetric around zero
 _TINY = 1e-30  # keeps the scale of a row of zeros from being zero
 
 
@@ -30,16 +25,15 @@ class PackedLinear(nn.Module):
         self.bias_F = None if bias_F is None else bias_F.detach()
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Multiply TE -> TF."""
+        """Multiply each token's inputs by the weights, TE -> TF."""
         out_TF: Tensor = torch.ops.mkldnn._linear_pointwise(x_TE, self.packed, self.bias_F, "none", [], "")
         return out_TF
 
 
 class Int8Linear(nn.Module):
-    """Linear layer x W^T + b in int8: Dettmers et al. 2022 (arXiv 2208.07339), section 2.1, vector-wise.
+    """Linear layer x W^T + b in int8, with a scale for each output's weights and one for each token's inputs.
 
-    Each output has a scale for its weights. Each token has a scale for its inputs, computed while serving, so results
-    of different tokens are independent. Sums of int8 products are exact: neither order nor batch changes them.
+    Dettmers et al. 2022 (arXiv 2208.07339), section 2.1. Sums of int8 products are exact, so no batch changes a sum.
     """
 
     def __init__(self, weight_FE: Tensor, bias_F: Tensor | None) -> None:
@@ -48,22 +42,32 @@ class Int8Linear(nn.Module):
         self.bias_F = None if bias_F is None else bias_F.detach().float()
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Multiply TE -> TF, in the dtype of x."""
+        """Multiply each token's inputs by the weights, TE -> TF, in the dtype of x."""
         rounded_TE, scale_T = quantize_rows(x_TE)
         sums_TF = torch._int_mm(rounded_TE, self.weight_FE.t())
-        out_TF = sums_TF.float() * scale_T[:, None] * self.scale_F
-        return (out_TF if self.bias_F is None else out_TF + self.bias_F).to(x_TE.dtype)
+        return scale_sums(sums_TF, scale_T, self.scale_F, self.bias_F, x_TE.dtype)
 
 
-def quantize_rows(x_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row to int8, TE, and return its float32 scale, T. A row's largest absolute value becomes 127."""
+def quantize_rows(x_TE: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Quantize each row to int8 or fp8, TE, and return the float32 scale of each row, T.
+
+    A row's largest absolute value becomes the largest number of the dtype; of int8, 127.
+    """
     x_TE = x_TE.float()
-    scale_T = x_TE.abs().amax(dim=1).clamp_(min=_TINY) / _LARGEST
-    return (x_TE / scale_T[:, None]).round_().to(torch.int8), scale_T
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale_T = x_TE.abs().amax(dim=1).clamp_(min=_TINY) / largest
+    scaled_TE = x_TE / scale_T[:, None]
+    return (scaled_TE.round_() if dtype == torch.int8 else scaled_TE).to(dtype), scale_T
 
 
-# Constructors for `replace_linears`: from a weight FE and a bias F.
-LINEAR_KINDS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {"packed": PackedLinear, "int8": Int8Linear}
+def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Scale sums of quantized products back to numbers of `dtype`, TF, and add the bias."""
+    out_TF = sums_TF.float() * scale_T[:, None] * scale_F
+    return (out_TF if bias_F is None else out_TF + bias_F.float()).to(dtype)
+
+
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # from a weight FE and a bias F
+LINEAR_KINDS: dict[str, MakeLinear] = {"packed": PackedLinear, "int8": Int8Linear}
 
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -73,19 +77,12 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def replace_linears(model: Transformer, kind: str) -> None:
-    """Convert every matrix of a model to a kind in `LINEAR_KINDS`; each plain matrix is freed as it is replaced.
+def replace_linears(model: Transformer, kind: str | MakeLinear) -> None:
+    """Convert every matrix of a model to a kind in `LINEAR_KINDS`, or by a function; each plain matrix is then freed.
 
-    A tied embedding stays in memory beside its packed copy: the head multiplies by the copy, the lookup reads the rows.
-
-    Raises:
-        KeyError: there is no such kind.
+    A tied embedding stays in memory beside its converted copy: the head multiplies by the copy, the lookup reads rows.
     """
-    replace_linears_by(model, LINEAR_KINDS[kind])
-
-
-def replace_linears_by(model: Transformer, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
-    """Replace every matrix by `make(weight FE, bias F)`, as `replace_linears` does."""
+    make = LINEAR_KINDS[kind] if isinstance(kind, str) else kind
     if model.lm_head is None:
         model.lm_head = make(model.token_embedding.weight, None)
     for module in list(model.modules()):

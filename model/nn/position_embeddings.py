@@ -1,6 +1,4 @@
-"""Positions that act before the attention scores: sinusoidal and rotary. Learned positions are an `nn.Embedding`.
-
-Positions that act in the scores themselves are in `model.attention.score_biases`.
+"""Sinusoidal and rotary positions, which act before the attention scores.
 
 Legend: T packed tokens, S positions, E hidden size, H heads (query or key), D head dimension, R rotated dimensions.
 """
@@ -17,8 +15,7 @@ class SinusoidalPositions(nn.Module):
     """Sinusoidal positions: a fixed vector per position, added to the token embedding.
 
     Vaswani et al. 2017 (arXiv 1706.03762), section 3.5. Component 2i is sin(position / 10000^(2i/E)), component 2i + 1
-    the cosine. The vector of position + k is therefore a linear function of the vector of position, the same for all
-    positions.
+    the cosine.
     """
 
     frequencies: Tensor
@@ -29,7 +26,7 @@ class SinusoidalPositions(nn.Module):
         self.register_buffer("frequencies", _frequencies(hidden_size, 10000.0), persistent=False)
 
     def forward(self, positions_T: Tensor) -> Tensor:
-        """Return the positions' vectors, TE float32."""
+        """Return the vector of each position, TE float32."""
         angles = positions_T[:, None].float() * self.frequencies
         return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, : self.hidden_size]
 
@@ -37,12 +34,9 @@ class SinusoidalPositions(nn.Module):
 class RotaryPositions(nn.Module):
     """Rotary positions: Su et al. 2021, RoFormer (arXiv 2104.09864), equation 34.
 
-    Pair i of the rotated dimensions (i and i + R/2, the convention of Llama and its kin) is rotated by the angle
-    position * theta^(-2i/R). The dot product of a query and a key then depends on the difference of their positions.
-    The first R dimensions of a head are rotated, the others are unchanged (partial rotary, GPT-NeoX).
-
-    Angles are float32 products. They are less exact than float64 at position 100,000 (by 0.004), but models with rotary
-    positions were trained with float32 angles.
+    Pair i of the rotated dimensions (i and i + R/2, as in Llama) is rotated by the angle position * theta^(-2i/R). The
+    first R dimensions of a head are rotated, the other dimensions are unchanged (partial rotary, GPT-NeoX). Angles are
+    float32 products, as in training.
     """
 
     frequencies: Tensor
@@ -53,29 +47,25 @@ class RotaryPositions(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for these positions, each T1R float32; computed once per step for all layers."""
+        """Return the cosines and sines of rotary positions, each T1R float32."""
         angles = (positions_T[:, None].float() * self.frequencies).repeat(1, 2)[:, None]
         return angles.cos(), angles.sin()
 
 
 def _frequencies(size: int, theta: float) -> Tensor:
-    """Return theta^(-2i/size) for i from 0 to size/2, float32.
-
-    Always on the CPU, even if the model is built on the meta device: constants are not loaded from the checkpoint.
-    """
+    """Return theta^(-2i/size) for i from 0 to size/2, float32."""
+    # On the CPU even if the model is built on the meta device: constants are not loaded from the checkpoint.
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     return 1.0 / theta**exponents
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
-    """Scale frequencies for contexts longer than a model was first trained for.
+    """Scale the frequencies of rotary positions for contexts longer than a model was first trained for.
 
-    linear: all frequencies are divided by the factor. Dividing positions by the factor is the same (Chen et al. 2023,
-    arXiv 2306.15595).
-
-    llama3: let r = original context / wavelength. Frequencies with r under `low_freq_factor` are divided by the factor.
-    Those with r over `high_freq_factor` are unchanged, with a linear ramp in r between. This is Llama 3.1's rule, that
-    of "NTK by parts" in Peng et al. 2023 (arXiv 2309.00071), section 3.2.
+    linear: all frequencies are divided by the factor (Chen et al. 2023, arXiv 2306.15595).
+    llama3: let r = original context / wavelength. Frequencies with r under `low_freq_factor` are divided by the factor,
+    frequencies with r over `high_freq_factor` are unchanged, with a linear ramp in r between: "NTK by parts" of Peng et
+    al. 2023 (arXiv 2309.00071), section 3.2.
     """
     if scaling is None:
         return frequencies
@@ -92,12 +82,12 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tenso
 
 
 def rotate_each(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys, one after the other."""
+    """Rotate queries and keys by their rotary positions."""
     return rotate(q_THD, rotation), rotate(k_TKD, rotation)
 
 
 def rotate(x_THD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R dimensions of every head of every token in float32; return the dtype given."""
+    """Rotate the first R dimensions of every head of every token, in float32; return the dtype of x."""
     cos_T1R, sin_T1R = rotation
     size = cos_T1R.shape[-1]
     x_THR = x_THD[..., :size].float()

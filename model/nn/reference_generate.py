@@ -1,7 +1,4 @@
-"""Generation without a KV-cache: reference implementation of the engine, for tests.
-
-Every token recomputes the whole sequence. Sampling and end conditions are the engine's.
-"""
+"""Reference implementation of the engine: generation without a KV-cache, for tests."""
 
 from collections.abc import Sequence
 
@@ -18,9 +15,9 @@ from model.sampling.token_constraints import TokenRules
 def generate(
     model: Transformer, prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_token_ids: Sequence[int]
 ) -> list[int]:
-    """Return completion token ids, including the token that ended the completion. Stop strings are not handled here.
+    """Return the token ids of a completion, the token that ended the completion included; ignores stop strings.
 
-    The completion also ends if the request's token rules leave no token to sample.
+    Every token recomputes the whole sequence. The completion also ends if the token rules leave no token to sample.
 
     Raises:
         ValueError: the prompt is empty or exceeds the context.

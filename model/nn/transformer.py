@@ -1,8 +1,7 @@
 """Decoder-only transformer: the whole architecture on one page.
 
-Blocks compute x += attention(norm(x)); x += mlp(norm(x)), or one of two other arrangements (`Block`). Batches are
-packed: the tokens of all sequences lie in one row, and `AttentionMetadata` holds the sequences' boundaries. With
-`kv_cache=None` every sequence is complete, and the same code trains.
+Batches are packed: the tokens of all sequences lie in one row. With `kv_cache=None` every sequence is complete, as in
+training.
 
 Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads,
 D head dimension, V vocabulary.
@@ -14,8 +13,7 @@ from torch.nn import functional
 
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.attention.score_biases import SCORE_BIASES, relative_positions
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope
@@ -26,7 +24,7 @@ from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, r
 class Attention(nn.Module):
     """Causal self-attention: multi-head, grouped-query or multi-query, by the config's head counts.
 
-    `table` holds the parameters that all layers' score biases share, see `model.attention.score_biases`.
+    `table` holds the parameters that all layers' score biases share.
     """
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
@@ -69,10 +67,7 @@ class Attention(nn.Module):
         return out
 
     def _project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries THD, keys TKD and values TKD.
-
-        Average attention compares nothing: its queries and keys are empty (D = 0).
-        """
+        """Return queries THD, keys TKD and values TKD; average attention has empty queries and keys (D = 0)."""
         if self.averages:
             v_TKD = torch.unflatten(self.value(x_TE), -1, (-1, self.head_dim))
             return v_TKD.new_empty(len(x_TE), self.num_heads, 0), v_TKD[..., :0], v_TKD
@@ -86,10 +81,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each added to the residual stream.
+    """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
-    Norms are applied to both inputs (pre: GPT-2, Llama) or to both outputs (post: OLMo 2). In a parallel block
-    (GPT-NeoX) attention and MLP read the same x. `dropout` is the dropout rate of each half's output while training.
+    With post-norm (OLMo 2) norms are applied to the two outputs instead. In a parallel block (GPT-NeoX) attention and
+    MLP read the same x. `dropout` is the dropout rate of the two outputs while training.
     """
 
     dropout = 0.0
@@ -111,7 +106,7 @@ class Block(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Compute the layer, TE -> TE."""
+        """Compute one transformer layer, TE -> TE."""
         if self.norms_outputs:
             attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
             x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
@@ -128,7 +123,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Model from token ids to next-token logits. Its tensors are those of `config.parameter_shapes()`."""
+    """Decoder-only transformer, from token ids to next-token logits; tensors as in `config.parameter_shapes()`."""
 
     def __init__(self, config: ModelConfig, attention: AttentionBackend) -> None:
         super().__init__()
@@ -153,11 +148,7 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """Return next-token logits, RV float32, for `metadata.logit_rows_R` (for all T rows if that is None).
-
-        Raises:
-            ValueError: see `hidden`.
-        """
+        """Return next-token logits, RV float32, for `metadata.logit_rows_R` (None: for all T rows)."""
         x_TE = self.hidden(token_ids_T, metadata, kv_cache)
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
@@ -165,8 +156,7 @@ class Transformer(nn.Module):
         """Return the last layer's output before the final norm, TE in the model's dtype.
 
         Raises:
-            ValueError: token ids and positions differ in shape, or metadata for a cache comes without a cache, or vice
-                versa.
+            ValueError: token ids and positions differ in shape, or cache and metadata do not fit together.
         """
         if token_ids_T.shape != metadata.positions_T.shape:
             shapes = f"{tuple(token_ids_T.shape)} and {tuple(metadata.positions_T.shape)}"
@@ -188,7 +178,7 @@ class Transformer(nn.Module):
         return logits_RV.float()
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return token embeddings plus position embeddings, if the model has them: TE in the model's dtype."""
+        """Return token embeddings, plus position embeddings if the model has them: TE in the model's dtype."""
         x_TE: Tensor = self.token_embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:
             # Round the factor to the model's dtype first, as transformers does for Gemma.
@@ -199,10 +189,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Initialize weights from a seed: normal with 1/sqrt(fan-in), residual outputs scaled down.
+        """Initialize weights from a seed: normal with standard deviation 1/sqrt(fan-in).
 
-        Matrices that write to the residual stream are divided by sqrt(2 * layers), so that its variance does not grow
-        with depth (GPT-2, Radford et al. 2019, section 2.3).
+        Matrices that write to the residual stream are divided by sqrt(2 * layers), so that the stream's variance does
+        not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
         """
         generator = torch.Generator().manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5

@@ -1,7 +1,4 @@
-"""Default sampling parameters of a Hugging Face checkpoint: its generation_config.json. Torch-free.
-
-Key names and their neutral values are those of `transformers.GenerationConfig`.
-"""
+"""Default sampling parameters of a Hugging Face checkpoint: its generation_config.json. Torch-free."""
 
 import sys
 from collections.abc import Mapping
@@ -16,8 +13,6 @@ from model.io.json_file import FileError, read_object
 from model.sampling.params import REPETITION_RANGE
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-_LONGEST_SHOWN = 60
-_LARGEST = 2**31 - 1  # the largest count, as in requests
 
 
 class GenerationConfigError(ValueError):
@@ -29,8 +24,6 @@ class GenerationConfig:
     """Default sampling parameters of a checkpoint; None means that the file has no such default.
 
     temperature: 0 if the file has `do_sample: false`.
-    top_k: 0 keeps all tokens.
-    eos_token_ids: each of these ends a text.
     ignored: keys of the file that would change a completion but are not supported.
     """
 
@@ -41,8 +34,6 @@ class GenerationConfig:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -54,27 +45,23 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     """
     path = directory / GENERATION_CONFIG_FILE
     try:
-        values = read_object(path, optional=True)
+        values = {key: value for key, value in read_object(path, optional=True).items() if value is not None}
     except FileError as error:
         raise GenerationConfigError(f"{path}: {error}") from error
-    values = {key: value for key, value in values.items() if value is not None}
     used: dict[str, Any] = {}
-    for key, (kind, expected) in _KINDS.items():
-        if key in values:
-            try:
-                used[key] = msgspec.convert(values[key], kind)
-            except (msgspec.ValidationError, OverflowError) as error:
-                shown = _shown(values[key])
-                raise GenerationConfigError(
-                    f"{path}: {key} must be {expected}, not {shown}; correct the file"
-                ) from error
+    for key in _TYPES.keys() & values.keys():
+        try:
+            used[key] = msgspec.convert(values[key], _TYPES[key])
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise GenerationConfigError(f"{path}: {key}: {error}; correct the file") from error
     try:
         used["eos_token_ids"] = token_ids(values.get("eos_token_id"))
     except ValueError as error:
         raise GenerationConfigError(f"{path}: eos_token_id: {error}; correct the file") from error
     if used.pop("do_sample", True) is False:
         used["temperature"] = 0.0
-    ignored = sorted(key for key, value in values.items() if not _acts_or_is_harmless(key, value))
+    known = {*_TYPES, "eos_token_id", *_HARMLESS, *(key for key in _NEUTRAL if values.get(key) == _NEUTRAL[key])}
+    ignored = sorted(key for key in values.keys() - known if not key.startswith(_HARMLESS_PREFIXES))
     return GenerationConfig(**used, ignored=tuple(ignored))
 
 
@@ -82,61 +69,33 @@ def token_ids(value: object) -> tuple[int, ...]:
     """Return the ids of an `eos_token_id`, which Hugging Face writes as null, one id or a list.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
     """
     try:
         ids = msgspec.convert([] if value is None else value, _TokenId | list[_TokenId])
     except msgspec.ValidationError:
-        raise ValueError(f"a token id or a list of token ids expected, not {_shown(value)}") from None
+        raise ValueError("a token id or a list of token ids expected") from None
     return tuple(dict.fromkeys(ids if isinstance(ids, list) else [ids]))
 
 
-def _acts_or_is_harmless(key: str, value: object) -> bool:
-    if key in _KINDS or key == "eos_token_id" or key in _HARMLESS or key.startswith(("_", "output_", "assistant_")):
-        return True
-    return key in _NEUTRAL and value == _NEUTRAL[key]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
-
-
 _TokenId = Annotated[int, Meta(ge=0)]
-# Supported keys: the type of a value, and the expected value for the error.
-_KINDS: Mapping[str, tuple[Any, str]] = {
-    "do_sample": (bool, "true or false"),
-    "temperature": (Annotated[float, Meta(ge=0, le=sys.float_info.max)], "a number of at least 0"),
-    "top_k": (Annotated[int, Meta(ge=0, le=_LARGEST)], "a whole number from 0 to 2147483647"),
-    "top_p": (Annotated[float, Meta(gt=0, le=1)], "a number over 0 and at most 1"),
-    "min_p": (Annotated[float, Meta(ge=0, le=1)], "a number from 0 to 1"),
-    "repetition_penalty": (
-        Annotated[float, Meta(ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])],
-        "a number from {:g} to {:g}".format(*REPETITION_RANGE),
-    ),
-    "max_new_tokens": (Annotated[int, Meta(ge=1, le=_LARGEST)], "a whole number from 1 to 2147483647"),
-    "bos_token_id": (_TokenId, "a token id"),
-    "pad_token_id": (_TokenId, "a token id"),
+# Types of the supported keys' values. The largest count is that of requests.
+_TYPES: Mapping[str, Any] = {
+    "do_sample": bool,
+    "temperature": Annotated[float, Meta(ge=0, le=sys.float_info.max)],
+    "top_k": Annotated[int, Meta(ge=0, le=2**31 - 1)],
+    "top_p": Annotated[float, Meta(gt=0, le=1)],
+    "min_p": Annotated[float, Meta(ge=0, le=1)],
+    "repetition_penalty": Annotated[float, Meta(ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])],
+    "max_new_tokens": Annotated[int, Meta(ge=1, le=2**31 - 1)],
 }
-# Keys that change no completion: records, caches, speed, shape of Python results.
-_HARMLESS = {
-    "transformers_version",
-    "use_cache",
-    "cache_implementation",
-    "cache_config",
-    "return_dict_in_generate",
-    "return_legacy_cache",
-    "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-    "compile_config",
-    "disable_compile",
-    "low_memory",
-    "prefill_chunk_size",
-}
-# Keys that would change a completion, with the values at which they do not.
+# Keys that change no completion: records, caches, speed, shape of Python results; BOS and padding are the tokenizer's.
+_HARMLESS = {"use_cache", "max_matching_ngram_size", "disable_compile", "low_memory", "prefill_chunk_size"}
+_HARMLESS_PREFIXES = (
+    *("_", "assistant_", "bos_", "cache_", "compile_", "is_assistant", "num_assistant_", "output_", "pad_"),
+    *("prompt_lookup_", "return_", "transformers_"),
+)
+# Keys of `transformers.GenerationConfig` that would change a completion, with the values at which they do not.
 _NEUTRAL: Mapping[str, object] = {
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,

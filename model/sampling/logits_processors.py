@@ -1,17 +1,12 @@
-"""A request's rules for single tokens, applied to the logits before sampling.
-
-The order is vLLM's, and precedes temperature and filters:
+"""Token rules of requests, applied to the logits before temperature and filters. The order is vLLM's:
 
 1. `logit_bias` is added.
 2. `repetition_penalty` p, for each token of prompt or completion: logit / p (Keskar et al. 2019, CTRL, arXiv
-   1909.05858, section 4.1). A negative logit is multiplied instead, as is common since, because dividing would raise
-   it.
+   1909.05858, section 4.1). A negative logit is multiplied instead, because dividing would raise it.
 3. `frequency_penalty` f and `presence_penalty` q, for each token that occurs c > 0 times in the completion:
    logit - c * f - q (OpenAI, https://developers.openai.com/api/docs/guides/advanced-usage).
 4. Logits become -inf for tokens outside `allowed_token_ids`, and for tokens that would complete a forbidden word or
    end a text too early.
-
-Only rows with rules change, and only at the tokens that the rules name. Each row is independent of the others.
 
 Legend: B sequences, R rows with a mask, V vocabulary, N single logits, anywhere in the batch.
 """
@@ -29,20 +24,19 @@ from model.sampling.token_constraints import TokenRules
 def obey(
     logits_BV: Tensor, rules: Sequence[TokenRules | None], forbidden: Sequence[Sequence[int]]
 ) -> tuple[Tensor, bool]:
-    """Apply the rules; return the logits, and whether any logit was set to -inf.
+    """Apply each row's token rules and forbidden token ids to the logits of a batch.
 
-    Returns the given tensor if no row has a rule, else a copy.
-
-    Args:
-        rules: each row's rules; empty if no row has any.
-        forbidden: token ids that must not be sampled, for each row; empty if no row has any.
+    Returns the given tensor if no row has a rule, else a copy, and whether any logit was set to -inf.
     """
     asked = [(row, its) for row, its in enumerate(rules) if its is not None]
     impossible = [(row, np.array(ids, dtype=np.int64)) for row, ids in enumerate(forbidden) if ids]
     if not asked and not impossible:
         return logits_BV, False
     logits_BV = logits_BV.clone()
-    _add_bias(logits_BV, [(row, its) for row, its in asked if len(its.bias_ids)])
+    if biased := [(row, its) for row, its in asked if len(its.bias_ids)]:
+        # Each token occurs once in a row, so no sum depends on an order.
+        places = _places(logits_BV, [(row, its.bias_ids) for row, its in biased])
+        logits_BV[places] += _column(logits_BV, [its.bias for _, its in biased])
     _penalise(logits_BV, [(row, its) for row, its in asked if its.params.has_penalties])
     allowed = [(row, its.allowed_ids) for row, its in asked if its.allowed_ids is not None]
     if allowed:
@@ -55,14 +49,6 @@ def obey(
     return logits_BV, bool(allowed or impossible)
 
 
-def _add_bias(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None:
-    if rows:
-        # Each token occurs once in a row, so no sum depends on an order.
-        logits_BV[_places(logits_BV, [(row, its.bias_ids) for row, its in rows])] += _column(
-            logits_BV, [its.bias for _, its in rows]
-        )
-
-
 def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None:
     counted = [its.counted for _, its in rows]
     lengths = [len(ids) for ids, _ in counted]
@@ -71,12 +57,8 @@ def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None
     places = _places(logits_BV, [(row, ids) for (row, _), (ids, _) in zip(rows, counted, strict=True)])
     counts_N = _column(logits_BV, [counts for _, counts in counted])
     repetition_N, frequency_N, presence_N = (
-        _column(logits_BV, [np.repeat(np.array(values, dtype=np.float32), lengths)])
-        for values in (
-            [its.params.repetition_penalty for _, its in rows],
-            [its.params.frequency_penalty for _, its in rows],
-            [its.params.presence_penalty for _, its in rows],
-        )
+        _column(logits_BV, [np.repeat(np.array([getattr(its.params, name) for _, its in rows], np.float32), lengths)])
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
     logits_N = logits_BV[places]
     logits_N = torch.where(logits_N > 0, logits_N / repetition_N, logits_N * repetition_N)
@@ -84,7 +66,7 @@ def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None
 
 
 def _places(logits_BV: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
-    """Return row and column of every token id of these rows: N each."""
+    """Return row and column, N each, of every logit that the pairs of a row and its token ids name."""
     rows_N = np.repeat(np.array([row for row, _ in rows], dtype=np.int64), [len(ids) for _, ids in rows])
     columns_N = np.concatenate([ids for _, ids in rows])
     return torch.from_numpy(rows_N).to(logits_BV.device), torch.from_numpy(columns_N).to(logits_BV.device)
@@ -95,11 +77,7 @@ def _column(logits_BV: Tensor, parts: Sequence[NDArray[np.float32]]) -> Tensor:
 
 
 def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
-    """Return a copy of the logits with -inf in these rows wherever `allowed_RV` (bool) is false.
-
-    Raises:
-        ValueError: the shapes disagree.
-    """
+    """Return a copy of the logits with -inf in these rows wherever `allowed_RV` (bool) is false."""
     if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
         raise ValueError(f"masks of {tuple(allowed_RV.shape)} for {len(rows)} rows of {logits_BV.shape[1]}")
     allowed_RV = allowed_RV.to(logits_BV.device, non_blocking=True)

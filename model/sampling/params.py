@@ -12,22 +12,31 @@ MAX_BAD_WORDS = 128
 PENALTY_RANGE = (-2.0, 2.0)
 REPETITION_RANGE = (0.01, 100.0)  # a logit times either limit stays far within float32's range
 LOGIT_BIAS_RANGE = (-100.0, 100.0)
+_RANGES = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": PENALTY_RANGE,
+    "frequency_penalty": PENALTY_RANGE,
+    "repetition_penalty": REPETITION_RANGE,
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling parameters and end conditions of one completion.
 
-    `temperature` under 1e-5 is greedy. `top_k == 0`, `top_p == 1` and `min_p == 0` switch those filters off.
-    `seed` fixes every sampled token: randomness depends on (seed, position) alone, see `sampling`.
-    `logprobs` is the number of alternatives to report beside each sampled token; None reports no logprobs.
-    `prompt_logprobs` is the same for the prompt's tokens, except the first, which has no logprob.
-    `max_tokens == 0` computes the prompt (for `prompt_logprobs`) and generates nothing.
-    `min_tokens` forbids ending by end-of-text, stop token or stop string before that many tokens.
-    `presence_penalty`, `frequency_penalty` and `repetition_penalty` act on tokens that have occurred, see
-    `ruled_logits`. `logit_bias` holds pairs of a token id and the number added to its logit. `allowed_token_ids`, if
-    not empty, are the only tokens that may be sampled. `bad_word_ids` are forbidden words as token ids: a word's last
-    id must not follow its other ids.
+    temperature: greedy if under 1e-5.
+    top_k, top_p, min_p: filters, switched off by 0, 1 and 0.
+    seed: fixes every sampled token. Randomness depends on the seed and the token's position alone.
+    logprobs: number of alternatives to report beside each sampled token; None reports no logprobs.
+    prompt_logprobs: the same for the prompt's tokens, except the first, which has no logprob.
+    max_tokens: with 0 only the prompt is computed, for `prompt_logprobs`.
+    min_tokens: no end-of-text, stop token or stop string ends the completion before that many tokens.
+    logit_bias: pairs of a token id and the number added to its logit.
+    allowed_token_ids: the only tokens that may be sampled; empty allows all tokens.
+    bad_word_ids: forbidden words as token ids. A word's last id must not follow its other ids.
 
     Raises:
         ValueError: a value is out of range; the message names the field and the range.
@@ -54,12 +63,12 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ValueError(f"temperature must be between 0 and 100, not {self.temperature!r}")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name} must be between {low:g} and {high:g}, not {value!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be over 0 and at most 1, not {self.top_p!r}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must be between 0 and 1, not {self.min_p!r}")
         for name in ("max_tokens", "min_tokens", "top_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
@@ -70,23 +79,7 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise ValueError("a stop string must not be empty")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids holds {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS} allowed"
-            )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise ValueError(f"{name} must be between 0 and {MAX_LOGPROBS}, not {value!r}")
-        self._check_token_rules()
-
-    def _check_token_rules(self) -> None:
-        for name, (low, high) in (
-            ("presence_penalty", PENALTY_RANGE),
-            ("frequency_penalty", PENALTY_RANGE),
-            ("repetition_penalty", REPETITION_RANGE),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
+            raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} ids; give at most {MAX_STOP_TOKEN_IDS}")
         low, high = LOGIT_BIAS_RANGE
         for token_id, bias in self.logit_bias:
             if not low <= bias <= high:
@@ -98,10 +91,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Return whether the most likely token is always taken.
-
-        A temperature under 1e-5 would overflow float32, and has the same effect.
-        """
+        """Return whether the most likely token is always sampled. A temperature under 1e-5 would overflow float32."""
         return self.temperature < 1e-5
 
     @property
@@ -111,5 +101,5 @@ class SamplingParams:
 
     @property
     def has_token_rules(self) -> bool:
-        """Return whether the request has rules for single tokens, apart from stop tokens."""
+        """Return whether the completion has rules for single tokens, apart from stop tokens."""
         return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_word_ids)

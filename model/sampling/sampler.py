@@ -1,11 +1,9 @@
 """Sampling of a batch's next tokens: each sampled token is a function of its row's logits, seed and position alone.
 
-There is no generator state. Batching, chunking, preemption, prefix cache hits and replay after a crash therefore
-cannot change a sampled token. A counter-based hash of (seed, position) gives one uniform number. The token is the
-inverse of the cumulative distribution at that number, with tokens in the order of their ids.
+There is no generator state, so batching, preemption and replay after a crash cannot change a sampled token. A hash of
+(seed, position) gives one uniform number. The token is the inverse of the cumulative distribution at that number.
 
-Rules of the request for single tokens apply first (`model.sampling.logits_processors`); greedy rows take the most
-likely token that the rules leave. Filters apply to the distribution after temperature, in this order:
+Token rules apply first (`model.sampling.logits_processors`). Then filters apply to the distribution after temperature:
 
 1. `top_k` keeps the k most likely tokens.
 2. `top_p` keeps the smallest set of most likely tokens that holds that share of the remaining probability (Holtzman
@@ -28,9 +26,7 @@ from model.sampling.logits_processors import obey
 from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
 
-# Id in place of a sampled token where every token is impossible.
-NO_TOKEN = -1
-
+NO_TOKEN = -1  # in place of a sampled id if no token is possible
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NUCLEUS_CANDIDATES = 256
@@ -45,7 +41,6 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _mix(value: int) -> int:
-    """Apply SplitMix64's output function to `value` plus one golden-ratio step."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -60,19 +55,11 @@ def sample(
     forbidden: Sequence[Sequence[int]] = (),
     rules: Sequence[TokenRules | None] = (),
 ) -> Tensor:
-    """Sample one token per row and return int64 ids_B on the logits' device, `NO_TOKEN` where the rules leave no token.
+    """Sample one token per row and return int64 ids_B on the logits' device, `NO_TOKEN` if the rules leave no token.
 
-    The host waits for a GPU's results only if a row has rules or is not `can_sample_without_host`.
-
-    Args:
-        logits_BV: float32, unscaled.
-        params: each row's sampling parameters.
-        positions: position of each row's next token in its sequence, prompt included.
-        forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token.
-        rules: each row's other rules for single tokens; empty if no row has any.
-
-    Raises:
-        ValueError: the lengths disagree.
+    positions: position of each row's next token in its sequence, prompt included.
+    forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token.
+    rules: each row's other token rules; empty if no row has rules.
     """
     if not logits_BV.shape[0] == len(params) == len(positions):
         raise ValueError(f"lengths differ: {logits_BV.shape[0]} rows, {len(params)} params, {len(positions)} positions")
@@ -87,19 +74,13 @@ def sample(
 
 
 def can_sample_without_host(params: SamplingParams) -> bool:
-    """Return whether a GPU can sample a token with these parameters without a round trip to the host.
-
-    The size of a `top_p` nucleus is unknown in advance and would need one. A `top_k` of at most `_NUCLEUS_CANDIDATES`
-    bounds the nucleus, so no round trip is needed then.
-    """
+    """Return whether a GPU can sample without a round trip to the host: no `top_p`, or a `top_k` that bounds it."""
     return params.greedy or params.top_p >= 1.0 or 0 < params.top_k <= _NUCLEUS_CANDIDATES
 
 
 def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
-    """Return each row's most likely token: the first of the highest logits, or of the NaNs in a row that has any.
-
-    On CPUs NumPy's argmax is ten times as fast as PyTorch's.
-    """
+    """Return each row's most likely token: the first of the highest logits, or the first NaN of a row with NaN."""
+    # On CPUs NumPy's argmax is ten times as fast as PyTorch's.
     if logits_BV.is_cpu and not logits_BV.requires_grad:
         highest_B: NDArray[np.int64] = logits_BV.numpy().argmax(axis=-1)
         return highest_B
@@ -109,13 +90,10 @@ def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
 def _sample_rows(
     logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], random_rows: Sequence[int]
 ) -> Tensor:
-    """Sample a token for each row, whatever its logits are: int64 ids_B. `random_rows`: those not greedy."""
+    """Sample a token for each row, int64 ids_B. random_rows: indices of the rows that are not greedy."""
     is_whole_batch = len(random_rows) == len(params)
-    ids_B = (
-        logits_BV.new_empty(len(params), dtype=torch.int64)
-        if is_whole_batch
-        else torch.as_tensor(most_likely(logits_BV))
-    )
+    empty_B = logits_BV.new_empty(len(params), dtype=torch.int64)
+    ids_B = empty_B if is_whole_batch else torch.as_tensor(most_likely(logits_BV))
     count = max(1, _AT_ONCE // logits_BV.shape[1]) if logits_BV.is_cpu else max(1, len(random_rows))
     for first in range(0, len(random_rows), count):
         rows = random_rows[first : first + count]
@@ -135,7 +113,7 @@ def _sample_chunk(logits_BV: Tensor, params: Sequence[SamplingParams], positions
 
 
 def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy numbers from the host to the device without waiting for the device's pending work."""
+    # Does not wait for the device's pending work.
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
@@ -144,10 +122,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Zero, in place, the probabilities that the filters exclude.
-
-    The rest is not rescaled: the inverse CDF scales its target instead.
-    """
+    """Zero, in place, the probabilities that the filters exclude. The other probabilities are not rescaled."""
     vocab_size = probs_BV.shape[1]
     limits = [min(param.top_k, vocab_size) if param.top_k else vocab_size for param in params]
     if min(limits) < vocab_size:
@@ -157,51 +132,43 @@ def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
         limited_B1 = _on(probs_BV.device, [limit < vocab_size for limit in limits], torch.bool)[:, None]
         _drop_below(torch.where(limited_B1, kth_B1, torch.zeros_like(kth_B1)), probs_BV)
     if any(param.top_p < 1.0 for param in params):
-        top_p_B1, few_hold_it = (
-            _column([param.top_p for param in params], probs_BV),
-            all(map(can_sample_without_host, params)),
-        )
-        _drop_below(_nucleus_floor(probs_BV, top_p_B1, few_hold_it=few_hold_it), probs_BV)
+        top_p_B1 = _column([param.top_p for param in params], probs_BV)
+        is_small = all(map(can_sample_without_host, params))
+        _drop_below(_nucleus_floor(probs_BV, top_p_B1, is_small=is_small), probs_BV)
     if any(param.min_p > 0.0 for param in params):
         floor_B1 = probs_BV.amax(dim=-1, keepdim=True) * _column([param.min_p for param in params], probs_BV)
         _drop_below(floor_B1, probs_BV)
 
 
 def _drop_below(floor_B1: Tensor, probs_BV: Tensor) -> None:
-    """Zero probabilities under the floor. On CPUs by a product: a masked fill takes twenty times as long."""
+    """Zero, in place, the probabilities under each row's floor."""
     if probs_BV.is_cpu:
-        values_BV = probs_BV.numpy()
+        values_BV = probs_BV.numpy()  # a masked fill takes twenty times as long as a product
         np.multiply(values_BV, values_BV >= floor_B1.numpy(), out=values_BV)
     else:
         probs_BV.masked_fill_(probs_BV < floor_B1, 0.0)
 
 
 def _descending(probs_BV: Tensor) -> Callable[[int], Tensor]:
-    """Return a function that gives the C highest probabilities of each row, highest first.
-
-    On CPUs NumPy sorts a whole row faster than PyTorch finds its highest few.
-    """
+    """Return a function from C to the C highest probabilities of each row, highest first."""
     if not probs_BV.is_cpu:
         return lambda count: probs_BV.topk(count, dim=-1).values
+    # On CPUs NumPy sorts a whole row faster than PyTorch finds its highest few.
     sorted_BV = np.sort(probs_BV.numpy(), axis=-1)[:, ::-1]
     return lambda count: torch.from_numpy(sorted_BV[:, :count].copy())
 
 
-def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, few_hold_it: bool) -> Tensor:
-    """Return the probability of the last token in each row's nucleus: B1. Rows with top_p 1 get 0.
+def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, is_small: bool) -> Tensor:
+    """Return the probability of the last token in each row's `top_p` nucleus, B1; 0 for rows with top_p 1.
 
-    A nucleus is nearly always small. The `_NUCLEUS_CANDIDATES` most likely tokens are tried first, the whole vocabulary
-    only if they hold too little probability.
-
-    Args:
-        few_hold_it: skip the check that the candidates suffice. True if top_k has left each row at most that many
-            tokens, apart from tokens as likely as the last candidate.
+    The `_NUCLEUS_CANDIDATES` most likely tokens are tried first, then the whole vocabulary. is_small: each nucleus is
+    known to be among those candidates, because of `top_k`.
     """
     wanted_B1 = top_p_B1 * probs_BV.sum(dim=-1, keepdim=True)
     whole_B1 = top_p_B1 >= 1.0
     highest = _descending(probs_BV)
     sorted_BC = highest(min(_NUCLEUS_CANDIDATES, probs_BV.shape[1]))
-    if not few_hold_it and bool((~whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)).any()):
+    if not is_small and bool((~whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)).any()):
         sorted_BC = highest(probs_BV.shape[1])
     # Keep a token if the tokens before it hold less than the wanted mass.
     needed_BC = sorted_BC.cumsum(dim=-1) - sorted_BC < wanted_B1
@@ -210,7 +177,7 @@ def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, few_hold_it: bool) -> 
 
 
 def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Return each row's first token whose cumulative probability exceeds the row's share of the total."""
+    """Sample a token per row: the first whose cumulative probability exceeds the row's uniform share of the total."""
     # float64: a float32 sum over a vocabulary loses the tail of the distribution.
     cdf_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
     shares_B1 = _on(probs_BV.device, uniforms, torch.float64)[:, None]
@@ -224,8 +191,8 @@ def top_logprobs(
 ) -> list[tuple[float, int, list[tuple[int, float]]]]:
     """Return each row's logprob of its token, the token's rank, and the `num_top` most likely (id, logprob) pairs.
 
-    Logprobs are of the model's own distribution, before temperature and filters, so they do not depend on the sampling
-    parameters. The rank is one more than the number of more likely tokens: equally likely tokens share a rank.
+    Logprobs are those of the model before temperature and filters. The rank is one more than the number of more likely
+    tokens, so equally likely tokens share a rank.
     """
     logprobs_RV = logits_RV.log_softmax(dim=-1)
     ids_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]

@@ -1,9 +1,4 @@
-"""A request's rules for single tokens, and their state for the next token. Torch-free.
-
-The state depends only on the sequence's tokens. Rebuilding it from all tokens or appending tokens one by one gives the
-same result. Appending costs the same however long the sequence is. `model.sampling.logits_processors` applies the
-rules.
-"""
+"""State of a request's token rules, updated with each token. Torch-free."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,13 +12,7 @@ Ids = NDArray[np.int64]
 
 
 class TokenRules:
-    """Token rules of one completion at its current length. Attributes are read-only; `append` adds the next token.
-
-    Attributes:
-        params: the sampling parameters, with the penalties.
-        bias_ids, bias: the tokens of `logit_bias`, and the number added to each logit.
-        allowed_ids: the only tokens that may be sampled; None allows all.
-    """
+    """Token rules of one completion at its current length; appending a token costs the same at any length."""
 
     def __init__(
         self, params: SamplingParams, prompt_token_ids: Sequence[int], completion_token_ids: Iterable[int] = ()
@@ -31,9 +20,8 @@ class TokenRules:
         self.params = params
         self.bias_ids: Ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
-        self.allowed_ids: Ids | None = None
-        if params.allowed_token_ids:
-            self.allowed_ids = np.array(params.allowed_token_ids, dtype=np.int64)
+        allowed_ids: Ids = np.array(params.allowed_token_ids, dtype=np.int64)
+        self.allowed_ids = allowed_ids if len(allowed_ids) else None  # None: all tokens
         # The repetition penalty alone looks at the prompt.
         self._counts = _Counts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
         self._words = _Words(params.bad_word_ids)
@@ -41,30 +29,26 @@ class TokenRules:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Add the completion's next token."""
+        """Update the token rules with the next token of the completion."""
         if self.params.has_penalties:
             self._counts.add(token_id)
-        self._words.push(token_id)
+        self._words.recent.append(token_id)
 
     @property
     def counted(self) -> tuple[Ids, NDArray[np.float32]]:
-        """Return the tokens under penalties, each once, and how often each occurs in the completion.
-
-        A count of 0 is a token of the prompt.
-        """
-        return self._counts.ids, self._counts.counts
+        """Return the ids of tokens with penalties, and how often each token occurs in the completion (maybe 0)."""
+        return self._counts.known
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Return tokens that would complete a forbidden word."""
+        """Return the ids of tokens that would complete a forbidden word."""
         return self._words.last_tokens()
 
 
 class _Counts:
-    """Occurrences of each token, in arrays that grow, so that no step rebuilds them."""
+    """Occurrences of each token, in arrays that grow, so that no step rebuilds them. Known tokens start at 0."""
 
     def __init__(self, known: Sequence[int]) -> None:
-        """Start with the tokens of `known` at a count of 0."""
         listed = np.unique(np.array(known, dtype=np.int64))
         self._size = len(listed)
         self._ids = np.concatenate([listed, np.zeros(16, dtype=np.int64)])
@@ -72,12 +56,8 @@ class _Counts:
         self._place = {token_id: place for place, token_id in enumerate(listed.tolist())}
 
     @property
-    def ids(self) -> Ids:
-        return self._ids[: self._size]
-
-    @property
-    def counts(self) -> NDArray[np.float32]:
-        return self._counts[: self._size]
+    def known(self) -> tuple[Ids, NDArray[np.float32]]:
+        return self._ids[: self._size], self._counts[: self._size]
 
     def add(self, token_id: int) -> None:
         place = self._place.get(token_id)
@@ -100,14 +80,11 @@ class _Words:
         for word in words:
             if len(word) > 1:
                 self._by_last_but_one.setdefault(word[-2], []).append((tuple(word[:-1]), word[-1]))
-        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in words), default=0))
-
-    def push(self, token_id: int) -> None:
-        self._recent.append(token_id)
+        self.recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in words), default=0))
 
     def last_tokens(self) -> tuple[int, ...]:
-        candidates = self._by_last_but_one.get(self._recent[-1]) if self._recent else None
+        candidates = self._by_last_but_one.get(self.recent[-1]) if self.recent else None
         if candidates is None:
             return self._alone
-        recent = tuple(self._recent)
+        recent = tuple(self.recent)
         return (*self._alone, *(last for begun, last in candidates if recent[-len(begun) :] == begun))

@@ -1,11 +1,6 @@
 """Grammar-constrained decoding: llguidance's token masks over any tokenizer's vocabulary. Torch-free.
 
-llguidance accepts a grammar in Lark notation, or JSON around a schema (`{"grammars": [{"json_schema": …}]}`).
-Grammars describe bytes, so llguidance needs only the bytes that each token adds to a text. Special tokens have no bytes
-and are never allowed, except end-of-text tokens where the grammar is complete.
-
-`LIMITS` does not bound all work: a `multipleOf` of a million compiles for over 10 s. So `service.structured_output`
-first compiles an untrusted grammar in a child process with a CPU time limit.
+Special tokens are never allowed, except end-of-text tokens where the grammar is complete.
 """
 
 import re
@@ -18,8 +13,9 @@ from model.tokenizer.interface import Tokenizer, TokenizerError
 _LONGEST_REASON = 300
 _INDENTATION = 4  # columns before a regular expression in llguidance's messages
 
-# In llguidance's units of work. llguidance documents about 20 ms for a grammar's lexer, 15 ms per mask, and 100 MB of
-# states per grammar.
+# In llguidance's units of work: about 20 ms for a grammar's lexer, 15 ms per mask, and 100 MB of states per grammar.
+# Not all work is bounded: a `multipleOf` of a million compiles for over 10 s. So `service.structured_output` first
+# compiles an untrusted grammar in a child process with a CPU time limit.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -31,14 +27,14 @@ LIMITS = LLParserLimits(
 
 
 class GrammarError(ValueError):
-    """Error of an unusable grammar. One line."""
+    """Error of an unusable grammar; the message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message)[:_LONGEST_REASON])
 
 
 def _one_line(message: str) -> str:
-    """Shorten llguidance's error to one line."""
+    """Shorten an error message of llguidance to one line."""
     if message.startswith("panic"):
         return "llguidance cannot compile it, probably because it is too large; simplify it"
     if "coerce_one_of" in message:
@@ -56,14 +52,11 @@ def _one_line(message: str) -> str:
 
 
 class Vocabulary:
-    """A tokenizer's vocabulary in the form that llguidance reads.
+    """Vocabulary of a tokenizer in the form that llguidance reads.
 
-    Args:
-        token_bytes: bytes that each token adds to a text; empty for special tokens.
-        special_token_ids: ids of the special tokens.
-        eos_token_ids: special tokens that end a text. Without one, an id beyond the vocabulary, which cannot be
-            sampled, stands for the end.
-        tokenizer: encodes text that the grammar forces. With None, such text is split into the longest matching tokens.
+    token_bytes: bytes that each token adds to a text; empty for special tokens.
+    eos_token_ids: if empty, an id beyond the vocabulary, which cannot be sampled, stands for the end of a text.
+    tokenizer: encodes text that the grammar forces. With None, such text is split into the longest matching tokens.
     """
 
     bos_token_id = None
@@ -87,16 +80,15 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        """Return a tokenizer's vocabulary."""
         token_bytes = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
         return cls(token_bytes, tokenizer.special_tokens.values(), tokenizer.eos_token_ids, tokenizer)
 
     def for_masks(self) -> LLTokenizer:
-        """Build llguidance's tokenizer from this vocabulary; takes about a second for 200,000 tokens."""
+        """Return llguidance's tokenizer for this vocabulary; takes about a second for 200,000 tokens."""
         return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=list(self.eos_token_ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return ids whose bytes are this text. They end early at a byte that no token has."""
+        """Return token ids whose bytes are this text. The ids end early at a byte that no token has."""
         if self._tokenizer is not None:
             try:
                 ids = self._tokenizer.encode(text.decode())
@@ -121,8 +113,7 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """Compile a grammar into a matcher at the beginning of a document. Its copies (`deep_copy`) share the compiled
-    grammar.
+    """Compile a grammar into a llguidance matcher at the beginning of a document; its copies share the grammar.
 
     Raises:
         GrammarError: the grammar is malformed, uses unsupported features, or exceeds a limit.
@@ -136,12 +127,9 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) -> str:
     r"""Return the grammar of the JSON documents that a schema allows.
 
-    Between two punctuation marks of a document, only a space or a line end with indentation is allowed. Otherwise a
-    model could generate whitespace for ever. Strings have only one spelling, without escapes such as `\u0061` for `a`.
-    As a key, such a spelling would pass for a key that the schema does not name.
-
-    Args:
-        lenient: ignore keywords that cannot be enforced, instead of rejecting them.
+    Whitespace is bounded, because a model could generate whitespace for ever. Strings have only one spelling, without
+    escapes such as `\u0061` for `a`: an escaped key would pass for a key that the schema does not name. lenient: ignore
+    keywords that cannot be enforced.
 
     Raises:
         GrammarError: the schema nests too deeply, or contains too large a number.

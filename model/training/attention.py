@@ -19,8 +19,7 @@ from torch import Tensor, library
 
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.training.data.batches import PackedDocuments
 
 _QUERIES = 256  # the fastest of 128, 256 and 512 for long documents

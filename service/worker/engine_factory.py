@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from model.attention.kernel_selection import KernelContext
+from model.attention.paged import KernelContext
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import Manifest
 from model.gpu.quantization import Quantization
-from model.kernels.build import BuildError
-from model.kernels.cpu_features import has_vector_level
+from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
-from model.nn.linear import can_pack, replace_linears, replace_linears_by
+from model.nn.linear import can_pack, replace_linears
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -101,7 +100,7 @@ class _ResolvedSettings(NamedTuple):
     """Settings of the engine that are resolved before the model is loaded."""
 
     context: KernelContext
-    library: KernelLibrary | None  # None if PyTorch's kernels compute the model
+    kernels: KernelLibrary | None  # None if PyTorch's kernels compute the model
     attending: AttentionChoice
     cache_dtype: torch.dtype
     quantization: Quantization | None
@@ -199,7 +198,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         raise SettingsError(str(error)) from None
     return _ResolvedSettings(
         context=context,
-        library=library,
+        kernels=library,
         attending=attending,
         cache_dtype=cache_dtype,
         quantization=quantization,
@@ -222,7 +221,7 @@ def _plan(
         config=manifest.config,
         value_bytes=dtype.itemsize,
         cache_value_bytes=resolved.cache_dtype.itemsize,
-        num_copies=1 if resolved.library is None or (resolved.packs and stored == {dtype}) else 2,
+        num_copies=1 if resolved.kernels is None or (resolved.packs and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
     )
     return plan_memory(loaded, settings, standby=server.standby)
@@ -234,7 +233,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
     """Return the native kernels, compiled first if they are missing; None if PyTorch's kernels are used instead."""
-    is_wanted = settings.attention == "native" or (settings.attention == "auto" and has_vector_level())
+    is_wanted = settings.attention == "native" or (settings.attention == "auto" and bool(levels_here()))
     if device != "cpu" or not is_wanted:
         return None
     try:
@@ -287,7 +286,7 @@ def prepare_matrices(model: Transformer, quantize: str, quantization: Quantizati
         return "packed"
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
     if quantization is not None:
-        replace_linears_by(model, quantization.make)
+        replace_linears(model, quantization.make)
     elif kind in ("int8", "packed"):
         replace_linears(model, kind)
     return kind

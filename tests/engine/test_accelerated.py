@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention.eager import EagerAttention
-from model.attention.kernel_selection import KernelContext, SelectedKernels, choose
+from model.attention.backends import EagerAttention
 from model.attention.native import NativeAttention
-from model.attention.paged import PagedAttention
+from model.attention.paged import KernelContext, PagedAttention, SelectedKernels, choose
 from model.attention.sdpa import SdpaAttention
 from model.checkpoint.manifest import read_manifest
-from model.gpu.quantization import FORMATS, PLAIN, Quantization
+from model.gpu.quantization import Quantization
 from service.config.settings import ModelSettings
 from service.engine.execution import gpu_setup
 from service.engine.execution.cuda_graphs import call_again
@@ -101,7 +100,7 @@ def test_quantization_for_a_gpu_is_chosen_only_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
-    chosen = Quantization(form=FORMATS["int8"], kernels=PLAIN)
+    chosen = Quantization("int8")
     monkeypatch.setattr(gpu_setup, "select_quantization", lambda *given: chosen)
     assert choose_quantization("int8", CUDA.device, torch.bfloat16) is chosen
     assert "int8 matrices by torch._int_mm" in caplog.text

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.kernel_selection import gathered, one_by_one
-from model.attention.paged import PagedAttention
+from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.nn.transformer import Transformer
 from service.engine.execution import gpu_setup
 from service.engine.execution.cuda_graphs import buckets, call_again

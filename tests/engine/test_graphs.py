@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
-from model.attention.paged import PagedAttention
+from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.nn.reference_generate import generate
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import Bucket, DecodeGraphs, buckets, call_again, smallest

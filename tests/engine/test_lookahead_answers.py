@@ -8,8 +8,7 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from model.attention.kernel_selection import gathered, one_by_one
-from model.attention.paged import PagedAttention
+from model.attention.paged import PagedAttention, gathered, one_by_one
 from service.engine.engine import Engine
 from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_inputs import ModelInputs

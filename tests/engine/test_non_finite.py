@@ -14,9 +14,8 @@ import msgspec
 import pytest
 import torch
 
-from model.attention.kernel_selection import gathered, one_by_one
 from model.attention.native import NativeAttention
-from model.attention.paged import PagedAttention
+from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.training.data.bpe import train_bpe

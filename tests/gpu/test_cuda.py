@@ -1,4 +1,4 @@
-"""On a CUDA device every mechanism computes what the oracle computes on the CPU: whole, cached, chunked, trained."""
+"""Every mechanism on a CUDA device equals the reference on the CPU: whole, cached, in chunks, and in training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +9,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.attention.backends import ATTENTION_BACKENDS
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.nn.reference_generate import generate
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """float32 products in float32, not in TensorFloat-32."""
+    """Compute float32 products in float32, not in TensorFloat-32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
@@ -35,17 +34,17 @@ def exact_products() -> Iterator[None]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_cached_chunks_equal_the_reference_on_the_cpu(variant: str, chunk: int) -> None:
-    oracle, model = build(VARIANTS[variant], "eager"), build(VARIANTS[variant]).to("cuda")
+    reference, model = build(VARIANTS[variant], "eager"), build(VARIANTS[variant]).to("cuda")
     generator = torch.Generator().manual_seed(chunk)
     sequences = [torch.randint(300, (length,), generator=generator) for length in (1, 5, 17, 64)]
     for sequence, actual in zip(sequences, PagedRun(model, sequences).forward_in_chunks(chunk), strict=True):
-        expected = oracle(sequence, AttentionMetadata.uncached((len(sequence),)), None)
+        expected = reference(sequence, AttentionMetadata.uncached((len(sequence),)), None)
         torch.testing.assert_close(actual.cpu(), expected, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bfloat16_stays_close(variant: str) -> None:
-    """Within what eight bits of mantissa leave, relative to the largest logit."""
+def test_bfloat16_is_close_to_the_reference(variant: str) -> None:
+    """The tolerance is that of eight bits of mantissa, relative to the largest logit."""
     model = build(VARIANTS[variant])
     ids = torch.arange(40)
     expected = model(ids, AttentionMetadata.uncached((40,)), None)
@@ -71,8 +70,8 @@ def test_gradients_equal_those_of_the_reference(variant: str) -> None:
         torch.testing.assert_close(actual.cpu(), expected, atol=1e-4 * expected.abs().max().item(), rtol=1e-3)
 
 
-def test_plain_attention_takes_the_flash_kernel() -> None:
-    """With every other kernel forbidden, training's attention still runs, and equals the oracle."""
+def test_plain_attention_uses_the_flash_kernel() -> None:
+    """With every other kernel forbidden, the attention of training still runs, and equals the reference."""
     q, k, v = (torch.randn(128, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     form = AttentionForm(layer=0, scale=0.125, window=None, bias=None)
     metadata = AttentionMetadata.uncached((64, 64), "cuda")

@@ -1,4 +1,4 @@
-"""On a CUDA device packed documents are attended by flash attention, and a run learns, stops and goes on."""
+"""Training on a CUDA device: flash attention over packed documents, and a run that learns, stops and resumes."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ FABLES = ROOT / "tests" / "data" / "aesop.txt"
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(7, 1, 64), (4, 2, 32), (3, 3, 16)])
 @pytest.mark.parametrize("lengths", [[1024], [1, 300, 17, 1, 705], [256, 256, 512]])
-def test_documents_are_attended_as_on_the_cpu(
+def test_attention_over_packed_documents_equals_the_cpu(
     dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, size: int, lengths: list[int]
 ) -> None:
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)

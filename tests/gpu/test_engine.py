@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from model.attention.kernel_selection import KernelContext, choose, fits
+from model.attention.paged import KernelContext, choose, fits
 from model.checkpoint.manifest import read_manifest
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer
@@ -34,7 +34,7 @@ CONFIG = EngineConfig(block_size=4, num_blocks=120, max_num_running=16, max_batc
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 products in float32, not in TensorFloat-32."""
+    """Compute float32 products in float32, not in TensorFloat-32."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
@@ -84,7 +84,7 @@ def test_captured_steps_give_the_tokens_of_the_reference(variant: str, caplog: p
 
 
 def test_steps_launched_ahead_give_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are recorded, and with 16 rows at a time in a pool of which rows drop out."""
+    """Covers captured steps, and 16 rows at a time of which some end early."""
     ahead: list[bool] = []
     launch = ModelRunner.launch
 
@@ -151,7 +151,7 @@ def test_the_memory_of_the_largest_step_is_measured() -> None:
     assert 0 < large.for_cache(0.9) < small.for_cache(0.9) < small.for_cache(0.95) < small.total
 
 
-def test_the_service_takes_it_all_on_a_gpu(tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_uses_every_gpu_feature(tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service.engine.execution.model_runner")
     settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4)
     engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))

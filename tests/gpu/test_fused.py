@@ -11,8 +11,8 @@ from torch.nn.functional import silu
 
 from model.attention.metadata import AttentionMetadata
 from model.gpu import fused_modules
-from model.gpu.fused_modules import FusedRMSNorm, fuse
-from model.nn.layers import RMSNorm
+from model.gpu.fused_modules import fuse
+from model.nn.layers import RMSNorm, rms_norm
 from model.nn.position_embeddings import RotaryPositions, rotate_each
 from tests.model.configs import VARIANTS, build
 
@@ -39,7 +39,7 @@ def compare(fused: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]
 
 @pytest.mark.parametrize("size", [1, 48, 128, 384, 1536, 8192])
 @pytest.mark.parametrize("unit_offset", [False, True])
-def test_norms(dtype: torch.dtype, size: int, unit_offset: bool) -> None:
+def test_the_fused_norm_equals_rms_norm(dtype: torch.dtype, size: int, unit_offset: bool) -> None:
     norm = RMSNorm(size, 1e-6, unit_offset=unit_offset).to("cuda", dtype).requires_grad_(False)
     norm.weight.normal_()
     x = torch.randn((7, 3, 2 * size), device="cuda").to(dtype)[..., :size]
@@ -49,7 +49,7 @@ def test_norms(dtype: torch.dtype, size: int, unit_offset: bool) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "rotated"), [(12, 2, 128, 128), (4, 4, 20, 8), (3, 1, 80, 32), (8, 8, 64, 64)]
 )
-def test_rotation_of_views_of_one_matrix(
+def test_the_fused_rotation_equals_pytorchs_for_slices_of_one_matrix(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotated: int
 ) -> None:
     rotation = RotaryPositions(rotated, 1e4, None).to("cuda")(torch.arange(100, 170, device="cuda"))
@@ -62,7 +62,7 @@ def test_rotation_of_views_of_one_matrix(
 
 
 @pytest.mark.parametrize("size", [1, 48, 1024, 1500, 8960])
-def test_products_of_gated_mlps(dtype: torch.dtype, size: int) -> None:
+def test_the_fused_activation_equals_pytorchs(dtype: torch.dtype, size: int) -> None:
     compare(fused_kernels.silu_product, silu_product, torch.randn((9, 2 * size), device="cuda").to(dtype))
 
 
@@ -72,8 +72,8 @@ def test_a_fused_model_computes_the_same(dtype: torch.dtype, variant: str) -> No
     ids, metadata = torch.arange(40, device="cuda"), AttentionMetadata.uncached((40,), "cuda")
     expected = model(ids, metadata, None)
     fuse(model)
-    assert any(isinstance(module, FusedRMSNorm) for module in model.modules()) == (
-        variant not in ("gpt2", "neox", "gpt2-no-bias")
-    )
+    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    assert all(norm.normalize is not rms_norm for norm in norms)
+    assert bool(norms) == (variant not in ("gpt2", "neox", "gpt2-no-bias"))
     tolerance = 5e-2 if dtype is torch.bfloat16 else 1e-5
     assert (model(ids, metadata, None) - expected).abs().max() <= tolerance * expected.abs().max()

@@ -1,4 +1,4 @@
-"""On a CUDA device every way to attend over a paged cache equals the oracle, whoever shares the batch, recorded too."""
+"""Paged attention kernels on a CUDA device: equal to the reference, batch-invariant, also in captured graphs."""
 
 import dataclasses
 from typing import Any
@@ -7,10 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.kernel_selection import CHUNK_KERNELS, DECODE_KERNELS, KernelContext, choose, gathered, one_by_one
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.paged import PagedAttention
+from model.attention.metadata import AttentionForm
+from model.attention.paged import (
+    CHUNK_KERNELS,
+    DECODE_KERNELS,
+    KernelContext,
+    PagedAttention,
+    choose,
+    gathered,
+    one_by_one,
+)
 from model.config import ModelConfig
 from service.engine.execution.cuda_graphs import CudaCapture
 from tests.model.attention.kernel_check import check_kernels
@@ -38,14 +45,14 @@ def place(heads: tuple[int, int, int], dtype: torch.dtype, block_size: int = 16,
 @pytest.mark.parametrize("way", DECODE_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", HEADS)
-def test_decoding_equals_the_reference(way: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+def test_decode_kernels_equal_the_reference(way: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     for changes in WINDOWS:
         where = place(heads, dtype, **changes)
         check_kernels(PagedAttention(DECODE_KERNELS[way](where), one_by_one), where, (1,) * 7)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 32, 256])
-def test_blocks_of_any_size(block_size: int) -> None:
+def test_kernels_support_blocks_of_any_size(block_size: int) -> None:
     where = place((12, 2, 128), torch.bfloat16, block_size)
     check_kernels(PagedAttention(DECODE_KERNELS["triton"](where), CHUNK_KERNELS["varlen"](where)), where)
 
@@ -57,15 +64,15 @@ def test_prompts_by_flash_attention_equal_the_reference(heads: tuple[int, int, i
         check_kernels(PagedAttention(gathered, CHUNK_KERNELS["varlen"](where)), where)
 
 
-def test_the_fast_ways_are_taken() -> None:
-    """Whatever this card and this PyTorch are: a fallback here is to be known of."""
+def test_the_fast_kernels_are_chosen() -> None:
+    """A slower kernel on the GPU that runs these tests must be noticed."""
     chosen = choose(place((12, 2, 128), torch.bfloat16))
     assert (chosen.decode, chosen.chunks, chosen.left_out) == ("triton", "varlen", ())
     assert choose(place((12, 2, 128), torch.float32)).decode == "triton"
 
 
 def decoding(where: KernelContext) -> tuple[Tensor, Tensor, Tensor, KVCache]:
-    """Queries, positions, tables and a cache of sequences of very different lengths."""
+    """Return queries, positions, tables and a cache of sequences of very different lengths."""
     shape = where.config
     needs = [-(-context // where.block_size) for context in CONTEXTS]
     cache = KVCache(shape, num_blocks=sum(needs), block_size=where.block_size, dtype=where.dtype, device=where.device)
@@ -73,15 +80,15 @@ def decoding(where: KernelContext) -> tuple[Tensor, Tensor, Tensor, KVCache]:
         pool.normal_()
     blocks = torch.randperm(sum(needs), device=where.device).split(needs)
     tables = torch.zeros((len(needs), max(needs)), dtype=torch.int64, device=where.device)
-    for row, its_blocks in enumerate(blocks):
-        tables[row, : len(its_blocks)] = its_blocks
+    for row, sequence_blocks in enumerate(blocks):
+        tables[row, : len(sequence_blocks)] = sequence_blocks
     queries = torch.randn((len(needs), shape.num_heads, shape.head_dim), device=where.device).to(where.dtype)
     return queries, torch.tensor(CONTEXTS, device=where.device) - 1, tables, cache
 
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("heads", HEADS[:4])
-def test_neighbours_change_no_bit(heads: tuple[int, int, int], window: int | None) -> None:
+def test_other_sequences_in_the_batch_change_no_bit(heads: tuple[int, int, int], window: int | None) -> None:
     where = place(heads, torch.bfloat16)
     way = DECODE_KERNELS["triton"](where)
     q, positions, tables, cache = decoding(where)
@@ -110,7 +117,7 @@ def test_a_replay_reads_its_current_inputs(name: str) -> None:
         assert torch.equal(replay(), expected)
 
 
-def test_a_long_context() -> None:
+def test_decoding_a_long_context_equals_the_reference() -> None:
     where = dataclasses.replace(place((4, 2, 64), torch.float32))
     context, size = 100_000, where.block_size
     blocks = context // size

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.manifest import read_manifest
-from model.gpu.quantization import FORMATS, PLAIN, Format, Quantization, choose, quantize_rows
+from model.gpu.quantization import FORMATS, Quantization, choose
+from model.nn.linear import quantize_rows
 from service.config.settings import ModelSettings
 from service.engine.execution.cuda_graphs import CudaCapture
 from service.worker.engine_factory import build_engine
@@ -22,18 +23,18 @@ SHAPES = [(48, 64), (53, 37), (1536, 8960), (2048, 1536), (17_920, 1536), (151_9
 
 def chosen(name: str) -> Quantization:
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.fail("this card has no fp8")
+        pytest.fail("this GPU has no fp8")
     return choose(name, CUDA, torch.bfloat16)
 
 
-def dequantized(x_TE: Tensor, form: Format) -> Tensor:
+def dequantized(x_TE: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantize a matrix and return the numbers that the quantized values stand for, float64."""
-    numbers_TE, scale_T = quantize_rows(x_TE, form.dtype, x_TE.shape[1])
+    numbers_TE, scale_T = quantize_rows(x_TE, dtype)
     return numbers_TE.double() * scale_T[:, None].double()
 
 
 def matrix(shape: tuple[int, int], rows: int = 200) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight FE, a bias F and inputs TE."""
+    """Return a weight FE, a bias F and inputs TE."""
     generator = torch.Generator("cuda").manual_seed(shape[1])
     sizes = (shape, shape[:1], (rows, shape[1]))
     weight_FE, bias_F, x_TE = (torch.randn(size, generator=generator, device=CUDA).bfloat16() for size in sizes)
@@ -46,27 +47,25 @@ def test_both_kinds_of_kernel_match_the_product_of_the_dequantized_matrices(
     name: str, shape: tuple[int, int], is_plain: bool
 ) -> None:
     weight_FE, bias_F, x_TE = matrix(shape, rows=100)
-    form = FORMATS[name]
-    kernels = PLAIN if is_plain else chosen(name).kernels
-    linear = Quantization(form=form, kernels=kernels).make(weight_FE, bias_F)
-    expected_TF = dequantized(x_TE, form) @ dequantized(weight_FE, form).t() + bias_F.double()
+    dtype = FORMATS[name]
+    linear = (Quantization(name) if is_plain else chosen(name)).make(weight_FE, bias_F)
+    expected_TF = dequantized(x_TE, dtype) @ dequantized(weight_FE, dtype).t() + bias_F.double()
     for rows in (1, 5, 20, 64, 100):
         error = (linear(x_TE[:rows]).double() - expected_TF[:rows]).abs().max() / expected_TF.abs().max()
         assert error.item() <= 2e-2
 
 
 def test_triton_kernels_are_used_on_a_gpu(name: str) -> None:
-    assert chosen(name).kernels.multiply_few is not None
+    assert chosen(name).kernels is not None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_triton_kernels_equal_pytorch(name: str, shape: tuple[int, int], has_bias: bool) -> None:
     weight_FE, bias_F, x_TE = matrix(shape)
-    eight = chosen(name)
     ours, plain = (
-        Quantization(form=eight.form, kernels=kernels).make(weight_FE, bias_F if has_bias else None)
-        for kernels in (eight.kernels, PLAIN)
+        quantization.make(weight_FE, bias_F if has_bias else None)
+        for quantization in (chosen(name), Quantization(name))
     )
     for rows in (1, 4, 16, 17, 64, 65, 200):
         expected = plain(x_TE[:rows]).float()
@@ -74,7 +73,7 @@ def test_triton_kernels_equal_pytorch(name: str, shape: tuple[int, int], has_bia
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_neighbours_change_no_bit_of_int8_and_little_of_fp8(name: str, shape: tuple[int, int]) -> None:
+def test_other_rows_change_no_bit_of_int8_and_little_of_fp8(name: str, shape: tuple[int, int]) -> None:
     weight_FE, bias_F, x_TE = matrix(shape)
     linear = chosen(name).make(weight_FE, bias_F)
     whole = linear(x_TE)
@@ -97,7 +96,7 @@ def test_a_replay_reads_its_current_inputs(name: str) -> None:
             assert torch.equal(replay(), linear(x_TE.roll(shift, 0)))
 
 
-def test_the_service_answers_by_them(name: Literal["int8", "fp8"], tiny_checkpoint: Path) -> None:
+def test_an_engine_serves_with_quantized_matrices(name: Literal["int8", "fp8"], tiny_checkpoint: Path) -> None:
     chosen(name)
     settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4, quantize=name)
     engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))

@@ -6,8 +6,7 @@ import shutil
 from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
 from model.attention.native import NativeAttention
 from model.kernels import build as build_module
-from model.kernels.build import SHIPPED, build, find_built
-from model.kernels.cpu_features import levels_here, runnable_levels
+from model.kernels.build import SHIPPED, build, find_built, levels_here, runnable_levels
 from model.kernels.kernel_library import KernelLibrary
 
 CACHE = build_module.CACHE.expanduser()

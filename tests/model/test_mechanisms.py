@@ -12,10 +12,8 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfA
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from model.attention.backends import ATTENTION_BACKENDS
-from model.attention.eager import attention_weights
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.backends import ATTENTION_BACKENDS, attention_weights
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.attention.score_biases import SCORE_BIASES, AlibiBias, DisentangledBias, RelativeBias, relative_positions
 from model.config import ModelConfig
 from model.config_enums import PositionKind, RopeScaling, RopeScalingKind

@@ -16,8 +16,7 @@ import pytest
 from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema.validators import validator_for
 
-from model.kernels.build import library_name
-from model.kernels.cpu_features import LEVELS
+from model.kernels.build import LEVELS, library_name
 from service.cli import healthcheck
 from service.config.flags import PREFIX
 from service.config.settings import ServeSettings, read_settings

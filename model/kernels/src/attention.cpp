@@ -1,19 +1,14 @@
 // Causal attention of a packed, ragged batch over the paged KV-cache. Blocks are read in place.
 //
-// Flash attention (Dao et al. 2022, arXiv 2205.14135) computes one tile of keys after the other, and stores the scores
-// of one tile only. Tiles begin at multiples of TILE positions. A new partial sum begins every SPLIT positions, and is
-// joined to the sums of earlier positions (Flash-Decoding; Dao et al. 2023).
-//
-// The order of a token's sums thus depends only on its position. Results are bitwise identical for any other sequences
-// in the batch, any number of threads and any chunking of the prompt, and whether a token is decoded or part of a
-// prompt.
-#include "attention.h"
-
+// Flash attention (Dao et al. 2022, arXiv 2205.14135) computes one tile of keys after the other. Tiles begin at
+// multiples of TILE positions. A new partial sum begins every SPLIT positions, and is joined to the sums of earlier
+// positions (Flash-Decoding; Dao et al. 2023). The order of a token's sums thus depends only on its position.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
 #include "attention_tile.h"
+#include "kernel.h"
 
 namespace kvasir {
 namespace {
@@ -22,8 +17,8 @@ constexpr int SPLIT = 8 * TILE;
 constexpr int MAX_TASK_ROWS = 16 * 6;
 constexpr float LOG2_E = 1.44269504f;
 
-// Ranges of query rows, key/value heads and splits of one sequence. A row is a pair of a token and one of the query
-// heads that share a key/value head: token * group + head.
+// Ranges of query rows, key/value heads and splits of one sequence. A row is a token and one of the query heads that
+// share a key/value head: token * group + head.
 struct Task {
     int64_t sequence;
     int first_row, end_row, first_head, end_head;
@@ -55,8 +50,7 @@ struct Scratch {
     char* memory = nullptr;
     size_t size = 0;
 
-    // Ends the process if the system has no more memory: kernels run in threads that cannot raise an exception to
-    // their caller, and the service replaces a worker that ends.
+    // Ends the process if the system has no more memory: the service replaces a worker that ends.
     char* reserve(size_t wanted) {
         if (wanted > size) {
             std::free(memory);
@@ -244,8 +238,7 @@ private:
         }
     }
 
-    // Makes the tile that follows `tile`: in the same task, else the first of task `next`. None after the last tile of
-    // `next`.
+    // Makes the tile that follows `tile`: in the same task, else the first of task `next`.
     void make_next_tile(const Tile<C>& tile, const Task* next, Tile<C>& following) const {
         following.task = nullptr;
         if (tile.task == nullptr) return;
@@ -276,8 +269,7 @@ private:
         Softmax *softmax, *part;
     };
 
-    // Divides this thread's scratch memory into arrays aligned to 64 bytes. Runs twice: for the total size, then for
-    // the arrays.
+    // Divides this thread's scratch memory into arrays aligned to 64 bytes: first the total size, then the arrays.
     Arrays make_arrays(const Task& task) const {
         const int64_t rows = task.num_rows() * task.num_heads();
         Arrays arrays{};
@@ -302,8 +294,7 @@ private:
         return arrays;
     }
 
-    // Copies rows of queries in the order in which the products read them: [head][row][term]. An odd size is padded
-    // with a zero.
+    // Copies rows of queries as the products read them: [head][row][term]. An odd size is padded with a zero.
     void load_queries(const Task& task, Term* queries) const {
         for (int head = task.first_head; head < task.end_head; ++head) {
             for (int row = task.first_row; row < task.end_row; ++row, queries += num_terms) {
@@ -318,7 +309,7 @@ private:
         }
     }
 
-    // Computes a task. next: the task that this thread will probably compute next; its first tile is prefetched.
+    // Computes a task, and prefetches the first tile of the task that this thread will probably compute next.
     void compute(const Task& task, const Task* next) {
         const Arrays arrays = make_arrays(task);
         load_queries(task, arrays.queries);
@@ -403,8 +394,7 @@ private:
         }
     }
 
-    // Computes the same for few rows: keys of all heads, all weights, then values of all heads. Memory is read nearly
-    // in order.
+    // Computes one tile for few rows: keys of all heads, all weights, then values of all heads, nearly in memory order.
     void attend_few(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax,
                     SpanPrefetcher<C>& prefetcher) const {
         const int heads = tile.task->num_heads(), stride = TILE / A::PER_TERM;
@@ -451,39 +441,35 @@ private:
 };
 
 }  // namespace
+}  // namespace kvasir
 
-bool is_within_cache(const AttentionBatch& batch) {
+using namespace kvasir;
+
+KVASIR_KERNEL void kvasir_attention_float32(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<float>(*batch, *call).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_float32_over_float16(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<float, half>(*batch, *call).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_bfloat16(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<bf16>(*batch, *call).run();
+}
+
+// Returns whether all slots and blocks of a step are within the cache. Attention kernels do not check.
+KVASIR_KERNEL bool kvasir_is_within_cache(const AttentionBatch* batch) {
     bool is_within = true;
-    const auto num_slots = static_cast<uint64_t>(batch.num_blocks * batch.block_size);
-    for (int64_t token = 0; token < batch.num_tokens; ++token) {
-        is_within &= static_cast<uint64_t>(batch.slots[token]) < num_slots;
+    const auto num_slots = static_cast<uint64_t>(batch->num_blocks * batch->block_size);
+    for (int64_t token = 0; token < batch->num_tokens; ++token) {
+        is_within &= static_cast<uint64_t>(batch->slots[token]) < num_slots;
     }
-    for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
-        is_within &= batch.context_lengths[sequence] <= batch.table_width * batch.block_size;
-        for (int64_t block = 0; block < batch.table_width; ++block) {
-            is_within &= static_cast<uint64_t>(batch.tables[sequence * batch.table_width + block]) <
-                         static_cast<uint64_t>(batch.num_blocks);
+    for (int64_t sequence = 0; sequence < batch->num_sequences; ++sequence) {
+        is_within &= batch->context_lengths[sequence] <= batch->table_width * batch->block_size;
+        for (int64_t block = 0; block < batch->table_width; ++block) {
+            is_within &= static_cast<uint64_t>(batch->tables[sequence * batch->table_width + block]) <
+                         static_cast<uint64_t>(batch->num_blocks);
         }
     }
     return is_within;
 }
-
-}  // namespace kvasir
-
-using kvasir::AttentionBatch;
-using kvasir::AttentionCall;
-
-KVASIR_KERNEL void kvasir_attention_float32(const AttentionBatch* batch, const AttentionCall* call) {
-    kvasir::Attention<float>(*batch, *call).run();
-}
-
-KVASIR_KERNEL void kvasir_attention_float32_over_float16(const AttentionBatch* batch, const AttentionCall* call) {
-    kvasir::Attention<float, kvasir::half>(*batch, *call).run();
-}
-
-KVASIR_KERNEL void kvasir_attention_bfloat16(const AttentionBatch* batch, const AttentionCall* call) {
-    kvasir::Attention<kvasir::bf16>(*batch, *call).run();
-}
-
-// Callers must check this before they call an attention kernel: kernels do not check indices.
-KVASIR_KERNEL bool kvasir_is_within_cache(const AttentionBatch* batch) { return kvasir::is_within_cache(*batch); }

@@ -1,13 +1,11 @@
 // Attention of one tile: TILE keys and values, for some rows of queries.
 //
-// Every score and every output is one lane that sums its terms from first to last. Results are therefore bitwise
-// identical for any number of rows, and for any keys after the context in the same tile. Many rows share a packed copy
-// of keys and values. Few rows, as in a decode step, multiply keys and values as they are read, with the same sums.
+// Every score and every output is one lane that sums its terms from first to last, for any number of rows. Many rows
+// share a packed copy of keys and values. Few rows, as in a decode step, multiply keys and values as they are read.
 #pragma once
 
 #include <algorithm>
 #include <limits>
-#include <type_traits>
 
 #include "lanes.h"
 
@@ -101,8 +99,7 @@ const T* numbers_of(const T* pool, int64_t offset) {
 }
 
 // Prefetcher of the next tile while many rows compute the present tile. at: offset of each token in keys and values, in
-// numbers; -1 for tokens that no row sees. Prefetches are spread evenly over the computation: a CPU stalls on many
-// prefetches at once, or drops them.
+// numbers; -1 for tokens that no row sees. A CPU stalls on many prefetches at once, or drops them.
 template <typename T>
 struct TilePrefetcher {
     const T *keys, *values;
@@ -136,9 +133,8 @@ struct Span {
     const Span* next = nullptr;
 };
 
-// Prefetcher of keys and values into L1 for few rows, in memory order and PREFETCH_DISTANCE ahead of the reads. The
-// distance is short so that lines are still in L1 when they are read. A CPU has few outstanding line fetches, and a
-// read from L2 would occupy one of them. Stops at the end of the last span until another span is linked after it.
+// Prefetcher of keys and values into L1 for few rows, in memory order and PREFETCH_DISTANCE ahead of the reads: short
+// enough that lines are still in L1 when they are read. Stops after the last span until another span is linked to it.
 template <typename T>
 class SpanPrefetcher {
 public:
@@ -218,8 +214,7 @@ void pack_values(const T* values, const int64_t* at, int num_tokens, int size, i
     }
 }
 
-// Computes sums = factors[row] * sums + a * b for M rows and N columns of 16 lanes, terms added from first to last. If
-// factors is null, the sums start at zero.
+// Computes sums = factors[row] * sums + a * b for M rows and N columns of 16 lanes. factors null: sums start at zero.
 template <typename A, int M, int N, typename Prefetcher>
 void multiply_block(const typename A::Term* a, int a_stride, const typename A::Term* b, int b_stride, int num_terms,
                     float* sums, int stride, const float* factors, Prefetcher& prefetcher) {
@@ -241,15 +236,6 @@ void multiply_block(const typename A::Term* a, int a_stride, const typename A::T
     for (int m = 0; m < M; ++m) {
         for (int n = 0; n < N; ++n) store(sums + m * stride + n * LANES, block[m][n]);
     }
-}
-
-// Calls work with the number of rows, 1 to MAX, as a std::integral_constant.
-template <int MAX, typename Work>
-void with_rows(int rows, const Work& work) {
-    if constexpr (MAX > 1) {
-        if (rows < MAX) return with_rows<MAX - 1>(rows, work);
-    }
-    work(std::integral_constant<int, MAX>{});
 }
 
 // Computes multiply_block for num_rows rows and num_columns columns of 16 lanes.
@@ -312,11 +298,17 @@ void multiply_value_columns(const typename Arithmetic<T>::Term* weights, const T
         }
     }
     for (int token = 0; token < num_tokens; token += A::PER_TERM) {
-        prefetcher.template prefetch<COLUMNS * LANES * A::PER_TERM * static_cast<int>(sizeof(T))>();
+        prefetcher.template prefetch<N * LANES * A::PER_TERM * static_cast<int>(sizeof(T))>();
         const T* tokens[A::PER_TERM];
         for (int n = 0; n < A::PER_TERM; ++n) tokens[n] = numbers_of(values, at[token + n]);
         Lanes row[(N + 1) / 2][2];
-        for (int n = 0; n < N; n += 2) A::load_values(tokens, offset + n * LANES, size, row[n / 2]);
+        for (int n = 0; n < N; ++n) {
+            if constexpr (std::is_same_v<T, half>) {  // without a check of the size, which took 8 % of the time
+                row[n / 2][n % 2] = load(tokens[0] + offset + n * LANES);
+            } else if (n % 2 == 0) {
+                A::load_values(tokens, offset + n * LANES, size, row[n / 2]);
+            }
+        }
         for (int m = 0; m < M; ++m) {
             const Lanes weight = A::splat_term(weights + m * stride + token / A::PER_TERM);
             for (int n = 0; n < N; ++n) block[m][n] = A::multiply_add(weight, row[n / 2][n % 2], block[m][n]);
@@ -338,6 +330,10 @@ void multiply_values(const typename Arithmetic<T>::Term* weights, const T* value
         multiply_value_columns<M, N>(weights, values, at, num_tokens, size, offset, sums, factors, prefetcher);
         offset += N * LANES;
     };
+    if constexpr (COLUMNS == 4) {  // heads of 80 and 96
+        if (size == 5 * LANES) multiply_columns(std::integral_constant<int, 5>{});
+        if (size == 6 * LANES) multiply_columns(std::integral_constant<int, 6>{});
+    }
     while (size - offset >= COLUMNS * LANES) multiply_columns(std::integral_constant<int, COLUMNS>{});
     while (size - offset >= 2 * LANES) multiply_columns(std::integral_constant<int, 2>{});
     if (offset < size) multiply_columns(std::integral_constant<int, 1>{});
@@ -355,8 +351,7 @@ struct Softmax {
     float total = 0;
 };
 
-// Implementation of compute_weights. IS_WHOLE: the row sees all tokens of the tile and has no bias, so masking is
-// skipped.
+// Implementation of compute_weights. IS_WHOLE: the row sees all tokens of the tile and has no bias.
 template <typename A, bool IS_WHOLE>
 inline float compute_weights_of(const float* products, int num_groups, int first, int end, float scale,
                                 const float* bias, Softmax& row, typename A::Term* weights) {

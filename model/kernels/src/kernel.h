@@ -1,7 +1,7 @@
-// Common declarations of all kernels: the export macro, parallel_for and Busy.
+// Declarations that the source files share: threads, attention, and products with packed matrices.
 #pragma once
 
-#include <cstdint>
+#include "lanes.h"
 
 #define KVASIR_KERNEL extern "C" __attribute__((visibility("default")))
 
@@ -11,10 +11,9 @@ namespace kvasir {
 using Work = void (*)(const void* data, int64_t index, int thread);
 void run_parallel(int64_t count, int64_t threads, Work work, const void* data);
 
-// Calls work(index, thread) for every index from 0 to count - 1, on up to `threads` threads. One of them is the calling
-// thread. A thread takes the next index when it has finished one. The argument `thread` is unique among the running
-// threads. Returns when the last index is finished, even if some threads never started: a thread that the system does
-// not schedule delays no other thread.
+// Calls work(index, thread) for every index from 0 to count - 1, on up to `threads` threads, the caller's included.
+// `thread` is unique among the running threads. Returns when the last index is finished, even if some threads never
+// started: a thread that the system does not schedule delays no other thread.
 template <typename Callable>
 void parallel_for(int64_t count, int64_t threads, const Callable& work) {
     if (threads <= 1 || count <= 1) {
@@ -27,8 +26,8 @@ void parallel_for(int64_t count, int64_t threads, const Callable& work) {
     run_parallel(count, threads, call, &work);
 }
 
-// While an object of this class exists, idle threads spin instead of sleeping. For parts of a step that follow each
-// other within microseconds.
+// While an object of this class exists, idle threads spin instead of sleeping: parts of a step follow each other within
+// microseconds.
 class Busy {
 public:
     Busy();
@@ -36,5 +35,64 @@ public:
     Busy(const Busy&) = delete;
     Busy& operator=(const Busy&) = delete;
 };
+
+// Arguments of attention that all layers of a step share. tables: table_width block numbers for each sequence, each
+// below num_blocks. slots: cache slot of each token's key and value, block * block_size + offset.
+struct AttentionBatch {
+    int64_t num_sequences, num_tokens, block_size, num_blocks, table_width;
+    const int64_t *query_starts, *context_lengths, *tables, *slots;
+};
+
+// Arguments of attention for one layer. Strides are the distances between tokens, in numbers; out and the cache are
+// contiguous. window: number of positions that a token sees, its own included; 0: no limit. bias: null, or bias_stride
+// floats for each query head: [bias_length - 1 - d] is added to the score of a key d positions back. Biases are
+// multiplied by log2(e), because weights are computed as powers of two.
+struct AttentionCall {
+    const void *q, *k, *v;
+    void *out, *keys, *values;
+    int64_t q_stride, k_stride, v_stride, num_heads, num_kv_heads, head_size, window, bias_length, bias_stride, threads;
+    const float* bias;
+    float scale;
+};
+
+using AttentionKernel = void (*)(const AttentionBatch* batch, const AttentionCall* call);
+
+enum class Numbers : int64_t { float32 = 0, bfloat16 = 1, int8 = 2 };
+
+// Packed matrix, laid out by Python. Outputs are grouped in panels of PANEL, the last panel padded with zeros. A panel
+// holds the first `GROUP` inputs of each output, then the next `GROUP` inputs of each output, and so on. A product thus
+// reads the memory of a matrix sequentially.
+struct Matrix {
+    const void* weight;
+    const float* bias;     // for every padded output, or null
+    const float* scale;    // int8: scale of every padded output
+    const int32_t* shift;  // int8: 128 times the sum of an output's weights, because inputs have 128 added
+    int64_t inputs;
+    int64_t outputs;  // padded
+    Numbers numbers;
+};
+
+// Type of the inputs of a bfloat16 matrix.
+#if defined(KVASIR_BF16_DOT)
+using Bfloat16Input = bf16;
+#else
+using Bfloat16Input = float;
+#endif
+
+constexpr int64_t PANEL = 64;  // outputs that one task computes
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 6, TILE_BLOCKS = 4;  // sums take 24 of 32 registers
+#else
+constexpr int TILE_ROWS = 3, TILE_BLOCKS = 2;
+#endif
+
+// Receives the results of one row for TILE_BLOCKS blocks of LANES outputs, starting at `output`. Called once for every
+// row and output, on any thread.
+using Emit = void (*)(const void* work, int64_t row, int64_t output, const Lanes* results);
+
+// Computes x W^T for all rows of x and passes the results to emit. Every output is one sum over the inputs in their
+// order, so results are batch-invariant. stride: distance between rows, in inputs. scales: scale of each row, for int8.
+void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
+              Emit emit, const void* work);
 
 }  // namespace kvasir

@@ -3,7 +3,7 @@
 #pragma once
 
 #if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
-#error "the kernels need AVX2, FMA and F16C; see LEVELS in cpu_features.py"
+#error "the kernels need AVX2, FMA and F16C; see LEVELS in build.py"
 #endif
 
 #include <immintrin.h>
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 namespace kvasir {
 
@@ -27,15 +28,6 @@ struct half {
 };
 
 constexpr float LARGEST_HALF = 65504.f;
-
-inline float to_float(float x) { return x; }
-inline float to_float(half x) { return _cvtsh_ss(x.bits); }
-inline float to_float(bf16 x) {
-    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-}
 
 inline bf16 to_bf16(float x) {  // rounds to nearest, ties to even; NaN stays NaN
     uint32_t bits;
@@ -172,8 +164,7 @@ inline Lanes load(const Number* from, int count) {
     return load(buffer);
 }
 
-// Rounds to nearest, ties to even. Finite values beyond the largest half, and infinity, become the largest half.
-// NaN stays NaN.
+// Rounds to nearest, ties to even. Values beyond the largest half, and infinity, become it. NaN stays NaN.
 inline void store(half* to, Lanes x) {
     store_rounded(to, min(splat(LARGEST_HALF), max(splat(-LARGEST_HALF), x)));
 }
@@ -235,9 +226,8 @@ inline float largest(Lanes x) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// 2^x for x <= 127; x below -126 is clamped to -126. x is n + rest with an integer n and |rest| <= 0.5. A polynomial of
-// degree 5 approximates 2^rest. It is the minimax polynomial of the relative error among those that are 1 at 0 (Remez
-// 1934). Its largest relative error is 9.1e-8; rounding to float has up to 6.0e-8.
+// 2^x for x <= 127; x below -126 is clamped to -126. x is n + rest with an integer n and |rest| <= 0.5. The polynomial
+// for 2^rest has the smallest relative error, 9.1e-8, of those of degree 5 that are 1 at 0 (Remez 1934).
 inline Lanes exp2(Lanes x) {
     const Lanes bounded = max(splat(-126.f), x);  // NaN stays NaN
     const Lanes n = round(bounded);
@@ -269,15 +259,14 @@ inline void transpose(const Number* const (&rows)[LANES], int left, Lanes (&colu
         four = _mm512_insertf32x4(four, load_four(rows[n + 8] + left), 2);
         every_fourth[n] = _mm512_insertf32x4(four, load_four(rows[n + 12] + left), 3);
     }
-    auto pairs = [](__m512 x) { return _mm512_castps_pd(x); };
-    const __m512d low = pairs(_mm512_unpacklo_ps(every_fourth[0], every_fourth[1]));
-    const __m512d high = pairs(_mm512_unpackhi_ps(every_fourth[0], every_fourth[1]));
-    const __m512d next_low = pairs(_mm512_unpacklo_ps(every_fourth[2], every_fourth[3]));
-    const __m512d next_high = pairs(_mm512_unpackhi_ps(every_fourth[2], every_fourth[3]));
-    columns[0].v = _mm512_castpd_ps(_mm512_unpacklo_pd(low, next_low));
-    columns[1].v = _mm512_castpd_ps(_mm512_unpackhi_pd(low, next_low));
-    columns[2].v = _mm512_castpd_ps(_mm512_unpacklo_pd(high, next_high));
-    columns[3].v = _mm512_castpd_ps(_mm512_unpackhi_pd(high, next_high));
+    const __m512 low = _mm512_unpacklo_ps(every_fourth[0], every_fourth[1]);
+    const __m512 high = _mm512_unpackhi_ps(every_fourth[0], every_fourth[1]);
+    const __m512 next_low = _mm512_unpacklo_ps(every_fourth[2], every_fourth[3]);
+    const __m512 next_high = _mm512_unpackhi_ps(every_fourth[2], every_fourth[3]);
+    columns[0].v = _mm512_shuffle_ps(low, next_low, 0x44);
+    columns[1].v = _mm512_shuffle_ps(low, next_low, 0xee);
+    columns[2].v = _mm512_shuffle_ps(high, next_high, 0x44);
+    columns[3].v = _mm512_shuffle_ps(high, next_high, 0xee);
 #else
     for (int part = 0; part < 2; ++part) {
         __m256 every_fourth[4];
@@ -295,6 +284,15 @@ inline void transpose(const Number* const (&rows)[LANES], int left, Lanes (&colu
         for (int n = 0; n < 4; ++n) (part == 0 ? columns[n].low : columns[n].high) = done[n];
     }
 #endif
+}
+
+// Calls work with the number of rows, at most MAX, as a std::integral_constant.
+template <int MAX, typename Work>
+void with_rows(int rows, const Work& work) {
+    if constexpr (MAX > 1) {
+        if (rows < MAX) return with_rows<MAX - 1>(rows, work);
+    }
+    work(std::integral_constant<int, MAX>{});
 }
 
 }  // namespace kvasir

@@ -1,24 +1,20 @@
 // Transformer layers except attention. One call computes everything between the attentions of two consecutive layers.
 #include <algorithm>
-#include <type_traits>
 
-#include "attention.h"
-#include "linear.h"
+#include "kernel.h"
 #include "rows.h"
 
 namespace kvasir {
 namespace {
 
-// Weights of one layer, filled by Python. Pointers are null if the layer has no such weights. Norm weights include
-// their offset.
+// Weights of one layer; null if the layer has no such weights. Norm weights include their offset.
 struct LayerWeights {
     Matrix qkv, out, up, down;
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
 };
 
 // Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). rotated:
-// dimensions of a head that get the rotary embedding. norm_scope, of query and key norms: 0 for each head alone, 1 for
-// all heads.
+// dimensions of a head with rotary embedding. norm_scope, of query and key norms: 0 for each head, 1 for all heads.
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, mlp;
     int64_t rotated, norm_scope;
@@ -42,6 +38,24 @@ struct Rows {
     const int64_t* positions;      // position of every row
     const void* embedding;         // `hidden` numbers for every token id; null if x is given
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
+};
+
+// Arguments of a step of a whole model. Python updates the buffers in place from step to step.
+struct StepArguments {
+    const Shape* shape;
+    const Rows* rows;
+    const LayerWeights* layers;
+    // num_positions: positions with cosines and sines. vocabulary: tokens with an embedding.
+    int64_t num_layers, num_positions, vocabulary;
+    AttentionKernel attend;
+    const AttentionBatch* batch;
+    const AttentionCall* calls;  // one for each layer
+    const void* mixed;           // output of attention: rows of heads * head_dim
+    const Matrix* head;
+    const float *norm, *norm_bias;
+    float* logits;  // head->outputs a row
+    int64_t* ids;   // index of each row's highest logit among the first num_ids; -1 if a row is not finite
+    int64_t num_ids;
 };
 
 template <typename Number>
@@ -94,8 +108,8 @@ class Step {
         store_product(head, norm_inputs(head, norm, bias), out);
     }
 
-    // Sets ids to the index of each row's highest logit among the first `size`. Sets -1 if one of these logits, or a
-    // number of x, is NaN or infinite.
+    // Sets ids to the index of each row's highest logit among the first `size`; -1 if a logit, or a number of x, is NaN
+    // or infinite.
     void most_likely(const float* logits, int64_t row_stride, int64_t size, int64_t* ids) const {
         each_row([&](int64_t row) {
             const bool is_known = is_finite(rows.x + row * stride, shape.hidden);
@@ -123,7 +137,6 @@ class Step {
         parallel_for(rows.count, rows.count < 4 ? 1 : rows.threads, [&](int64_t row, int) { work(row); });
     }
 
-    // Converts one row of inputs of a matrix, for norm_inputs and convert_inputs.
     template <typename From>
     void convert_row(const Matrix& matrix, const From* from, int64_t size, int64_t row, int64_t to_stride) const {
         if (matrix.numbers == Numbers::int8) {
@@ -159,7 +172,10 @@ class Step {
     // Calls work(row, output, results) with TILE_BLOCKS blocks of results of each row of a product.
     template <typename Work>
     void product(const Matrix& matrix, Inputs inputs, const Work& work) const {
-        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads, work);
+        const Emit emit = [](const void* work, int64_t row, int64_t output, const Lanes* results) {
+            (*static_cast<const Work*>(work))(row, output, results);
+        };
+        multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads, emit, &work);
     }
 
     // Computes a product, and writes or adds it to rows of floats.
@@ -229,62 +245,45 @@ class Step {
     }
 };
 
-// Calls work with a Step of the shape's number type.
+// Calls work with a Step of the model's number type.
 template <typename Work>
-void with_step(const Shape& shape, const Rows& rows, const Work& work) {
-    if (shape.numbers == Numbers::float32) {
-        work(Step<float>(shape, rows));
+void with_step(const StepArguments& arguments, const Work& work) {
+    if (arguments.shape->numbers == Numbers::float32) {
+        work(Step<float>(*arguments.shape, *arguments.rows));
     } else {
-        work(Step<bf16>(shape, rows));
+        work(Step<bf16>(*arguments.shape, *arguments.rows));
     }
 }
-
-// Arguments of a whole decode step, in which every sequence computes one token. The pointers stay valid from step to
-// step; Python updates the buffers in place.
-struct Decode {
-    const Shape* shape;
-    const Rows* rows;
-    const LayerWeights* layers;
-    // num_positions: positions with cosines and sines. vocabulary: tokens with an embedding.
-    int64_t num_layers, num_positions, vocabulary;
-    AttentionKernel attend;
-    const AttentionBatch* batch;
-    const AttentionCall* calls;
-    const void* mixed;
-    const Matrix* head;
-    const float *norm, *norm_bias;
-    float* logits;  // head->outputs a row
-    int64_t* ids;   // index of each row's highest logit among the first num_ids; -1 if a row is not finite
-    int64_t num_ids;
-};
 
 }  // namespace
 }  // namespace kvasir
 
 using namespace kvasir;
 
-// Finishes layer `done` from its attention output `mixed` (rows of heads * head_dim). Then computes queries, keys and
-// values of layer `next`. done null: starts with the embeddings, if rows has any. next null: stops after `done`.
-KVASIR_KERNEL void kvasir_between_attentions(const Shape* shape, const Rows* rows, const LayerWeights* done,
-                                             const void* mixed, const LayerWeights* next) {
-    with_step(*shape, *rows, [&](const auto& step) {
-        if (done == nullptr && rows->embedding != nullptr) step.embed();
-        if (done != nullptr) step.finish(*done, mixed);
-        if (next != nullptr) step.begin(*next);
+// Finishes layer `layer` - 1 from its attention output, then computes queries, keys and values of layer `layer`, if the
+// model has these layers. Layer 0 starts with the embeddings, if rows has any.
+KVASIR_KERNEL void kvasir_between_attentions(const StepArguments* arguments, int64_t layer) {
+    with_step(*arguments, [&](const auto& step) {
+        if (layer == 0 && arguments->rows->embedding != nullptr) step.embed();
+        if (layer > 0) step.finish(arguments->layers[layer - 1], arguments->mixed);
+        if (layer < arguments->num_layers) step.begin(arguments->layers[layer]);
     });
 }
 
-// Computes all layers. attend computes a layer's attention: it reads queries, keys and values from rows.qkv and writes
-// its output to `mixed`. calls: one for each layer.
-KVASIR_KERNEL void kvasir_layers(const Shape* shape, const Rows* rows, const LayerWeights* layers, int64_t count,
-                                 AttentionKernel attend, const AttentionBatch* batch, const AttentionCall* calls,
-                                 const void* mixed) {
+// Computes all layers. `attend` reads a layer's queries, keys and values from rows.qkv and writes to `mixed`.
+KVASIR_KERNEL void kvasir_layers(const StepArguments* arguments) {
     const Busy busy;
-    for (int64_t layer = 0; layer <= count; ++layer) {
-        kvasir_between_attentions(shape, rows, layer > 0 ? layers + layer - 1 : nullptr, mixed,
-                                  layer < count ? layers + layer : nullptr);
-        if (layer < count) attend(batch, calls + layer);
+    for (int64_t layer = 0; layer <= arguments->num_layers; ++layer) {
+        kvasir_between_attentions(arguments, layer);
+        if (layer < arguments->num_layers) arguments->attend(arguments->batch, arguments->calls + layer);
     }
+}
+
+// Computes the logits of rows.x: float32, head.outputs a row.
+KVASIR_KERNEL void kvasir_logits(const StepArguments* arguments) {
+    with_step(*arguments, [&](const auto& step) {
+        step.logits(*arguments->head, arguments->norm, arguments->norm_bias, arguments->logits);
+    });
 }
 
 // Returns whether all numbers are from 0 to limit - 1: token ids in the vocabulary, or positions in a table.
@@ -292,30 +291,22 @@ KVASIR_KERNEL bool kvasir_are_tokens(const int64_t* numbers, int64_t count, int6
     return std::all_of(numbers, numbers + count, [&](int64_t number) { return number >= 0 && number < limit; });
 }
 
-// See most_likely in rows.h.
-KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { return most_likely(logits, size); }
+KVASIR_KERNEL bool kvasir_is_within_cache(const AttentionBatch* batch);
 
-// Computes the logits of rows.x: float32, head.outputs a row.
-KVASIR_KERNEL void kvasir_logits(const Shape* shape, const Rows* rows, const Matrix* head, const float* norm,
-                                 const float* bias, float* logits) {
-    with_step(*shape, *rows, [&](const auto& step) { step.logits(*head, norm, bias, logits); });
-}
-
-// Computes a decode step. Returns false, without computing anything, if a token, a position, a slot or a block is out
-// of range.
-KVASIR_KERNEL bool kvasir_decode(const Decode* step) {
-    const Rows& rows = *step->rows;
-    const bool are_tokens = kvasir_are_tokens(rows.tokens, rows.count, step->vocabulary);
-    const bool are_positions = kvasir_are_tokens(rows.positions, rows.count, step->num_positions);
-    if (!are_tokens || !are_positions || !is_within_cache(*step->batch)) return false;
+// Computes a decode step, in which every sequence computes one token. Returns false, without computing anything, if a
+// token, a position, a slot or a block is out of range.
+KVASIR_KERNEL bool kvasir_decode(const StepArguments* arguments) {
+    const Rows& rows = *arguments->rows;
+    const bool are_tokens = kvasir_are_tokens(rows.tokens, rows.count, arguments->vocabulary);
+    const bool are_positions = kvasir_are_tokens(rows.positions, rows.count, arguments->num_positions);
+    if (!are_tokens || !are_positions || !kvasir_is_within_cache(arguments->batch)) return false;
     const Busy busy;
-    kvasir_layers(step->shape, &rows, step->layers, step->num_layers, step->attend, step->batch, step->calls, step->mixed);
-    kvasir_logits(step->shape, &rows, step->head, step->norm, step->norm_bias, step->logits);
-    Step<float>(*step->shape, rows).most_likely(step->logits, step->head->outputs, step->num_ids, step->ids);
+    kvasir_layers(arguments);
+    kvasir_logits(arguments);
+    Step<float>(*arguments->shape, rows)
+        .most_likely(arguments->logits, arguments->head->outputs, arguments->num_ids, arguments->ids);
     return true;
 }
 
-// Returns the number of adjacent inputs of one output in a packed matrix.
-KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
-    return side_by_side(static_cast<Numbers>(numbers));
-}
+// See most_likely in rows.h.
+KVASIR_KERNEL int64_t kvasir_most_likely(const float* logits, int64_t size) { return most_likely(logits, size); }

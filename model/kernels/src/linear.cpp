@@ -1,11 +1,17 @@
-// The products of linear.h, computed in tiles of rows and outputs. The sums of a tile stay in registers.
-#include "linear.h"
+// Products with packed matrices, computed in tiles of rows and outputs. The sums of a tile stay in registers.
+#include "kernel.h"
 
 namespace kvasir {
 namespace {
 
 constexpr int64_t TASK_ROWS = 96;
 constexpr int64_t FETCH_AHEAD = 24;  // prefetch distance, in groups of inputs: covers the latency of memory
+
+inline int32_t load_word(const void* from) {
+    int32_t word;
+    std::memcpy(&word, from, sizeof word);
+    return word;
+}
 
 // Each matrix type stores GROUP adjacent inputs of an output and multiplies a group in PARTS passes.
 struct Float32 {
@@ -29,11 +35,7 @@ struct Bfloat16 {
     static constexpr int GROUP = 2, PARTS = 1;
     static Sums zero() { return zeros(); }
     static __m512bh weights(const Weight* from, int) { return (__m512bh)_mm512_loadu_si512(from); }
-    static Spread spread(const Input* from, int) {
-        int32_t two;
-        std::memcpy(&two, from, sizeof two);
-        return (__m512bh)_mm512_set1_epi32(two);
-    }
+    static Spread spread(const Input* from, int) { return (__m512bh)_mm512_set1_epi32(load_word(from)); }
     static Sums step(Sums sums, __m512bh weights, Spread inputs) {
         return {_mm512_dpbf16_ps(sums.v, weights, inputs)};
     }
@@ -64,11 +66,7 @@ struct Int8 {
     static constexpr int GROUP = 4, PARTS = 1;
     static Sums zero() { return {__v16si{}}; }
     static __m512i weights(const Weight* from, int) { return _mm512_loadu_si512(from); }
-    static Spread spread(const Input* from, int) {
-        int32_t four;
-        std::memcpy(&four, from, sizeof four);
-        return _mm512_set1_epi32(four);
-    }
+    static Spread spread(const Input* from, int) { return _mm512_set1_epi32(load_word(from)); }
     static Sums step(Sums sums, __m512i weights, Spread inputs) {
         return {(__v16si)_mm512_dpbusd_epi32((__m512i)sums.v, inputs, weights)};
     }
@@ -125,8 +123,7 @@ inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t out
 }
 
 // Prefetch plan of a tile. from: the weights that this thread will probably read next. blocks: number of blocks of
-// `from` that the tile prefetches. 0: the tile's own weights are not in the cache yet. The tile then prefetches its own
-// weights FETCH_AHEAD groups ahead, and near its end the first weights of `from`.
+// `from` that the tile prefetches; 0: the tile prefetches its own weights, and near its end the first of `from`.
 template <typename Kind>
 struct Prefetch {
     const typename Kind::Weight* from;
@@ -149,8 +146,7 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
     }
     for (int64_t group = 0; group < groups; ++group) {
         const int64_t at = group * STEP;
-        // Prefetch into L2, which allows more outstanding reads than L1. With prefetches that bypass the caches, a
-        // product of one row reached 0.45 of the memory bandwidth on a CPU with high memory latency.
+        // Prefetch into L2, which allows more outstanding reads than L1.
         if (prefetch.blocks > 0) {
             for (int b = 0; b < prefetch.blocks; ++b) __builtin_prefetch(prefetch.from + at + b * BLOCK, 0, 2);
         } else {
@@ -186,15 +182,6 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
     }
 }
 
-// Computes a tile of `count` rows, 1 to ROWS.
-template <typename Kind, int ROWS = TILE_ROWS, typename... Arguments>
-inline void tile_of(int64_t count, const Arguments&... arguments) {
-    if constexpr (ROWS > 1) {
-        if (count < ROWS) return tile_of<Kind, ROWS - 1>(count, arguments...);
-    }
-    tile<Kind, ROWS>(arguments...);
-}
-
 template <typename Kind>
 void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows,
                  int64_t threads, Emit emit, const void* work) {
@@ -217,21 +204,16 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
                 return block < 0 ? Prefetch<Kind>{next, 0} : Prefetch<Kind>{next + block * LANES * Kind::GROUP, share};
             };
             for (int64_t row = first; row < end; row += TILE_ROWS) {
-                tile_of<Kind>(end - row, matrix, inputs, stride, scales, row, output, next_prefetch(), emit, work);
+                with_rows<TILE_ROWS>(static_cast<int>(end - row), [&](auto count) {
+                    tile<Kind, decltype(count)::value>(matrix, inputs, stride, scales, row, output, next_prefetch(),
+                                                       emit, work);
+                });
             }
         }
     });
 }
 
 }  // namespace
-
-int64_t side_by_side(Numbers numbers) {
-    switch (numbers) {
-        case Numbers::float32: return Float32::GROUP;
-        case Numbers::bfloat16: return Bfloat16::GROUP;
-        default: return Int8::GROUP;
-    }
-}
 
 void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
               Emit emit, const void* work) {
@@ -243,3 +225,14 @@ void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* 
 }
 
 }  // namespace kvasir
+
+using namespace kvasir;
+
+// Returns GROUP: the number of adjacent inputs of one output in a packed matrix.
+KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
+    switch (static_cast<Numbers>(numbers)) {
+        case Numbers::float32: return Float32::GROUP;
+        case Numbers::bfloat16: return Bfloat16::GROUP;
+        default: return Int8::GROUP;
+    }
+}

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "kernel.h"
 #include "lanes.h"
 
 namespace kvasir {
@@ -68,7 +67,7 @@ inline void normalize(Norm norm, const float* x, int64_t size, const float* weig
 }
 
 // Quantizes a row to int8 with 128 added and returns its scale: x = scale (out - 128). The scale is NaN if a number is
-// not finite, because integers cannot represent it. `out` must have room for `padded(size)` bytes.
+// not finite. `out` must have room for `padded(size)` bytes.
 template <typename Number>
 inline float quantize(const Number* x, int64_t size, uint8_t* out) {
     Lanes most = zeros(), not_finite = zeros();  // not_finite: 0 if all numbers so far are finite, else NaN

@@ -1,8 +1,7 @@
-// Thread pool of the kernels, and a benchmark of its memory bandwidth.
+// Thread pool of the kernels, and a benchmark of the memory bandwidth.
 //
-// OpenMP ends a parallel region when every thread has arrived. If another process keeps a CPU busy, every region of a
-// step waits for a descheduled thread, even when no work is left. Here a region ends with its last index. Running
-// threads take all the work, and a thread that arrives late finds none.
+// An OpenMP region ends when every thread has arrived, so a CPU that another process keeps busy delays the region. Here
+// a region ends with its last index: running threads take all the work, and a late thread finds none.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -21,14 +20,6 @@ namespace {
 // 50 to 200 us, depending on the CPU's pause instruction: covers the single-threaded work between regions.
 constexpr int TURNS_BEFORE_SLEEP = 4000;
 constexpr int TURNS_BEFORE_YIELD = 1000;  // then a waiting caller yields: the last index's thread may need its CPU
-
-inline void rest() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 class Pool {
 public:
@@ -51,12 +42,9 @@ public:
         while (do_one(0)) {
         }
         for (int turn = 0; unfinished.load(std::memory_order_acquire) > 0; ++turn) {
-            turn < TURNS_BEFORE_YIELD ? rest() : std::this_thread::yield();
+            turn < TURNS_BEFORE_YIELD ? _mm_pause() : std::this_thread::yield();
         }
     }
-
-    void begin_busy() { busy.fetch_add(1, std::memory_order_relaxed); }
-    void end_busy() { busy.fetch_sub(1, std::memory_order_relaxed); }
 
 private:
     struct Region {
@@ -66,9 +54,8 @@ private:
     } all{};  // written only while left and unfinished are 0; read only by threads that have taken an index
     alignas(64) std::atomic<int64_t> left{0};
     alignas(64) std::atomic<int64_t> unfinished{0};
-    alignas(64) std::atomic<int> busy{0};
+    alignas(64) std::atomic<bool> is_taken{false};
     std::atomic<int> most{0}, asleep{0};
-    std::atomic<bool> is_taken{false};
     std::mutex mutex;
     std::condition_variable wake;
     int num_threads = 0;
@@ -89,8 +76,8 @@ private:
         for (int turn = 0;;) {
             if (has_work(thread) && do_one(thread)) {
                 turn = 0;
-            } else if (busy.load(std::memory_order_relaxed) > 0 && ++turn < TURNS_BEFORE_SLEEP) {
-                rest();
+            } else if (is_taken.load(std::memory_order_relaxed) && ++turn < TURNS_BEFORE_SLEEP) {
+                _mm_pause();
             } else {
                 sleep(thread);
                 turn = 0;
@@ -98,8 +85,7 @@ private:
         }
     }
 
-    // Sleeps until there is work for the thread. Only threads that the current region may use count as asleep: other
-    // threads need no wake-up.
+    // Sleeps until there is work for the thread. Threads that the current region may not use need no wake-up.
     void sleep(int thread) {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
@@ -139,6 +125,7 @@ Pool& pool() {
 }
 
 thread_local Pool* ours = nullptr;  // the pool that this thread owns, or null
+thread_local int depth = 0;         // number of nested Busy objects in this thread
 
 }  // namespace
 
@@ -151,21 +138,14 @@ void run_parallel(int64_t count, int64_t threads, Work work, const void* data) {
     }
 }
 
-namespace {
-thread_local int depth = 0;  // number of nested Busy objects in this thread
-}
-
 Busy::Busy() {
     if (depth++ > 0) return;
     Pool& all = pool();
-    if (!all.take()) return;
-    ours = &all;
-    ours->begin_busy();
+    if (all.take()) ours = &all;
 }
 
 Busy::~Busy() {
     if (--depth > 0 || ours == nullptr) return;
-    ours->end_busy();
     ours->give_back();
     ours = nullptr;
 }

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
-from model.attention.kernel_selection import KernelContext, choose, fits
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
+from model.attention.paged import KernelContext, choose, fits
 from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
 from model.gpu.quantization import choose as select_quantization

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from model.attention.kv_cache import KVCache
 from model.inspect.attention_weights import weights_of_layer
-from model.native.decode_call import Decoded
-from model.native.native_transformer import NativeTransformer, to_native
+from model.native.native_transformer import Decoded, NativeTransformer, to_native
 from model.nn.transformer import Transformer
 from model.sampling.logits_processors import mask_logits
 from model.sampling.params import SamplingParams

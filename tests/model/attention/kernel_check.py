@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from model.attention.eager import EagerAttention
-from model.attention.kernel_selection import KernelContext
+from model.attention.backends import EagerAttention
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
-from model.attention.paged import PagedAttention
+from model.attention.metadata import AttentionForm, AttentionMetadata
+from model.attention.paged import KernelContext, PagedAttention
 
 # Largest error by dtype, as a fraction of the largest absolute output of the reference implementation. Kernels sum in
 # another order and round weights to the dtype.

@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 
-from model.attention.eager import EagerAttention
+from model.attention.backends import EagerAttention
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from tests.model.configs import VARIANTS, attention_layers, build
 from tests.model.kernel_libraries import BACKENDS
 from tests.model.paging import BLOCK_SIZE, PagedRun
@@ -33,7 +32,7 @@ def test_uncached_backends_agree(num_heads: int, num_kv_heads: int, lengths: tup
     torch.testing.assert_close(sdpa, eager, atol=1e-5, rtol=1e-5)
 
 
-def test_eager_is_the_formula_for_one_head() -> None:
+def test_eager_attention_equals_the_formula_for_one_head() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 3, 4).unbind(0)
     rows = []
@@ -66,7 +65,7 @@ def test_multi_head_equals_pytorchs_own_module() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 64])
-def test_cached_chunks_equal_the_whole(variant: str, backend: str, chunk: int) -> None:
+def test_a_prompt_in_cached_chunks_equals_the_uncached_pass(variant: str, backend: str, chunk: int) -> None:
     """Ragged sequences in chunks, through the paged cache, give the logits of one uncached pass."""
     config = VARIANTS[variant]
     oracle, model = build(config, "eager"), build(config, backend)
@@ -79,7 +78,7 @@ def test_cached_chunks_equal_the_whole(variant: str, backend: str, chunk: int) -
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_padding_blocks_do_not_matter() -> None:
+def test_padding_blocks_do_not_change_the_output() -> None:
     """Garbage in blocks behind the context of a sequence does not affect its output."""
     config = VARIANTS["rotary-gqa"]
     generator = torch.Generator().manual_seed(3)
@@ -136,9 +135,9 @@ def test_cache_gathers_what_was_written() -> None:
     table = [4, 1]
     slots = [table[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(6)]
     cache.write(1, torch.tensor(slots), k_TKD, v_TKD)
-    k_BSKD, v_BSKD = cache.gather(1, torch.tensor([table]))
-    torch.testing.assert_close(k_BSKD[0, :6], k_TKD)
-    torch.testing.assert_close(v_BSKD[0, :6], v_TKD)
+    k_SKD, v_SKD = cache.gather(1, cache.slots_of(torch.tensor(table))[:6])
+    torch.testing.assert_close(k_SKD, k_TKD)
+    torch.testing.assert_close(v_SKD, v_TKD)
     assert not cache.keys_LNPKD[0].any()
     assert cache.num_bytes == 6 * BLOCK_SIZE * config.kv_bytes_per_token(4)
 

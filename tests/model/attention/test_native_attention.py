@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.eager import EagerAttention
+from model.attention.backends import EagerAttention
 from model.attention.kv_cache import KVCache, rounded
-from model.attention.layer_spec import AttentionForm, ScoreBias
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata, ScoreBias
 from model.attention.native import NativeAttention
 from model.attention.score_biases import AlibiBias, DisentangledBias, RelativeBias, relative_positions
 from model.attention.sdpa import SdpaAttention
@@ -126,7 +125,7 @@ ORACLE_CASES = [(way, shape) for way in BUILDABLE for shape in (SHAPES if way in
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("way", "shape"), ORACLE_CASES)
 @torch.no_grad()
-def test_it_equals_the_reference(way: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_native_attention_equals_the_reference(way: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     scene = Scene(shape, LENGTHS, dtype, unwritten=0.0 if way == "none" else torch.nan)
     biases = biases_of(shape)
     for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
@@ -142,7 +141,7 @@ def test_it_equals_the_reference(way: str, shape: tuple[int, int, int, int], dty
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES[1:3])
 @pytest.mark.parametrize("way", BUILDABLE)
-def test_the_same_bits_alone_and_in_any_batch(
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(
     way: str, shape: tuple[int, int, int, int], dtype: torch.dtype, set_threads: Callable[[int], None]
 ) -> None:
     """Few sequences are split for the threads: by heads, then by parts of their context."""
@@ -161,7 +160,7 @@ def test_the_same_bits_alone_and_in_any_batch(
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("shape", "window"), [(SHAPES[0], 70), (SHAPES[1], None), (SHAPES[2], None)])
 @pytest.mark.parametrize("way", BUILDABLE)
-def test_the_same_bits_decoded_and_in_chunks_of_any_size(
+def test_decoded_tokens_and_prompt_chunks_have_the_same_bits(
     way: str, shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
     """Few query rows are multiplied while keys are read; many rows use keys packed once for all of them."""
@@ -221,7 +220,7 @@ def test_slots_and_blocks_outside_the_cache_are_rejected(way: str, slot: int, bl
 
 
 @pytest.mark.parametrize("way", BUILDABLE)
-def test_queries_and_keys_may_lie_in_wider_rows(way: str) -> None:
+def test_queries_and_keys_may_be_slices_of_wider_rows(way: str) -> None:
     """The rows are wider if one matrix computes queries, keys and values."""
     cache = KVCache(VARIANTS["none"], num_blocks=2, block_size=4, dtype=torch.float32, device="cpu")
     metadata = AttentionMetadata(
@@ -241,7 +240,7 @@ def test_queries_and_keys_may_lie_in_wider_rows(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", BUILDABLE)
-def test_nan_stays_nan(way: str) -> None:
+def test_a_nan_in_a_key_or_value_gives_nan(way: str) -> None:
     scene = Scene((2, 2, 8, 4), ((1, 9), (1, 9)))
     scene.texts[0][1][3, 0, 2] = torch.nan
     damaged, whole = scene.attend(native(way))

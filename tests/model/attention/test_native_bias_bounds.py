@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.attention import native as native_module
-from model.attention.eager import EagerAttention
+from model.attention.backends import EagerAttention
 from model.attention.score_biases import AlibiBias
 from tests.model.attention.test_native_attention import FORM, TOLERANCES, Scene
 from tests.model.configs import VARIANTS
@@ -30,7 +30,7 @@ def before_a_wall(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", BUILDABLE)
 @pytest.mark.parametrize("num_queries", [1, 50, 96, 130])
-def test_no_bias_is_read_behind_the_last(way: str, num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_reads_no_bias_past_the_buffer(way: str, num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     biases = native_module._biases
     monkeypatch.setattr(native_module, "_biases", lambda *given: before_a_wall(biases(*given)))
     scene = Scene((4, 4, 64, 16), [(num_queries, num_queries)])

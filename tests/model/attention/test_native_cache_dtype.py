@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from model.attention.eager import EagerAttention
+from model.attention.backends import EagerAttention
 from model.attention.kv_cache import KVCache, rounded
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from tests.model.attention.test_native_attention import (
     BEST,
     FORM,
@@ -31,7 +30,7 @@ CASES = [(level, shape) for level in BUILDABLE for shape in ([*SHAPES, *SHARED] 
 
 @pytest.mark.parametrize(("level", "shape"), CASES)
 @torch.no_grad()
-def test_it_equals_the_reference(level: str, shape: tuple[int, int, int, int]) -> None:
+def test_attention_over_float16_equals_the_reference(level: str, shape: tuple[int, int, int, int]) -> None:
     scene, biases = Scene(shape, LENGTHS, cache_dtype=HALF), biases_of(shape)
     exact = Scene(shape, LENGTHS)
     for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
@@ -51,7 +50,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2], SHARED[0]])
 @pytest.mark.parametrize("level", BUILDABLE)
-def test_the_same_bits_alone_and_in_any_batch(
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(
     level: str, shape: tuple[int, int, int, int], set_threads: Callable[[int], None]
 ) -> None:
     scene = Scene(shape, (*LENGTHS, (1, 1600)), cache_dtype=HALF)
@@ -66,7 +65,7 @@ def test_the_same_bits_alone_and_in_any_batch(
 
 @pytest.mark.parametrize(("shape", "window"), [(SHAPES[0], 70), (SHAPES[1], None), (SHAPES[2], None)])
 @pytest.mark.parametrize("level", BUILDABLE)
-def test_the_same_bits_decoded_and_in_chunks_of_any_size(
+def test_decoded_tokens_and_prompt_chunks_have_the_same_bits(
     level: str, shape: tuple[int, int, int, int], window: int | None
 ) -> None:
     """A token attends to its own rounded key and value, whether they were written earlier or in this step."""
@@ -82,7 +81,7 @@ def test_the_same_bits_decoded_and_in_chunks_of_any_size(
 
 @pytest.mark.parametrize("size", [64, 37])
 @pytest.mark.parametrize("level", BUILDABLE)
-def test_every_number_is_written_and_read_as_pytorch_does(level: str, size: int) -> None:
+def test_every_float16_number_is_written_and_read_as_pytorch_does(level: str, size: int) -> None:
     """Each number is the value of a text of one token, whose weight is 1, so the output is the value.
 
     The numbers are all float16 values, midpoints between two of them, and values out of range.
@@ -114,7 +113,7 @@ def test_every_number_is_written_and_read_as_pytorch_does(level: str, size: int)
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-def test_nan_stays_nan(level: str) -> None:
+def test_a_nan_in_a_key_or_value_gives_nan(level: str) -> None:
     for size in (16, 7):
         scene = Scene((2, 2, size, 4), ((1, 9), (1, 9)), cache_dtype=HALF)
         scene.texts[0][1][8, 0, 2] = torch.nan  # written by this step

@@ -1,26 +1,26 @@
 """GPU attention over a paged cache: every kernel for a CPU equals the reference implementation."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from model.attention.eager import EagerAttention
-from model.attention.kernel_selection import (
+from model.attention.backends import EagerAttention
+from model.attention.kv_cache import KVCache
+from model.attention.metadata import AttentionForm, AttentionMetadata
+from model.attention.paged import (
     CHUNK_KERNELS,
     DECODE_KERNELS,
     KernelContext,
+    PagedAttention,
     VarlenChunks,
     choose,
     fits,
     gathered,
     one_by_one,
 )
-from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata, ragged_view
-from model.attention.paged import PagedAttention
 from model.nn.transformer import Transformer
 from tests.model.attention.kernel_check import check_kernels
 from tests.model.configs import VARIANTS, attention_layers, build
@@ -41,8 +41,8 @@ def with_backend(variant: str, backend: PagedAttention) -> Transformer:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_cached_chunks_equal_the_whole(variant: str, chunk: int) -> None:
-    """With chunks of 7, some steps have sequences with one token beside sequences with more."""
+def test_a_prompt_in_cached_chunks_equals_the_uncached_pass(variant: str, chunk: int) -> None:
+    """With chunks of 7, some steps compute one token of a sequence and several tokens of another sequence."""
     model = with_backend(variant, PagedAttention(gathered, one_by_one))
     oracle = build(VARIANTS[variant], "eager")
     generator = torch.Generator().manual_seed(chunk)
@@ -76,7 +76,15 @@ def test_decoding_takes_lengths_from_positions_alone() -> None:
 
 def test_a_ragged_view_locates_chunks_and_contexts() -> None:
     tables = torch.tensor([[3, 9], [1, 9], [4, 2]])
-    view = ragged_view((2, 1, 3), (3, 2, 6), tables, 4)
+    slots = torch.zeros(6, dtype=torch.int64)
+    batch = AttentionMetadata(
+        query_lengths=(2, 1, 3),
+        context_lengths=(3, 2, 6),
+        positions_T=slots,
+        slot_mapping_T=slots,
+        block_tables_BN=tables,
+    )
+    view = batch.ragged_view(4)
     assert view.decodes is not None
     tokens, positions, decode_tables = view.decodes
     assert (tokens.tolist(), positions.tolist(), decode_tables.tolist()) == ([2], [1], [[1, 9]])
@@ -84,7 +92,8 @@ def test_a_ragged_view_locates_chunks_and_contexts() -> None:
     assert view.slots_S.tolist() == [12, 13, 14, 16, 17, 18, 19, 8, 9]
     assert (view.query_starts.tolist(), view.context_starts.tolist()) == ([0, 2, 5], [0, 3, 9])
     assert view.query_starts.dtype == view.context_starts.dtype == torch.int32
-    assert ragged_view((2,), (2,), tables, 4).decodes is None
+    chunk = dataclasses.replace(batch, query_lengths=(6,), context_lengths=(6,))
+    assert chunk.ragged_view(4).decodes is None
 
 
 def varlen_oracle(
@@ -105,19 +114,19 @@ def varlen_oracle(
 
 
 @pytest.mark.parametrize("place", [PLACE, WINDOWS], ids=["plain", "windows"])
-def test_chunks_by_a_function_for_any_lengths(place: KernelContext) -> None:
-    told: list[dict[str, Any]] = []
+def test_varlen_chunks_equal_the_reference(place: KernelContext) -> None:
+    given: list[dict[str, Any]] = []
 
     def function(
         query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
         *, scale: float, window_size: tuple[int, int], enable_gqa: bool, num_splits: int,
     ) -> Tensor:  # fmt: skip
-        told.append({"max_q": max_q, "max_k": max_k, "gqa": enable_gqa, "splits": num_splits})
+        given.append({"max_q": max_q, "max_k": max_k, "gqa": enable_gqa, "splits": num_splits})
         assert window_size[1] == 0
         return varlen_oracle(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
 
     check_kernels(PagedAttention(gathered, VarlenChunks(function)), place)
-    assert told[0] == {"max_q": 120, "max_k": 700, "gqa": True, "splits": 1}
+    assert given[0] == {"max_q": 120, "max_k": 700, "gqa": True, "splits": 1}
 
 
 def test_varlen_chunks_pass_only_the_options_that_this_pytorch_has() -> None:
@@ -145,14 +154,14 @@ def shifted(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: 
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 1024])
-def test_the_check_supports_any_block_size_and_finds_errors(block_size: int) -> None:
+def test_the_kernel_check_supports_any_block_size_and_finds_errors(block_size: int) -> None:
     place = KernelContext(config=PLACE.config, device=PLACE.device, dtype=torch.bfloat16, block_size=block_size)
     check_kernels(PagedAttention(gathered, one_by_one), place)
     with pytest.raises(AssertionError, match="window None"):
         check_kernels(PagedAttention(shifted, one_by_one), PLACE)
 
 
-def test_models_with_biases_or_average_attention_do_not_fit() -> None:
+def test_paged_attention_does_not_support_biases_or_average_attention() -> None:
     assert fits(VARIANTS["rotary-gqa"])
     assert fits(VARIANTS["gpt2"])
     for variant in ("average", "alibi", "relative-bias", "disentangled"):

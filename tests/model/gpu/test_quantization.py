@@ -1,4 +1,4 @@
-"""Int8 matrices for a GPU, tested on a CPU with PyTorch's products and stand-ins for the kernels."""
+"""Int8 and fp8 layers for a GPU, tested on a CPU with PyTorch's products and fake kernels."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
 from model.gpu import quantization
-from model.gpu.quantization import FORMATS, PLAIN, Quantization, QuantizationError, QuantizedLinear, choose, scale_sums
-from model.gpu.quantization import quantize_rows as rounded
-from model.nn.linear import Int8Linear, replace_linears_by
+from model.gpu.quantization import FORMATS, Quantization, QuantizationError, QuantizedLinear, choose
+from model.nn.linear import Int8Linear, quantize_rows, replace_linears, scale_sums
 from tests.model.configs import VARIANTS, build
 
 CPU = torch.device("cpu")
 # Outputs, inputs: with and without padding.
 SHAPES = ((48, 64), (53, 37))
+PRODUCTS = {"int8": "_int_mm", "fp8": "_scaled_mm"}
 FEW: list[int] = []  # rows of each call
 
 
@@ -27,13 +27,17 @@ def multiply_few(
     return scale_sums((numbers.double() @ weight.double().t()).round(decimals=3), scales, scale, bias, dtype)
 
 
-def stand_ins(**changed: Any) -> SimpleNamespace:
+def rounded(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
+    return quantize_rows(torch.nn.functional.pad(x_TE, (0, size - x_TE.shape[1])), dtype)
+
+
+def fake_kernels(**changed: Any) -> SimpleNamespace:
     ours = {"quantize_rows": rounded, "scale_sums": scale_sums, "multiply_few": multiply_few, "MAX_ROWS": 64}
     return SimpleNamespace(**ours | changed)
 
 
 @pytest.fixture(autouse=True)
-def _a_card_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_gpu_with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU stand for a GPU with fp8."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     FEW.clear()
@@ -49,9 +53,9 @@ def matrix(shape: tuple[int, int], rows: int = 100) -> tuple[Tensor, Tensor, Ten
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "most"), [("int8", 0.02), ("fp8", 0.06)])
-def test_near_the_product_whatever_other_rows_hold(name: str, most: float, shape: tuple[int, int]) -> None:
+def test_results_are_near_the_product_for_any_other_rows(name: str, most: float, shape: tuple[int, int]) -> None:
     weight_FE, bias_F, x_TE = matrix(shape)
-    linear = QuantizedLinear(weight_FE, bias_F, FORMATS[name], PLAIN)
+    linear = QuantizedLinear(weight_FE, bias_F, FORMATS[name])
     expected = x_TE.double() @ weight_FE.double().t() + bias_F.double()
     found = linear(x_TE)
     assert (found.shape, found.dtype) == (expected.shape, torch.bfloat16)
@@ -62,27 +66,27 @@ def test_near_the_product_whatever_other_rows_hold(name: str, most: float, shape
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_has_the_bits_of_the_cpus_int8_for_any_rows(shape: tuple[int, int]) -> None:
+def test_int8_has_the_bits_of_the_cpu_layer_for_any_number_of_rows(shape: tuple[int, int]) -> None:
     weight_FE, bias_F, x_TE = matrix(shape)
-    linear = QuantizedLinear(weight_FE, bias_F, FORMATS["int8"], PLAIN)
+    linear = QuantizedLinear(weight_FE, bias_F, FORMATS["int8"])
     expected = Int8Linear(weight_FE, bias_F)(x_TE)
     for rows in (1, 16, 17, 33, 100):
         assert torch.equal(linear(x_TE[:rows]), expected[:rows])
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_wide_matrix_is_rounded_slice_by_slice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_a_matrix_in_slices_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight_FE, bias_F, x_TE = matrix(SHAPES[1])
-    whole = QuantizedLinear(weight_FE, bias_F, FORMATS[name], PLAIN)(x_TE)
+    whole = QuantizedLinear(weight_FE, bias_F, FORMATS[name])(x_TE)
     monkeypatch.setattr(quantization, "_SLICE", 7)
-    assert torch.equal(QuantizedLinear(weight_FE, bias_F, FORMATS[name], PLAIN)(x_TE), whole)
+    assert torch.equal(QuantizedLinear(weight_FE, bias_F, FORMATS[name])(x_TE), whole)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_triton_kernels_multiply_few_rows_and_pytorch_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "quantized_kernels", stand_ins(MAX_ROWS=20))
+    monkeypatch.setattr(quantization, "quantized_kernels", fake_kernels(MAX_ROWS=20))
     chosen = choose(name, CPU, torch.bfloat16)
-    assert str(chosen) == f"{name} matrices by triton for up to 20 rows, beyond them {FORMATS[name].product}"
+    assert str(chosen) == f"{name} matrices by triton for up to 20 rows, beyond them torch.{PRODUCTS[name]}"
     weight_FE, bias_F, x_TE = matrix(SHAPES[0])
     linear = chosen.make(weight_FE, bias_F)
     found = [linear(x_TE[:rows]) for rows in (4, 20, 21)]
@@ -93,7 +97,7 @@ def test_triton_kernels_multiply_few_rows_and_pytorch_many(name: str, monkeypatc
 def test_without_triton_pytorch_multiplies_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "quantized_kernels", None)
     chosen = choose("int8", CPU, torch.float32)
-    assert chosen.kernels is PLAIN
+    assert chosen.kernels is None
     assert str(chosen) == "int8 matrices by torch._int_mm"
 
 
@@ -107,11 +111,11 @@ def test_an_unsupported_fp8_error_names_the_remedy(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("variant", ["rotary-gqa", "gpt2", "average"])
-def test_models_compute_with_them(name: str, variant: str) -> None:
+def test_models_compute_with_quantized_layers(name: str, variant: str) -> None:
     model = build(VARIANTS[variant]).bfloat16()
     ids, metadata = torch.arange(40), AttentionMetadata.uncached((40,))
     expected = model(ids, metadata, None)
-    replace_linears_by(model, Quantization(form=FORMATS[name], kernels=PLAIN).make)
+    replace_linears(model, Quantization(name).make)
     assert not any(isinstance(module, torch.nn.Linear) for module in model.modules())
     found = model(ids, metadata, None)
     assert 0 < (found - expected).norm() / expected.norm() < 0.2

@@ -9,8 +9,7 @@ from torch.testing import assert_close
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.kv_cache import KVCache
-from model.attention.layer_spec import AttentionForm
-from model.attention.metadata import AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.inspect.attention_weights import weights_of_layer
 from model.nn.transformer import Block, Transformer
 from tests.model.configs import VARIANTS, attention_layers, build

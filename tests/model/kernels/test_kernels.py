@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from model.kernels import kernel_library as loading_module
-from model.kernels.build import SHIPPED, build, find_built
-from model.kernels.cpu_features import levels_here
+from model.kernels.build import SHIPPED, build, find_built, levels_here
 from model.kernels.kernel_library import load_kernels
 from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 
@@ -30,15 +29,15 @@ def read_words(level: str, words: torch.Tensor, threads: int) -> int:
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 131_072, 300_001])
-def test_work_is_done_once_by_any_number_of_threads(level: str, threads: int, count: int) -> None:
-    """Words that are read twice would cancel out."""
+def test_any_number_of_threads_computes_each_index_once(level: str, threads: int, count: int) -> None:
+    """The kernel combines words by exclusive or: words that are read twice would cancel out."""
     words = torch.arange(1, count + 1)
     assert read_words(level, words, threads) == functools.reduce(operator.xor, words.tolist(), 0)
 
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_who_finds_the_threads_taken_works_alone(level: str) -> None:
-    """Three concurrent callers, repeatedly, each with its own array."""
+def test_concurrent_callers_of_a_kernel_get_correct_results(level: str) -> None:
+    """One caller uses the thread pool, the other two callers compute alone."""
     words = [torch.arange(start, start + 400_000) for start in (1, 2, 3)]
     expected = [functools.reduce(operator.xor, each.tolist(), 0) for each in words]
 
@@ -50,7 +49,7 @@ def test_who_finds_the_threads_taken_works_alone(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_threads_are_made_anew_in_a_fork(level: str) -> None:
+def test_a_forked_process_starts_new_kernel_threads(level: str) -> None:
     """Otherwise a child would wait forever for threads of its parent."""
     path = find_built(BUILDABLE[level], (SHIPPED, CACHE)) or build(BUILDABLE[level], CACHE)
     script = f"""
@@ -67,13 +66,13 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-def test_an_unknown_kernel_is_an_error(level: str) -> None:
+def test_an_unknown_kernel_name_raises_an_error(level: str) -> None:
     with pytest.raises(AttributeError, match="kvasir_nothing"):
         library_of(level).function("kvasir_nothing")
 
 
 @pytest.mark.parametrize("level", [level.name for level in levels_here()[:1] if level.name in BUILDABLE])
-def test_what_has_been_compiled_is_loaded(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_library_is_loaded(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library_of(level)
     path = find_built(BUILDABLE[level], (SHIPPED, CACHE))
     assert path is not None

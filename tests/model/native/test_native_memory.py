@@ -42,7 +42,7 @@ large.attend(NativeAttention(Limited()))
 
 
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_no_scratch_memory_is_a_line_and_the_end_of_the_process(level: str) -> None:
+def test_a_kernel_without_scratch_memory_ends_the_process_with_a_message(level: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, level], capture_output=True, text=True, timeout=200)
     assert done.stderr.startswith("kvasir: out of memory: attention needs "), done.stderr[-2000:]
     assert done.returncode == -signal.SIGABRT

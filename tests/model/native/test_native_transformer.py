@@ -38,21 +38,21 @@ def twins(variant: str, level: str, dtype: torch.dtype, kind: str) -> tuple[Tens
 
 @pytest.mark.parametrize(("level", "variant"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_mechanism_and_every_level(variant: str, level: str, dtype: torch.dtype) -> None:
+def test_logits_equal_pytorchs_for_every_mechanism_and_level(variant: str, level: str, dtype: torch.dtype) -> None:
     theirs, ours = twins(variant, level, dtype, "plain")
     assert ours.dtype == torch.float32
     assert (theirs - ours).abs().mean() < TOLERANCES[dtype] * theirs.std()
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_packed_matrices_are_packed_anew(level: str) -> None:
+def test_matrices_packed_for_onednn_are_packed_for_the_kernels(level: str) -> None:
     theirs, ours = twins("rotary-gqa", level, torch.float32, "packed")
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("variant", SOME)
-def test_int8_on_every_level(variant: str, level: str) -> None:
+def test_int8_logits_equal_pytorchs_on_every_level(variant: str, level: str) -> None:
     """Inputs that differ in their last bits may be quantized differently, hence the tolerance."""
     theirs, ours = twins(variant, level, torch.float32, "int8")
     assert (theirs - ours).abs().mean() < 0.01 * theirs.std()
@@ -61,7 +61,7 @@ def test_int8_on_every_level(variant: str, level: str) -> None:
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rows_bits_do_not_depend_on_batch_and_threads(level: str, kind: str, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_batch_and_threads(level: str, kind: str, dtype: torch.dtype) -> None:
     """Each text alone, also of one token, and all together: bitwise identical, with one and with three threads."""
     model = build(VARIANTS["rotary-gqa"]).to(dtype)
     if kind != "plain":
@@ -89,7 +89,7 @@ def test_a_rows_bits_do_not_depend_on_batch_and_threads(level: str, kind: str, d
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("count", [1, 2, 6, 7, 97, 200])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_logits_are_products_row_by_row(level: str, count: int, kind: str) -> None:
+def test_logits_of_any_number_of_rows_equal_pytorchs(level: str, count: int, kind: str) -> None:
     """The final norm and one matrix, for any number of rows."""
     model = build(VARIANTS["rotary-mqa-untied"]).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     if kind == "int8":
@@ -104,7 +104,7 @@ def test_logits_are_products_row_by_row(level: str, count: int, kind: str) -> No
         assert torch.equal(native.logits(x_RE[-count:].float()), whole[-count:])
 
 
-def test_what_is_not_native() -> None:
+def test_unsupported_models_are_rejected() -> None:
     assert not computes(VARIANTS["average"], torch.float32)
     assert not computes(VARIANTS["rotary-gqa"], torch.float64)
     assert computes(VARIANTS["rotary-gqa"], torch.float32)
@@ -114,7 +114,7 @@ def test_what_is_not_native() -> None:
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_weights_are_in_memory_once(level: str) -> None:
+def test_packed_matrices_are_freed_in_the_module(level: str) -> None:
     """Only the embedding and the norms of the module remain."""
     model = build(VARIANTS["gpt2"])
     NativeTransformer(model, library_of(level))
@@ -123,7 +123,7 @@ def test_weights_are_in_memory_once(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_attention_weights_of_a_layer(level: str) -> None:
+def test_inspected_attention_weights_equal_pytorchs(level: str) -> None:
     theirs, ours = build(VARIANTS["rotary-gqa"]), build(VARIANTS["rotary-gqa"])
     native = NativeTransformer(ours, library_of(level))
     ids = IDS[:9].tolist()

@@ -28,7 +28,7 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[
 @pytest.mark.parametrize("kind", LINEAR_KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_bits_do_not_depend_on_the_batch(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_the_batch(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight_FE, x_TE = matrix(shape, dtype)
     linear = LINEAR_KINDS[kind](weight_FE, None)
     whole = linear(x_TE)
@@ -39,7 +39,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kind: str, shape: tuple[int, int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_packed_is_plain_within_rounding(dtype: torch.dtype) -> None:
+def test_a_packed_layer_equals_the_plain_layer_within_rounding(dtype: torch.dtype) -> None:
     weight_FE, x_TE = matrix(SHAPES[0], dtype)
     bias_F = torch.randn(len(weight_FE)).to(dtype)
     expected = nn.functional.linear(x_TE, weight_FE, bias_F)
@@ -57,7 +57,7 @@ def test_int8_sums_are_exact_and_scaled_by_row_and_output() -> None:
     torch.testing.assert_close(Int8Linear(weight_FE, bias_F)(x_TE), exact.float())
 
 
-def test_int8_is_near_the_product_whatever_other_rows_hold() -> None:
+def test_int8_is_near_the_product_for_any_other_rows() -> None:
     weight_FE, x_TE = matrix(SHAPES[0])
     linear = Int8Linear(weight_FE, None)
     alone = linear(x_TE[:4])
@@ -83,7 +83,7 @@ def test_every_architecture_computes_with_packed_matrices(variant: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LINEAR_KINDS)
-def test_no_plain_matrix_is_left(kind: str) -> None:
+def test_replace_linears_replaces_every_plain_matrix(kind: str) -> None:
     model = build(VARIANTS["gpt2"])
     plain = sum(tensor.nbytes for name, tensor in model.state_dict().items() if name.startswith("layers"))
     replace_linears(model, kind)
@@ -94,6 +94,6 @@ def test_no_plain_matrix_is_left(kind: str) -> None:
     assert left < plain / 4
 
 
-def test_what_cannot_be_packed() -> None:
+def test_float64_and_other_devices_cannot_be_packed() -> None:
     assert not can_pack("cpu", torch.float64)
     assert not can_pack("meta", torch.float32)

@@ -10,7 +10,7 @@ from model.nn.position_embeddings import RotaryPositions, rotate
 from tests.model.configs import VARIANTS, build
 
 
-def test_scores_depend_on_the_distance_alone() -> None:
+def test_scores_of_rotated_queries_and_keys_depend_on_their_distance_alone() -> None:
     rotary = RotaryPositions(16, 10000.0, None)
     q, k = torch.randn(2, 1, 1, 16).unbind(0)
 
@@ -37,7 +37,7 @@ def test_rotation_is_the_complex_product_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_order_matters(variant: str) -> None:
+def test_swapping_earlier_tokens_changes_the_logits(variant: str) -> None:
     """The logits of the last token change if two earlier tokens are swapped."""
     model = build(VARIANTS[variant])
     metadata = AttentionMetadata.uncached((4,))
@@ -46,7 +46,7 @@ def test_order_matters(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_future_does_not_matter(variant: str) -> None:
+def test_later_tokens_do_not_change_earlier_logits(variant: str) -> None:
     model = build(VARIANTS[variant])
     short = model(torch.tensor([1, 2, 3]), AttentionMetadata.uncached((3,)), None)
     longer = model(torch.tensor([1, 2, 3, 9, 8]), AttentionMetadata.uncached((5,)), None)

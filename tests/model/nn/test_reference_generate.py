@@ -10,13 +10,13 @@ MODEL = build(VARIANTS["rotary-gqa"])
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 
 
-def test_same_request_same_answer_and_seeds_differ() -> None:
+def test_a_seed_repeats_a_completion_and_another_seed_changes_it() -> None:
     params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in (1, 1, 2)]
     first, again, other = (generate(MODEL, [5, 6], p, eos_token_ids=(0,)) for p in params)
     assert first == again != other
 
 
-def test_ends_at_end_of_text_stop_token_length_and_context() -> None:
+def test_generation_ends_at_eos_stop_token_length_and_context() -> None:
     whole = generate(MODEL, [1, 2, 3], GREEDY, eos_token_ids=(0,))
     assert len(whole) == 20
     end = whole[4]
@@ -28,7 +28,7 @@ def test_ends_at_end_of_text_stop_token_length_and_context() -> None:
     assert len(generate(MODEL, [1] * 60, long, eos_token_ids=(0,))) == 4
 
 
-def test_min_tokens_forbids_the_end() -> None:
+def test_min_tokens_forbids_an_earlier_end() -> None:
     whole = generate(MODEL, [1, 2, 3], GREEDY, eos_token_ids=(0,))
     params = SamplingParams(max_tokens=20, temperature=0.0, min_tokens=10)
     late = generate(MODEL, [1, 2, 3], params, eos_token_ids=(whole[0],))
@@ -37,6 +37,6 @@ def test_min_tokens_forbids_the_end() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 65])
-def test_refuses_prompts_that_do_not_fit(length: int) -> None:
+def test_prompts_that_do_not_fit_are_rejected(length: int) -> None:
     with pytest.raises(ValueError, match=f"the prompt has {length} tokens"):
         generate(MODEL, [1] * length, GREEDY, eos_token_ids=(0,))

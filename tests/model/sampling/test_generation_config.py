@@ -20,7 +20,7 @@ def read(directory: Path, values: object) -> GenerationConfig:
     return read_generation_config(directory)
 
 
-def test_no_file_says_nothing(tmp_path: Path) -> None:
+def test_without_a_file_there_are_no_defaults(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == GenerationConfig()
 
 
@@ -49,17 +49,15 @@ def test_values_of_the_file_are_read(tmp_path: Path) -> None:
         repetition_penalty=1.05,
         max_new_tokens=2048,
         eos_token_ids=(128001, 128009),
-        bos_token_id=128000,
-        pad_token_id=0,
     )
 
 
-def test_no_sampling_is_temperature_zero(tmp_path: Path) -> None:
+def test_do_sample_false_is_temperature_zero(tmp_path: Path) -> None:
     assert read(tmp_path, {"do_sample": False, "temperature": 0.9}).temperature == 0.0
     assert read(tmp_path, {"temperature": 0.9}).temperature == 0.9
 
 
-def test_one_end_or_none(tmp_path: Path) -> None:
+def test_an_eos_token_id_may_be_one_id_or_null(tmp_path: Path) -> None:
     assert read(tmp_path, {"eos_token_id": 7}).eos_token_ids == (7,)
     assert read(tmp_path, {"eos_token_id": None}).eos_token_ids == ()
 
@@ -81,23 +79,22 @@ def test_the_defaults_of_transformers_are_harmless(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ([], "a JSON object expected"),
-        ({"temperature": -1}, "temperature must be a number of at least 0, not -1"),
-        ({"temperature": "hot"}, "temperature must be"),
-        ({"top_p": 0}, "top_p must be a number over 0"),
-        ({"top_k": True}, "top_k must be a whole number"),
-        ({"min_p": 1.5}, "min_p must be"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be"),
-        ({"do_sample": "no"}, "do_sample must be true or false"),
+        ({"temperature": -1}, r"temperature: Expected `float` >= 0\.0; correct the file"),
+        ({"temperature": "hot"}, "temperature: Expected `float`, got `str`"),
+        ({"top_p": 0}, r"top_p: Expected `float` > 0\.0"),
+        ({"top_k": True}, "top_k: Expected `int`, got `bool`"),
+        ({"min_p": 1.5}, r"min_p: Expected `float` <= 1\.0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: Expected `int` >= 1"),
+        ({"do_sample": "no"}, "do_sample: Expected `bool`"),
         ({"eos_token_id": "</s>"}, "eos_token_id: a token id or a list of token ids expected"),
         ({"eos_token_id": [1, -1]}, "eos_token_id: a token id"),
-        ({"temperature": 10**400}, "temperature must be a number of at least 0, not 1000.*…; correct"),
-        ({"temperature": float("inf")}, "temperature must be"),
-        ({"top_p": 10**400}, "top_p must be"),
-        ({"min_p": -(10**400)}, "min_p must be"),
-        ({"top_k": 10**400}, "top_k must be a whole number from 0 to 2147483647"),
-        ({"max_new_tokens": 2**31}, "max_new_tokens must be a whole number from 1 to 2147483647, not 2147483648"),
+        ({"temperature": 10**400}, "temperature: .*; correct the file"),
+        ({"temperature": float("inf")}, "temperature: "),
+        ({"top_p": 10**400}, "top_p: "),
+        ({"min_p": -(10**400)}, "min_p: "),
+        ({"top_k": 10**400}, "top_k: "),
+        ({"max_new_tokens": 2**31}, "max_new_tokens: Expected `int` <= 2147483647"),
         ({"eos_token_id": ["x" * 10_000]}, "eos_token_id: a token id"),
-        ({"bos_token_id": -3}, "bos_token_id must be a token id"),
     ],
 )
 def test_an_invalid_value_is_a_one_line_error(tmp_path: Path, values: Any, message: str) -> None:
@@ -108,7 +105,7 @@ def test_an_invalid_value_is_a_one_line_error(tmp_path: Path, values: Any, messa
     assert GENERATION_CONFIG_FILE in str(caught.value)
 
 
-def test_damage_is_one_line(tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / GENERATION_CONFIG_FILE).write_bytes(b"\xff{")
     with pytest.raises(GenerationConfigError, match="not JSON"):
         read_generation_config(tmp_path)

@@ -104,7 +104,7 @@ def test_sampling_without_the_host_reads_no_device_values() -> None:
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.999])
-def test_a_nucleus_among_few_tokens_has_those_that_are_as_likely_as_the_last(top_p: float) -> None:
+def test_a_nucleus_keeps_tokens_as_likely_as_the_last_kept_token(top_p: float) -> None:
     """Of 400 equally likely tokens, all pass a top_k of 20, more than the first candidates."""
     params = SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=top_p, seed=1)
     logits_BV = torch.zeros(1, 600)
@@ -114,7 +114,7 @@ def test_a_nucleus_among_few_tokens_has_those_that_are_as_likely_as_the_last(top
     assert max(drawn) > 300
 
 
-def test_rows_are_sampled_alike_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunk_size_changes_no_sampled_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU processes as many rows as fit into its caches; some rows are greedy."""
     logits = 3 * torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(5))
     params = [SamplingParams(max_tokens=1, temperature=float(row % 3), top_p=0.9, seed=row) for row in range(11)]
@@ -174,7 +174,7 @@ def test_tiny_temperatures_take_the_most_likely_token(temperature: float) -> Non
 
 
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan]), min_size=1, max_size=40))
-def test_the_most_likely_token_is_pytorchs(row: list[float]) -> None:
+def test_most_likely_equals_pytorchs_argmax(row: list[float]) -> None:
     """Covers equal maxima, infinities and NaN, and rows that are not contiguous."""
     logits = torch.tensor([row, row[::-1], row])
     expected = logits.argmax(dim=-1).tolist()
@@ -201,7 +201,7 @@ def test_forbidden_tokens_are_never_sampled() -> None:
     assert torch.equal(logits, before)
 
 
-def test_top_logprobs_are_the_models_own() -> None:
+def test_top_logprobs_do_not_depend_on_sampling_parameters() -> None:
     logits = torch.randn(3, VOCAB)
     expected = torch.log_softmax(logits.double(), dim=-1)
     for row, (logprob, rank, top) in enumerate(top_logprobs(logits, [4, 5, 6], 3)):
@@ -218,6 +218,6 @@ def test_equally_likely_tokens_share_a_rank() -> None:
     assert [rank for _, rank, _ in top_logprobs(logits, range(6), 0)] == [2, 1, 2, 4, 5, 5]
 
 
-def test_lengths_must_agree() -> None:
+def test_arguments_of_different_lengths_are_rejected() -> None:
     with pytest.raises(ValueError, match="2 rows, 1 params, 2 positions"):
         sample(torch.zeros(2, 5), [SamplingParams(max_tokens=1)], [0, 0])

@@ -1,4 +1,4 @@
-"""Rules for single tokens against a naive implementation that knows only the tokens so far."""
+"""Token rules equal a naive implementation that reads the tokens so far."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +73,7 @@ def test_output_equals_a_naive_implementation_in_any_batch(rows: list[Row], seed
 @settings(max_examples=100, deadline=None)
 @given(_rows, st.integers(0, 20))
 def test_appended_and_rebuilt_rules_are_equal(row: Row, cut: int) -> None:
-    """After a crash, the rules see the tokens of the earlier and of the current attempt."""
+    """After a crash, the rules are rebuilt from the tokens that were sampled before the crash."""
     params, prompt, completion = row
     kept, rebuilt = rules_of(params, prompt, completion[:cut]), rules_of(params, prompt, completion)
     if kept is None or rebuilt is None:
@@ -104,7 +104,7 @@ def test_token_counts_grow_without_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "drawn"),
+    ("change", "sampled"),
     [
         ({}, 0),
         ({"presence_penalty": 2.0}, 1),
@@ -121,13 +121,13 @@ def test_token_counts_grow_without_limit() -> None:
         ({"bad_word_ids": ((1, 0, 0, 0), (5, 0, 0), (1, 0))}, 0),  # none of these would be a word of the completion
     ],
 )
-def test_each_rule_changes_the_sampled_token(change: dict[str, Any], drawn: int) -> None:
+def test_each_rule_changes_the_sampled_token(change: dict[str, Any], sampled: int) -> None:
     logits = torch.tensor([[10.0, 9.0, 8.0, 1.0, 0.0, 0.0]])
     for temperature in (0.0, 0.01):
         params = SamplingParams(max_tokens=1, temperature=temperature, **change)
         rules = TokenRules(params, [1], [0, 0])
         forbidden = [() if rules is None else rules.forbidden]
-        assert sample(logits, [params], [3], forbidden=forbidden, rules=[rules]).tolist() == [drawn]
+        assert sample(logits, [params], [3], forbidden=forbidden, rules=[rules]).tolist() == [sampled]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -143,7 +143,7 @@ def test_a_row_without_an_allowed_token_samples_none(temperature: float) -> None
     assert 0 <= ids[3] < VOCAB
 
 
-def test_log_probabilities_stay_the_models_own() -> None:
+def test_token_rules_do_not_change_logprobs() -> None:
     logits = torch.randn(1, VOCAB)
     own = top_logprobs(logits, [3], 2)
     params = SamplingParams(max_tokens=1, logit_bias=((3, 50.0),), presence_penalty=2.0)
@@ -152,7 +152,7 @@ def test_log_probabilities_stay_the_models_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2"),
         ({"frequency_penalty": -2.1}, "frequency_penalty must be between -2 and 2"),
@@ -163,6 +163,6 @@ def test_log_probabilities_stay_the_models_own() -> None:
         ({"bad_word_ids": ((),)}, "must not be empty"),
     ],
 )
-def test_unusable_rules_are_rejected(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_unusable_rules_are_rejected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SamplingParams(max_tokens=1, **change)

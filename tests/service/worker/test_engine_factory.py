@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from model.checkpoint.manifest import Manifest, read_manifest
-from model.gpu.quantization import FORMATS, PLAIN, Quantization, QuantizedLinear
+from model.gpu.quantization import Quantization, QuantizedLinear
 from model.kernels.build import CACHE, BuildError
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from service.config.settings import ModelSettings, SettingsError
@@ -346,7 +346,7 @@ def test_gpu_quantization_serves(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A CPU stands for the GPU."""
-    quantization = Quantization(form=FORMATS[name], kernels=PLAIN)
+    quantization = Quantization(name)
     monkeypatch.setattr(engine_factory, "choose_quantization", lambda *given: quantization)
     flags = {"quantize": name, "dtype": "bfloat16", "attention": "sdpa"}
     engine, facts = build_engine(settings(tiny_checkpoint, **flags), manifest)

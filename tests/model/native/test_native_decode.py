@@ -1,4 +1,4 @@
-"""Decode step in one native call: bitwise identical to the two calls that it replaces."""
+"""Decode step in one native call: bitwise identical to `hidden` and `logits`."""
 
 import ctypes
 from dataclasses import replace
@@ -12,8 +12,7 @@ from torch import Tensor
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
-from model.native.decode_call import Decoded
-from model.native.native_transformer import NativeTransformer
+from model.native.native_transformer import Decoded, NativeTransformer
 from model.nn.linear import replace_linears
 from model.nn.transformer import Block
 from tests.model.configs import VARIANTS, build
@@ -25,7 +24,7 @@ VOCABULARY = 290  # of the 300 that have an embedding
 
 
 class Steps:
-    """Decodes of some sequences from position `first` on, by one call and by two calls, with equal caches."""
+    """Decode steps of three sequences, computed by `decode` and by `hidden` with `logits`, with equal caches."""
 
     def __init__(self, level: str, variant: str, *, kind: str = "plain", width: int = 8) -> None:
         library = library_of(level)
@@ -78,7 +77,7 @@ class Steps:
 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
-def test_one_call_has_the_bits_of_two(level: str, variant: str, kind: str) -> None:
+def test_a_decode_call_has_the_bits_of_hidden_and_logits(level: str, variant: str, kind: str) -> None:
     """Covers block boundaries, and one and two threads."""
     before = torch.get_num_threads()
     try:
@@ -86,7 +85,7 @@ def test_one_call_has_the_bits_of_two(level: str, variant: str, kind: str) -> No
             steps = Steps(level, variant, kind=kind)
             for number in range(12):
                 torch.set_num_threads(1 + number // 6)
-                ids, logits_BV = steps.one_call() or pytest.fail("it has gone the other way")
+                ids, logits_BV = steps.one_call() or pytest.fail("decode computed nothing")
                 expected_BV = steps.two_calls()
                 assert torch.equal(logits_BV, expected_BV)
                 assert ids == expected_BV.argmax(dim=-1).tolist()
@@ -96,8 +95,8 @@ def test_one_call_has_the_bits_of_two(level: str, variant: str, kind: str) -> No
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_steps_with_invalid_ids_or_slots_use_the_other_path(level: str) -> None:
-    """The other path reports or handles the error. Nothing outside of the step is read or written."""
+def test_a_decode_call_with_invalid_ids_or_slots_computes_nothing(level: str) -> None:
+    """The caller then uses `hidden`, which reports the error. Nothing outside of the step is read or written."""
     with torch.inference_mode():
         steps = Steps(level, "rotary-gqa")
         assert steps.one_call() is not None
@@ -114,13 +113,13 @@ def test_steps_with_invalid_ids_or_slots_use_the_other_path(level: str) -> None:
             assert torch.equal(keys, steps.caches[0].keys_LNPKD)
             tensor.copy_(right)
             assert steps.one_call() is not None
-        untold = replace(steps.metadata, contexts_B=None)
-        assert steps.model.decode(steps.ids_T, untold, steps.caches[0], num_ids=VOCABULARY) is None
+        without_contexts = replace(steps.metadata, contexts_B=None)
+        assert steps.model.decode(steps.ids_T, without_contexts, steps.caches[0], num_ids=VOCABULARY) is None
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_positions_behind_the_tables_of_rotations(level: str) -> None:
-    """The tables hold 256 positions and grow: one step takes the other path, later steps are one call again."""
+def test_a_position_past_the_rotation_tables_grows_the_tables(level: str) -> None:
+    """The tables hold 256 positions and grow: `decode` computes nothing in one step, and works again in later steps."""
     with torch.inference_mode():
         steps = Steps(level, "rotary-gqa", width=70)
         missed = []
@@ -139,7 +138,7 @@ def test_positions_behind_the_tables_of_rotations(level: str) -> None:
 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 256, 300, 1000])
-def test_the_most_likely_is_the_first_of_the_highest(level: str, size: int) -> None:
+def test_the_most_likely_id_is_the_first_of_the_highest_logits(level: str, size: int) -> None:
     """As in NumPy, the first of equal maxima. A row with NaN or infinity has none."""
     find = library_of(level).function("kvasir_most_likely", ctypes.c_void_p, ctypes.c_int64, result=ctypes.c_int64)
     rng = np.random.default_rng(size)
