@@ -51,7 +51,7 @@ TORCH_FREE = [
     "service.cli.main",
     "service.cli.tokenize",
     "service.cli.inspect",
-    "model.huggingface.export",
+    "model.huggingface.family_table",
 ]
 
 

@@ -5,8 +5,8 @@
     <|im_start|>assistant
     I am Kvasir.<|im_end|>
 
-Message contents are not changed: nothing is stripped, no system message is added. `<|im_end|>` ends a response, so
-the tokenizer must list it as an end-of-text token. Torch-free.
+Message contents are not changed: nothing is stripped, no system message is added. `<|im_end|>` ends a response, so it
+must be an EOS token of the tokenizer. Torch-free.
 """
 
 from collections.abc import Collection
@@ -30,5 +30,5 @@ TEMPLATE = """\
 
 
 def supports_chatml(marks: Collection[str]) -> bool:
-    """Return whether a tokenizer with these special tokens supports ChatML."""
+    """Return True if the special tokens of a tokenizer include those of ChatML."""
     return START in marks and END in marks

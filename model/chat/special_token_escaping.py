@@ -1,11 +1,9 @@
 """Escaping of special tokens in a client's messages, which are encoded as plain text.
 
-A special token has a text, such as `<|im_end|>`, that the tokenizer maps to one id. Rendering joins template and
-messages into one string. Without escaping, a message with special tokens could end itself and continue as the system.
-
-So before rendering, a breaker character is inserted into every special token in the client's texts. The breaker is a
-character that the client did not send. After rendering, unbroken special tokens become ids, and the rest is encoded
-as text without the breaker. transformers does the same with `sanitize_control_tokens=True`.
+Rendering joins template and messages into one string, in which a message with special tokens such as `<|im_end|>` could
+end itself and continue as the system. So before rendering, a breaker character that the client did not send is inserted
+into every special token in the client's texts. After rendering, unbroken special tokens become ids, and the rest is
+encoded as text without the breaker. transformers does the same with `sanitize_control_tokens=True`.
 
 Limit: a special token that begins with the template's own characters and ends with the client's is not detected. No
 template ends a literal text with part of a special token.
@@ -22,7 +20,7 @@ _BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ForbiddenText(ValueError):
-    """Error of messages whose special tokens cannot be broken. One line."""
+    """Error, in one line, of a client's messages whose special tokens cannot be broken by a breaker character."""
 
 
 class SpecialTokenEscaper:
@@ -42,11 +40,10 @@ class SpecialTokenEscaper:
         self._longest = max(map(len, marks), default=0)
 
     def shield(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
-        """Return the messages with every special token broken, and the breaker; None if no text had to change.
+        """Return a client's messages with every special token broken, and the breaker; None if no text had to change.
 
         Raises:
-            ForbiddenText: a special token of one character, which cannot be broken, is in a text, or every possible
-                breaker is.
+            ForbiddenText: a text contains a special token of one character, or every possible breaker.
         """
         texts = _texts(messages)
         if mark := next((mark for mark in self._single if any(mark in text for text in texts)), None):
@@ -60,10 +57,10 @@ class SpecialTokenEscaper:
         return shielded, free
 
     def encode(self, text: str, breaker: str | None) -> list[int]:
-        """Return the token ids of a rendered conversation. `shield` has returned the breaker.
+        """Return the token ids of a rendered conversation, whose breaker `shield` has returned.
 
-        With a breaker, the text between special tokens is encoded piece by piece. A tokenizer whose result depends on
-        text before a special token may then split pieces differently than the whole.
+        With a breaker, each text between special tokens is encoded alone. A tokenizer whose result depends on text
+        before a special token may then split the text differently.
 
         Raises:
             TokenizerError: the tokenizer cannot encode the text.
@@ -95,10 +92,10 @@ class SpecialTokenEscaper:
 
 
 def _one_of(texts: Iterable[str]) -> str:
-    """Return a pattern that matches the longest of the texts at a position, as a prefix tree.
+    """Return a regular expression, as a prefix tree, that matches the longest of the texts at a position.
 
-    Python's `re` holds the GIL while it searches. In 2 MB of text, 700 special tokens took 5 to 9 s as a plain
-    alternation, and take under 0.1 s as a tree.
+    Python's `re` holds the GIL while it searches. In 2 MB of text, a search for 700 special tokens took 5 to 9 s as a
+    plain alternation, and takes under 0.1 s as a tree.
     """
     tails: dict[str, set[str]] = {}
     for text in texts:
@@ -111,7 +108,7 @@ def _one_of(texts: Iterable[str]) -> str:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return every string in a JSON-like value, except keys."""
+    """Return every string in a JSON-like value, except the keys of objects."""
     if isinstance(value, str):
         return [value]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()

@@ -1,4 +1,4 @@
-"""Loading and saving of checkpoint directories: safetensors only, with strict checks, never pickle."""
+"""Loading of a model from a checkpoint directory, and saving of a model as one."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from torch.overrides import TorchFunctionMode
 from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
 from model.chat.template import TEMPLATE_FILE
-from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, CheckpointError, Manifest, write_manifest
+from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
 from model.checkpoint.shards import remove_shards, write_shards
 from model.checkpoint.weights import read_weights
 from model.config import ModelConfig
+from model.io.files import CheckpointError, writing
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
-from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.native import save_native
+from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
 
 # Matrices that every kind of packing replaces.
 _MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
@@ -34,8 +34,6 @@ def load_model(
     packs_next: bool = False,
 ) -> Transformer:
     """Load a model onto its device, in `dtype`, ready for inference.
-
-    Tensors are read, converted and moved slice by slice, so no tensor is ever in memory twice, see `weights.py`.
 
     Args:
         packs_next: the caller converts all matrices before it uses the model, so they need not be copied from the
@@ -55,10 +53,7 @@ def load_model(
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Skips every function of torch.nn.init, because the loaded tensors replace all initial values.
-
-    On the meta device these functions compute nothing, but import 800 modules: 79 MB and a second.
-    """
+    """Torch mode that skips the functions of torch.nn.init: on the meta device they only import 800 modules (79 MB)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -80,14 +75,13 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a complete checkpoint directory: config, tokenizer, weights, and the manifest last.
+    """Write a complete checkpoint directory: weights, config, tokenizer, chat template, and the manifest last.
 
-    If the tokenizer has ChatML's special tokens, the ChatML template is written too.
+    The chat template is ChatML's, written if the tokenizer has its special tokens.
 
     Args:
         training: how the model was made, for the manifest.
-        generation: default sampling parameters, written as generation_config.json: `{"do_sample": True,
-            "temperature": 0.7}`. None writes no such file.
+        generation: default sampling parameters, written as generation_config.json.
 
     Raises:
         ValueError: tensors or tokenizer do not fit the config.
@@ -112,7 +106,7 @@ def save_checkpoint(
 def write_weights(
     directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write config.json and the weight files; with `dtype` None each tensor keeps its own dtype."""
+    """Write config.json and the weight files of a checkpoint; with `dtype` None each tensor keeps its own dtype."""
     remove_shards(directory)
     num_bytes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
     stored = (tensor.detach().to(device="cpu", dtype=dtype).contiguous() for tensor in tensors.values())
@@ -121,23 +115,20 @@ def write_weights(
 
 
 def _write_or_remove(path: Path, text: str | None) -> None:
-    """Write the file, or for None remove an earlier save's file."""
     path.unlink(missing_ok=True) if text is None else path.write_text(text)
 
 
 def check_writable(directory: Path, *, may_replace: bool = True) -> None:
-    """Create the directory if it is missing; reject a directory whose files are not a checkpoint's.
+    """Create a checkpoint directory if it is missing; reject a directory whose files are not a checkpoint's.
 
     Args:
         may_replace: the directory may hold a finished checkpoint.
 
     Raises:
-        CheckpointError: it is a file, cannot be written, or holds files that saving might overwrite.
+        CheckpointError: the path is a file, cannot be written, or holds files that saving might overwrite.
     """
-    try:
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{directory}: {error.strerror}; choose another directory") from error
     if not os.access(directory, os.W_OK):
         raise CheckpointError(f"{directory}: cannot be written; choose another directory")
     if any(directory.iterdir()) and not (directory / MANIFEST_FILE).is_file():

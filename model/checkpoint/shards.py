@@ -1,7 +1,4 @@
-"""Weight files by Hugging Face's convention: model.safetensors, or shards of at most 5 GB with an index.
-
-Source: https://huggingface.co/docs/huggingface_hub/package_reference/serialization
-"""
+"""Writing of weight files by Hugging Face's convention: model.safetensors, or shards of at most 5 GB with an index."""
 
 import itertools
 import json
@@ -14,8 +11,6 @@ from torch import Tensor
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 
 MAX_SHARD_BYTES = 5 * 10**9
-# Glob patterns of every file that `write_shards` may write.
-SHARD_PATTERNS = (SINGLE_FILE, "model-*-of-*.safetensors", INDEX_FILE)
 
 
 def write_shards(
@@ -27,11 +22,9 @@ def write_shards(
 ) -> None:
     """Write tensors to one file, or to several with an index if they exceed MAX_SHARD_BYTES.
 
-    Peak memory: the tensors of one shard.
-
     Args:
         num_bytes: the size of each tensor, by name, in the order of `tensors`.
-        tensors: contiguous tensors on the CPU. Each shard is written before the next shard's first tensor is taken.
+        tensors: contiguous tensors on the CPU. Only those of one shard are in memory at a time.
     """
     shards = plan_shards(num_bytes)
     weight_map: dict[str, str] = {}
@@ -64,8 +57,8 @@ def plan_shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
 
 
 def remove_shards(directory: Path) -> None:
-    """Delete the weight files and the index of an earlier save."""
-    for pattern in SHARD_PATTERNS:
+    """Delete the weight files and the index of a checkpoint directory."""
+    for pattern in (SINGLE_FILE, "model-*-of-*.safetensors", INDEX_FILE):
         for path in directory.glob(pattern):
             path.unlink()
 

@@ -1,9 +1,8 @@
 """Tensors copied from safetensors files to their final place in slices, so that no tensor is in memory twice.
 
 Pages of a mapped file that were read count as this process's memory until the file is unmapped. So files are reopened
-every few dozen MB, and tensors are copied in slices, each converted to its final dtype on the way. A matrix that will
-be packed is not copied: until then its tensor is the file's own mapped pages, which are released with it. Each slice is
-checked for NaN and infinity as it is read.
+every few dozen MB, and tensors are copied in slices, each checked for NaN and infinity and converted to its final
+dtype on the way. A matrix that will be packed is not copied: until then its tensor is the file's own mapped pages.
 
 Legend: H heads, D head dimension, E hidden size.
 """
@@ -21,7 +20,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.huggingface.families.family import Layout
 from model.huggingface.tensor_placement import Placement
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from model.io.safetensors_header import TensorHeader
 
 SLICE_BYTES = 2**24
@@ -35,7 +34,7 @@ _BEYOND = {
     (torch.float32, torch.float16): 0x477F_F000,
     (torch.bfloat16, torch.float16): 0x4780,
 }
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_weights(
@@ -46,7 +45,7 @@ def read_weights(
     dtype: torch.dtype,
     packed_next: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Read every tensor of the model to its device and dtype.
+    """Read every tensor of a model from the checkpoint to its device and dtype.
 
     Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of the files.
 
@@ -77,17 +76,13 @@ def read_weights(
 
 
 def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
-    """Return whether a file's bytes can serve as the tensor unchanged."""
+    """Return True if the bytes of a file can serve as a model's tensor unchanged."""
     (header, *others) = place.parts
-    return not others and place.layout is Layout.AS_IS and _DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
+    return not others and place.layout is Layout.AS_IS and DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
 
 
 def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
-    """Map a tensor from its file; unmapped when the tensor is freed. Writing to the tensor does not change the file.
-
-    Raises:
-        CheckpointError: the file cannot be mapped, or the tensor is not finite.
-    """
+    """Map a tensor from its file until the tensor is freed. Raises CheckpointError for numbers that are not finite."""
     (header,) = place.parts
     first = header.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
@@ -104,12 +99,10 @@ def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return views of a model's tensor that correspond to the checkpoint's tensors.
-
-    Views have the rows in order, or grouped by head (H3DE).
+    """Return the views of a model's tensor that correspond to the checkpoint's tensors.
 
     Args:
-        rows: rows of each part, for a concatenation.
+        rows: number of rows of each checkpoint tensor, for a concatenation.
     """
     match layout:
         case Layout.AS_IS:
@@ -123,11 +116,7 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
 
 
 def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
-    """Fill each target from the tensor paired with it.
-
-    Raises:
-        CheckpointError: a tensor is not finite.
-    """
+    """Copy tensors of a file to their targets. Raises CheckpointError for numbers that are not finite."""
     pending = deque((header, *piece) for header, target in wanted for piece in _slices(target))
     while pending:
         mapped = 0
@@ -142,7 +131,7 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
 
 
 def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Cut a target along its first dimension; yield each piece with the range of file rows that fill it.
+    """Cut a target along its first dimension; yield each piece with the range of file rows that fill the piece.
 
     A target of heads (H3DE) takes 3D rows of the file for each head.
     """
@@ -154,14 +143,7 @@ def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None:
-    """Reject rows of a stored tensor that are not finite, or would not be after conversion to `dtype`.
-
-    Args:
-        rows: contiguous, on the CPU, in the file's dtype.
-
-    Raises:
-        CheckpointError: a number is NaN or infinite, or too large for `dtype`.
-    """
+    """Raise CheckpointError if stored rows hold NaN or infinity, or numbers too large for `dtype`."""
     if not _has_bits_from(_BEYOND.get((rows.dtype, dtype), _INFINITY[rows.dtype]), rows):
         return
     if _has_bits_from(_INFINITY[rows.dtype], rows):
@@ -177,10 +159,10 @@ def _check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> Non
 
 
 def _has_bits_from(least: int, rows: Tensor) -> bool:
-    """Return True if any number's bit pattern, without its sign, is at least `least`.
+    """Return True if the bit pattern of any number, without its sign, is at least `least`.
 
-    In IEEE 754 formats and bfloat16, a larger magnitude is a larger integer after the sign bit. Infinity and NaN are
-    the largest. So the largest signed integer reveals positive ones, and the largest unsigned integer negative ones.
+    In IEEE 754 formats and bfloat16, a larger magnitude is a larger integer after the sign bit, with infinity and NaN
+    the largest. So the largest signed integer shows positive ones, and the largest unsigned integer negative ones.
     Both passes read 6 GB/s (one thread of a busy Zen 4); `isfinite` reads 0.1 GB/s.
     """
     is_short = rows.dtype.itemsize == 2

@@ -12,16 +12,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from model.io.json_file import FileError, read_object
+from model.io.files import CheckpointError, read_json
 from model.sampling.params import REPETITION_RANGE
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _LONGEST_SHOWN = 60
 _LARGEST = 2**31 - 1  # the largest count, as in requests
-
-
-class GenerationConfigError(ValueError):
-    """Error of an unusable generation_config.json. One line: the file, the key, the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,14 +46,10 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     """Read generation_config.json; all values are None if there is no such file.
 
     Raises:
-        GenerationConfigError: the file is not a JSON object, or a value is out of its range.
+        CheckpointError: the file is not a JSON object, or a value is out of its range.
     """
     path = directory / GENERATION_CONFIG_FILE
-    try:
-        values = read_object(path, optional=True)
-    except FileError as error:
-        raise GenerationConfigError(f"{path}: {error}") from error
-    values = {key: value for key, value in values.items() if value is not None}
+    values = {key: value for key, value in read_json(path, optional=True).items() if value is not None}
     used: dict[str, Any] = {}
     for key, (kind, expected) in _KINDS.items():
         if key in values:
@@ -65,13 +57,11 @@ def read_generation_config(directory: Path) -> GenerationConfig:
                 used[key] = msgspec.convert(values[key], kind)
             except (msgspec.ValidationError, OverflowError) as error:
                 shown = _shown(values[key])
-                raise GenerationConfigError(
-                    f"{path}: {key} must be {expected}, not {shown}; correct the file"
-                ) from error
+                raise CheckpointError(f"{path}: {key} must be {expected}, not {shown}; correct the file") from error
     try:
         used["eos_token_ids"] = token_ids(values.get("eos_token_id"))
     except ValueError as error:
-        raise GenerationConfigError(f"{path}: eos_token_id: {error}; correct the file") from error
+        raise CheckpointError(f"{path}: eos_token_id: {error}; correct the file") from error
     if used.pop("do_sample", True) is False:
         used["temperature"] = 0.0
     ignored = sorted(key for key, value in values.items() if not _acts_or_is_harmless(key, value))

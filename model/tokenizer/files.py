@@ -1,36 +1,31 @@
-"""Loading of the tokenizer of a checkpoint directory, whichever format its files have."""
+"""Loading of a checkpoint directory's tokenizer in the format of Kvasir, Hugging Face, OpenAI or Meta."""
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from model.io.json_file import is_named
-from model.tokenizer.bos_eos import read_object, read_tokenizer_config
-from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native
-from model.tokenizer.openai_files import find_ranks_file, load_merges, load_published_ranks, load_tokenizer_model
+from model.io.files import CheckpointError, read_json
+from model.tokenizer.bos_eos import read_tokenizer_config
+from model.tokenizer.byte_level import RANKS_FILE, SPEC_FILE, load_native
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.openai_files import load_merges, load_published_ranks, load_tokenizer_model
 from model.tokenizer.tokenizer_json import TOKENIZER_FILE, tokenizer_from_json
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint directory in the format of Kvasir, Hugging Face, OpenAI or Meta.
-
-    Raises:
-        TokenizerError: a file is missing, unusable or unknown; the message names the file.
-    """
-    load = next((load for name, load in _LOADERS.items() if is_named(directory / name)), None)
-    try:
-        if load is not None:
+    """Load the tokenizer of a checkpoint directory; raise CheckpointError if its files are missing or unusable."""
+    for name, load in _LOADERS.items():
+        if os.path.lexists(directory / name):
             return load(directory)
-        if (ranks := find_ranks_file(directory)) is not None:
-            return load_published_ranks(ranks)
-    except TokenizerError as error:
-        raise TokenizerError(f"{directory}/{error}") from error
-    raise TokenizerError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)} or one *.tiktoken file")
+    if len(ranks := list(directory.glob("*.tiktoken"))) == 1:
+        return load_published_ranks(ranks[0])
+    raise CheckpointError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)} or one *.tiktoken file")
 
 
 def _load_json(directory: Path) -> Tokenizer:
-    return tokenizer_from_json(directory, read_object(directory / TOKENIZER_FILE), read_tokenizer_config(directory))
+    path = directory / TOKENIZER_FILE
+    return tokenizer_from_json(path, read_json(path), read_tokenizer_config(directory))
 
 
 _LOADERS: Mapping[str, Callable[[Path], Tokenizer]] = {

@@ -1,29 +1,19 @@
 """Published tokenizer files of GPT-2, GPT-3.5, GPT-4o and Llama 3, and files in GPT-2's format.
 
-A bare `*.tiktoken` file holds only ranks. Its SHA-256 identifies the split pattern and the special tokens. Hashes,
-patterns and special tokens are from tiktoken's `openai_public.py` (MIT).
-
-Llama 3's `tokenizer.model` has the same format. Its pattern and the named special tokens are from Meta's
-`llama3/tokenizer.py`.
+A bare `*.tiktoken` file holds only ranks. Its SHA-256 identifies the split pattern and the special tokens, which are
+from tiktoken's `openai_public.py` (MIT). Those of Llama 3's `tokenizer.model` are from Meta's `llama3/tokenizer.py`.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model.io.json_file import FileError, read_bytes, read_text
-from model.tokenizer.bos_eos import TokenizerConfig, read_eos_token_ids, read_object, read_tokenizer_config
-from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.interface import Tokenizer, TokenizerError, naming
-from model.tokenizer.native import read_ranks
-from model.tokenizer.tokenizer_json import (
-    BYTE_LEVEL_DECODER,
-    added_token,
-    pre_tokenizer_for,
-    tokenizer_from_json,
-)
+from model.io.files import CheckpointError, check_is_file, file_digest, parsing, read_bytes, read_json, read_text
+from model.tokenizer.bos_eos import TokenizerConfig, read_eos_token_ids, read_tokenizer_config
+from model.tokenizer.byte_level import ByteLevelTokenizer, read_ranks
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.tokenizer_json import BYTE_LEVEL_DECODER, added_token, pre_tokenizer_for, tokenizer_from_json
 
 _END_OF_TEXT = "<|endoftext|>"
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -57,6 +47,24 @@ class _Published:
     special_tokens: Mapping[str, int]
 
 
+# Llama 3 has 256 special tokens, ids 128000 to 128255; a reserved token's name is for display only.
+_LLAMA3_NAMES = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+_RESERVED = [index for index in range(256) if index not in _LLAMA3_NAMES]
+_LLAMA3_NAMES |= {index: f"<|reserved_special_token_{number}|>" for number, index in enumerate(_RESERVED)}
+_LLAMA3 = _Published(
+    name="llama3",
+    pattern=_LLAMA3_PATTERN,
+    special_tokens={_LLAMA3_NAMES[index]: 128_000 + index for index in range(256)},
+)
 _PUBLISHED: Mapping[str, _Published] = {
     "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _Published(
         name="r50k_base", pattern=_GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
@@ -79,6 +87,9 @@ _PUBLISHED: Mapping[str, _Published] = {
         name="o200k_base", pattern=_O200K_PATTERN, special_tokens={_END_OF_TEXT: 199999, "<|endofprompt|>": 200018}
     ),
 }
+_SAVE_FAST_TOKENIZER = (
+    "save the fast tokenizer beside it: transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+)
 _KNOWN = ", ".join(published.name for published in _PUBLISHED.values())
 # Split pattern and normalizer by `transformers` tokenizer class, because vocab.json and merges.txt contain neither.
 _QWEN_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -88,92 +99,64 @@ _SPLITS: Mapping[str, tuple[str, dict[str, str] | None]] = {
 }
 
 
-def find_ranks_file(directory: Path) -> Path | None:
-    """Return the only `*.tiktoken` file of a directory; None if it has no such file, or several."""
-    found = sorted(directory.glob("*.tiktoken"))
-    return found[0] if len(found) == 1 else None
-
-
 def load_published_ranks(path: Path) -> Tokenizer:
-    """Load the tokenizer of a published file of ranks.
-
-    Raises:
-        TokenizerError: the SHA-256 of the file is unknown, or the file cannot be read.
-    """
-    with naming(path.name):
-        digest = hashlib.sha256(read_bytes(path)).hexdigest()
-    published = _PUBLISHED.get(digest)
-    if published is None:
-        raise TokenizerError(
-            f"{path.name}: the SHA-256 {digest[:16]}… matches no known file ({_KNOWN}), so the split pattern is "
+    """Load the tokenizer of a published file of ranks. Raises CheckpointError for a file with an unknown SHA-256."""
+    check_is_file(path)
+    digest = file_digest(path)
+    if (published := _PUBLISHED.get(digest)) is None:
+        raise CheckpointError(
+            f"{path}: the SHA-256 {digest[:16]}… matches no known file ({_KNOWN}), so the split pattern is "
             "unknown; copy it again, or add a tokenizer.json"
         )
     return _from_ranks(path, published)
 
 
 def load_tokenizer_model(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a `tokenizer.model` in tiktoken's format, which is Llama 3's.
-
-    Raises:
-        TokenizerError: the file cannot be read, is a SentencePiece model, or does not have Llama 3's number of ranks.
-    """
+    """Load the tokenizer of Llama 3's `tokenizer.model`. Raises CheckpointError, also for a SentencePiece model."""
     path = directory / "tokenizer.model"
+    read_bytes(path)  # an unreadable file has its own error
     try:
         ranks = read_ranks(path)
-    except TokenizerError as error:
-        if isinstance(error.__cause__, FileError):
-            raise
-        raise TokenizerError(
-            f"{path.name}: a SentencePiece model, which is not supported; save the fast tokenizer beside it: "
-            "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path}: a SentencePiece model, which is not supported; {_SAVE_FAST_TOKENIZER}"
         ) from error
     if len(ranks) != 128_000:
-        raise TokenizerError(f"{path.name}: {len(ranks)} ranks, expected 128000 as in Llama 3; add a tokenizer.json")
-    return _from_ranks(
-        path, _Published(name="llama3", pattern=_LLAMA3_PATTERN, special_tokens=_llama3_special_tokens())
-    )
+        raise CheckpointError(f"{path}: {len(ranks)} ranks, expected 128000 as in Llama 3; add a tokenizer.json")
+    return _from_ranks(path, _LLAMA3)
 
 
 def load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> Tokenizer:
     """Load the tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe.
 
     Raises:
-        TokenizerError: a file is damaged, or the split pattern of its tokenizer class is unknown.
+        CheckpointError: a file is damaged, or the split pattern of its tokenizer class is unknown.
     """
-    config = read_tokenizer_config(directory)
+    config, path = read_tokenizer_config(directory), directory / vocabulary_file
     name = ("GPT2Tokenizer" if config.tokenizer_class is None else config.tokenizer_class).removesuffix("Fast")
     if name not in _SPLITS:
-        raise TokenizerError(
-            f"{vocabulary_file}: the split pattern of {name} is not in this file; save the fast tokenizer beside it: "
-            "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-        )
+        raise CheckpointError(f"{path}: the split pattern of {name} is not in this file; {_SAVE_FAST_TOKENIZER}")
     pattern, normalizer = _SPLITS[name]
-    vocabulary = read_object(directory / vocabulary_file)
+    vocabulary = read_json(path)
     if _END_OF_TEXT in vocabulary:  # GPT-2's own files name no EOS token
         config = replace(config, roles={"eos_token": _END_OF_TEXT, **config.roles})
+    merges_path = directory / merges_file
+    merges = [line for line in read_text(merges_path).split("\n") if line and not line.startswith("#version")]
+    if wrong := next((line for line in merges if line.count(" ") != 1), None):
+        raise CheckpointError(f"{merges_path}: expected two tokens a line, not {wrong!r}; copy the file again")
     values = {
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": _read_merges(directory / merges_file)},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer_for(pattern),
         "decoder": BYTE_LEVEL_DECODER,
         "added_tokens": _special_tokens(directory, vocabulary, config),
     }
-    return tokenizer_from_json(directory, values, config, file=vocabulary_file)
-
-
-def _read_merges(path: Path) -> list[str]:
-    """Read the merges, one a line, without the version line."""
-    with naming(path.name):
-        lines = read_text(path).split("\n")
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    if wrong := next((line for line in merges if line.count(" ") != 1), None):
-        raise TokenizerError(f"{path.name}: expected two tokens a line, not {wrong!r}; copy the file again")
-    return merges
+    return tokenizer_from_json(path, values, config)
 
 
 def _special_tokens(directory: Path, vocabulary: Mapping[str, int], config: TokenizerConfig) -> list[dict[str, Any]]:
     """Return the special tokens as entries of `added_tokens`: GPT-2's, and those that the other files name."""
-    ids = {**vocabulary, **read_object(directory / "added_tokens.json", optional=True)}
+    ids = {**vocabulary, **read_json(directory / "added_tokens.json", optional=True)}
     names = {_END_OF_TEXT, *config.special, *(ids.keys() - vocabulary.keys())} & ids.keys()
     return [added_token(name, ids[name]) for name in sorted(names, key=ids.__getitem__)]
 
@@ -184,7 +167,7 @@ def _from_ranks(path: Path, published: _Published) -> Tokenizer:
     vocabulary = {**{str(rank): rank for rank in ranks.values()}, **special}
     eos_token_ids = read_eos_token_ids(path.parent, read_tokenizer_config(path.parent), vocabulary)
     default = tuple(special[name] for name in (_END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>") if name in special)
-    with naming(path.name):
+    with parsing(path):
         return ByteLevelTokenizer(
             pattern=published.pattern,
             ranks=ranks,
@@ -192,22 +175,3 @@ def _from_ranks(path: Path, published: _Published) -> Tokenizer:
             eos_token_ids=eos_token_ids or default,
             bos_token_id=special.get("<|begin_of_text|>"),
         )
-
-
-def _llama3_special_tokens() -> dict[str, int]:
-    """Return Llama 3's 256 special tokens, ids 128000 to 128255; a reserved token's name is for display only."""
-    named = {
-        0: "<|begin_of_text|>",
-        1: "<|end_of_text|>",
-        4: "<|finetune_right_pad_id|>",
-        6: "<|start_header_id|>",
-        7: "<|end_header_id|>",
-        8: "<|eom_id|>",
-        9: "<|eot_id|>",
-        10: "<|python_tag|>",
-    }
-    others = iter(range(256))
-    return {
-        named[index] if index in named else f"<|reserved_special_token_{next(others)}|>": 128_000 + index
-        for index in range(256)
-    }

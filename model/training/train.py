@@ -33,7 +33,7 @@ from model.evaluation.likelihood import evaluate
 from model.evaluation.samples import Complete, Sample, Sampler, complete_one_by_one
 from model.nn.transformer import Block, Transformer
 from model.sampling.params import SamplingParams
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus

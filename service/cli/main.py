@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pydantic_settings import BaseSettings
 
-from model.io.one_line_error import error_line, first_line
+from model.io.files import error_line, first_line
 from service.cli.interrupts import EXIT_CODE, raise_on_interrupt
 from service.config.settings import (
     ConvertSettings,

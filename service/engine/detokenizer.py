@@ -8,8 +8,7 @@ text of a stop token or a stop string is returned only with `include_stop_str_in
 from collections.abc import Sequence
 
 from model.sampling.params import SamplingParams
-from model.tokenizer.interface import Tokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder, Tokenizer
 
 
 class Detokenizer:

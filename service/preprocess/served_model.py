@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.chat.template import (
-    PLAIN_SOURCE,
-    ChatTemplate,
-    ChatTemplateError,
-    load_chat_template,
-    read_special_tokens,
-    read_text,
-)
+from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
 from model.chat.template_sandbox import TemplateFailure
 from model.checkpoint.manifest import Manifest
-from model.sampling.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, GenerationConfigError
+from model.io.files import CheckpointError, read_text
+from model.sampling.generation_config import GENERATION_CONFIG_FILE, GenerationConfig
 from model.sampling.generation_config import read_generation_config as read_file
 from model.sampling.params import SamplingParams
+from model.tokenizer.bos_eos import read_tokenizer_config
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import ModelSettings, ServeSettings, context_length
 from service.preprocess.template_process import TemplateProcess
@@ -98,11 +93,11 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
 
     Raises:
         SettingsError: --max-context-length is over the model's positions.
-        ChatTemplateError, GenerationConfigError: a file cannot be used. The message is one line.
+        CheckpointError: a file cannot be used. The message is one line.
     """
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     marks = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
-    marks |= read_special_tokens(manifest.directory)  # the files take precedence over the tokenizer
+    marks |= read_tokenizer_config(manifest.directory).roles  # the files take precedence over the tokenizer
     return ServedModel(
         manifest=manifest,
         tokenizer=tokenizer,
@@ -118,14 +113,14 @@ def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
     """Read the checkpoint's request defaults. Return empty defaults with --no-generation-config.
 
     Raises:
-        GenerationConfigError: generation_config.json cannot be used.
+        CheckpointError: generation_config.json cannot be used.
     """
     config = read_file(directory) if settings.generation_config else GenerationConfig()
     sampling = {name: value for name in _SAMPLING if (value := getattr(config, name)) is not None}
     try:
         SamplingParams(max_tokens=0, **sampling)
     except ValueError as error:
-        raise GenerationConfigError(
+        raise CheckpointError(
             f"{directory / GENERATION_CONFIG_FILE}: {error}; correct the file, or ignore it with --no-generation-config"
         ) from None
     return RequestDefaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
@@ -135,7 +130,7 @@ def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate
     """Return the chat template that --chat-template selects, or None for "none".
 
     Raises:
-        ChatTemplateError: the file cannot be read, or is not a valid template.
+        CheckpointError: the file cannot be read, or is not a valid template.
     """
     origin = settings.chat_template
     match settings.chat_template:
@@ -147,14 +142,14 @@ def _template(settings: ServeSettings, marks: Mapping[str, str]) -> ChatTemplate
             template = None
         case path:
             if not Path(path).is_file():
-                raise ChatTemplateError(f"--chat-template {path}: no such file; give auto, plain, none or a Jinja file")
+                raise CheckpointError(f"--chat-template {path}: no such file; give auto, plain, none or a Jinja file")
             template = ChatTemplate(source=read_text(Path(path)), origin=path)
     template = dataclasses.replace(template or ChatTemplate(source=PLAIN_SOURCE, origin=origin), special_tokens=marks)
     try:
         with closing(TemplateProcess(template.source)) as process:
             process.render(None)
     except TemplateFailure as failure:
-        raise ChatTemplateError(
+        raise CheckpointError(
             f"{template.origin}: {failure}; correct it, or choose another with --chat-template plain, none or FILE"
         ) from None
     return template

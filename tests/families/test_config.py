@@ -10,7 +10,7 @@ import pytest
 from model.config import ModelConfig
 from model.config_enums import RopeScaling, RopeScalingKind
 from model.huggingface.family_table import FAMILIES, read_family_config
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from tests.families.models import CASES, transformers
 from tests.families.public_configs import PUBLIC
 

@@ -16,7 +16,7 @@ from model.checkpoint.conversion.nanogpt import convert_nanogpt
 from model.checkpoint.conversion.pickles import convert_pickles
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
 from service.cli.main import main
 from tests.families.models import CASES, load, read_by_library, transformers

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.io.safetensors_header import WEIGHT_BYTES
+from model.checkpoint.weights import DTYPES
+from model.huggingface.tensor_placement import WEIGHT_DTYPES
 from tests.families.large_checkpoint import MEGABYTE, measure, write_large
 from tests.families.models import CASES, load
 
@@ -58,6 +59,5 @@ def test_tensors_read_in_slices_equal_whole_tensors(tmp_path: Path, case: str, m
         assert torch.equal(sliced[name], tensor), name
 
 
-def test_sizes_of_dtypes() -> None:
-    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    assert {name: dtype.itemsize for name, dtype in dtypes.items()} == dict(WEIGHT_BYTES)
+def test_every_dtype_that_the_checks_accept_can_be_read() -> None:
+    assert set(DTYPES) == set(WEIGHT_DTYPES)

@@ -12,7 +12,7 @@ import torch
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
 from model.checkpoint.manifest import read_manifest
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from service.cli.main import main

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from tests.families.models import CASES
 from tests.families.tokenizer_files import write_byte_level
 

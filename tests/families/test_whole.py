@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from model.checkpoint.conversion.atomic_directory import written_whole
 from model.checkpoint.manifest import read_manifest
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError, written_whole
 from service.cli.main import main
 from tests.families.nanogpt import ARGUMENTS, random_state, write_checkpoint
 from tests.families.test_conversion import PICKLE, SHIPPED, write_pickles

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.manifest import CheckpointError, read_manifest
+from model.checkpoint.manifest import read_manifest
+from model.io.files import CheckpointError
 
 
 def _file(name: str) -> Callable[[Path], Path]:

@@ -9,33 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.atomic_directory import written_whole
 from model.checkpoint.conversion.pickles import METADATA
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
 from model.checkpoint.shards import write_shards
-from model.checkpoint.weights import part_views, read_weights
+from model.checkpoint.weights import DTYPES, part_views, read_weights
 from model.config import ModelConfig
-from model.huggingface.export import describe
 from model.huggingface.families.family import ModelFamily, full_name, sources
-from model.io.checkpoint_files import read_json
+from model.huggingface.family_table import describe
+from model.io.files import read_json, written_whole
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:
-    """Export a checkpoint as a Hugging Face directory: config, weights, tokenizer, EOS tokens, generation defaults.
+    """Export a checkpoint as a Hugging Face directory: config, weights, tokenizer and generation defaults.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, no family can express its model, or `out` is not empty.
-        TokenizerError: the tokenizer has no equivalent in Hugging Face's format.
+        CheckpointError: the checkpoint is damaged, no family can express its model, its tokenizer has no equivalent in
+            Hugging Face's format, or `out` is not empty.
     """
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
     family, values = describe(manifest.config)
-    asked = directory / GENERATION_CONFIG_FILE
-    defaults = read_json(asked) if asked.exists() else {}
+    defaults = read_json(directory / GENERATION_CONFIG_FILE, optional=True)
     ends = list(tokenizer.eos_token_ids)
     marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     with written_whole(out) as new:
@@ -49,10 +45,10 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
 
 
 def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch.dtype:
-    """Write the weights under the family's names, in their stored dtype; float32 if they have several dtypes."""
+    """Write weights under a family's tensor names, in their stored dtype; float32 if they have several dtypes."""
     placements = manifest.place_tensors()
     stored = {header.dtype for place in placements.values() for header in place.parts}
-    dtype = _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
+    dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
     tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
     parts = [part for source in sources(manifest.config, family).values() for part in source.parts]
     num_bytes = {full_name(family, part.name): math.prod(part.shape) * dtype.itemsize for part in parts}
@@ -65,7 +61,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
-    """Yield the family's tensors, in the order of `sources`."""
+    """Yield the family's tensors, cut from the model's, in the order of `sources`."""
     for name, source in sources(config, family).items():
         views = part_views(tensors[name], source.layout, (part.shape[0] for part in source.parts), config)
         for part, view in zip(source.parts, views, strict=True):

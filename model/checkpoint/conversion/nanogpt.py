@@ -1,4 +1,4 @@
-"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint. Code in the file is never run, see `pickles`.
+"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint.
 
 nanoGPT is GPT-2 with exact GELU and optional biases. Source of names and defaults: `GPT` and `GPTConfig` in model.py of
 github.com/karpathy/nanoGPT.
@@ -9,26 +9,23 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.atomic_directory import written_whole
 from model.checkpoint.conversion.pickles import read_plain_pickle, read_torch_file
 from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import ModelFamily, plain, sources
+from model.huggingface.families.family import ModelFamily, convert_config, plain, sources
 from model.huggingface.families.gpt2 import GPT2
 from model.huggingface.families.llama_like import size_of_heads
 from model.huggingface.families.reader import ConfigReader
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError, written_whole
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import TokenizerError
 
 _COMPILED = "_orig_mod."  # prefix of every name after torch.compile
 # Files of a tokenizer in all formats that `load_tokenizer` supports, besides *.tiktoken.
@@ -76,15 +73,6 @@ _NANOGPT = ModelFamily(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NanoGpt:
-    """Content of a ckpt.pt: the architecture, the tensors under Kvasir's names, and facts about the training."""
-
-    config: ModelConfig
-    tensors: dict[str, Tensor]
-    training: dict[str, Any]
-
-
 def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
     """Write and verify a Kvasir checkpoint directory from a ckpt.pt and its tokenizer.
 
@@ -94,36 +82,26 @@ def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
 
     Raises:
         CheckpointError: a file is damaged or would run code, the tensors or the tokenizer do not fit, or `out` is not
-            empty. Nothing is written then.
+            empty.
     """
     with written_whole(out) as directory:
-        source = read_nanogpt(path)
+        config, tensors, facts = _read_checkpoint(path)
         files = _write_tokenizer(tokenizer, directory)
-        write_weights(directory, source.config, source.tensors)
-        training = {**source.training, "source": path.name}
+        write_weights(directory, config, tensors)
+        training = {**facts, "source": path.name}
         write_manifest(directory, name=out.absolute().name, training=training, tokenizer_files=files)
         read_manifest(directory).verify()
     return read_manifest(out)
 
 
-def read_nanogpt(path: Path) -> NanoGpt:
-    """Read a ckpt.pt.
-
-    Raises:
-        CheckpointError: the file is damaged, would run code, or its tensors do not match its model_args.
-    """
+def _read_checkpoint(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, float]]:
+    """Return the architecture, the tensors under Kvasir's names, and facts about the training, from a ckpt.pt."""
     values = read_torch_file(path)
     arguments, state = values.get("model_args"), values.get("model")
     if not isinstance(arguments, Mapping) or not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: no model and model_args; give the ckpt.pt that nanoGPT's train.py wrote")
     reader = ConfigReader(path, arguments)
-    try:
-        config = _NANOGPT.read_config(reader)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path}: model_args: {error}; correct them") from error
-    reader.finish()
+    config = convert_config(_NANOGPT, reader)
     found = {_short_name(str(name)): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     head, embedding = found.get("lm_head.weight"), found.get("wte.weight")
     if head is not None and embedding is not None:
@@ -131,8 +109,8 @@ def read_nanogpt(path: Path) -> NanoGpt:
         config = dataclasses.replace(config, tie_embeddings=tied)
     facts = {"steps": values.get("iter_num"), "best_val_loss": values.get("best_val_loss")}
     training = {name: fact.item() if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
-    plain = {name: fact for name, fact in training.items() if isinstance(fact, (int, float))}
-    return NanoGpt(config=config, tensors=_place(path, config, found), training=plain)
+    numbers = {name: fact for name, fact in training.items() if isinstance(fact, (int, float))}
+    return config, _place(path, config, found), numbers
 
 
 def _short_name(name: str) -> str:
@@ -140,7 +118,7 @@ def _short_name(name: str) -> str:
 
 
 def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under Kvasir's names. Raise CheckpointError for a missing, unsuitable or extra tensor."""
+    """Return a ckpt.pt's tensors under Kvasir's names; raise CheckpointError for a missing, unsuitable or extra one."""
     tensors = {}
     for name, source in sources(config, _NANOGPT).items():
         (part,) = source.parts
@@ -154,7 +132,7 @@ def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[st
                 "use the model_args of its training"
             )
         tensors[name] = tensor
-    found.pop("lm_head.weight", None)  # tied; read_nanogpt compared it with the embedding
+    found.pop("lm_head.weight", None)  # tied; `_read_checkpoint` compared the head with the embedding
     ignored = [name for name in found if any(re.fullmatch(pattern, name) for pattern in _NANOGPT.ignored_tensors)]
     if extra := sorted(found.keys() - set(ignored)):
         raise CheckpointError(
@@ -165,7 +143,7 @@ def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[st
 
 
 def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
-    """Write the tokenizer's files to the directory, and return their names."""
+    """Write the tokenizer's files to the directory `out`, and return their names."""
     if source.suffix == ".pkl":
         (out / "tokenizer.json").write_text(json.dumps(_tokenizer_json(_read_characters(source)), ensure_ascii=False))
         return ("tokenizer.json",)
@@ -183,15 +161,13 @@ def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
             # The EOS token comes from a file that was not copied, such as the config.json of another model.
             (out / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
             names.append("generation_config.json")
-    except TokenizerError as error:
-        raise CheckpointError(str(error)) from error
     except OSError as error:
         raise CheckpointError(f"{source}: {error}; give the tokenizer in a directory of its own") from error
     return tuple(names)
 
 
 def _read_characters(path: Path) -> dict[str, int]:
-    """Read the id of each character from `stoi` of a meta.pkl."""
+    """Return the id of each character, from `stoi` of a meta.pkl."""
     values = read_plain_pickle(path)
     ids = values.get("stoi") if isinstance(values, dict) else None
     if not isinstance(ids, dict) or not ids:

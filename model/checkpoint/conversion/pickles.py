@@ -1,8 +1,4 @@
-"""Safe reading of pickles, and conversion of a Hugging Face directory of pickles to safetensors.
-
-Only tensors and plain values are read, and no code is run. Each pickle becomes one safetensors file with the same names
-and dtypes.
-"""
+"""Reading of pickles without running code, and conversion of a Hugging Face directory of pickles to safetensors."""
 
 import json
 import pickle
@@ -14,11 +10,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.atomic_directory import written_whole
 from model.checkpoint.manifest import Manifest, read_manifest
 from model.checkpoint.shards import save_shard
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
-from model.io.checkpoint_files import CheckpointError, check_plain_name, read_json
+from model.io.files import CheckpointError, OneLineError, check_plain_name, parsing, read_json, reading, written_whole
 
 _NO_CODE = "it would run code when read, which is not allowed; save only tensors and plain values"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -27,18 +22,18 @@ METADATA = {"format": "pt"}  # required by the transformers library
 
 
 def read_torch_file(path: Path) -> Mapping[str, Any]:
-    """Read a dictionary that `torch.save` wrote. Tensors are memory-mapped, so they are read from disk on use.
+    """Read a dictionary of tensors and plain values that `torch.save` wrote. The tensors are memory-mapped.
 
     Raises:
-        CheckpointError: the file cannot be read, or is not a dictionary of tensors and plain values in torch's zip
-            format.
+        CheckpointError: the file cannot be read, would run code, or is not such a dictionary in torch's zip format.
     """
     try:
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with reading(path):
+            values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: {_NO_CODE}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; give a file this user can read") from error
+    except CheckpointError:
+        raise
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
         raise CheckpointError(
             f"{path}: not a complete file of torch.save (version 1.6 or later); copy it again"
@@ -49,35 +44,28 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """Read a pickle that names no class and no function.
-
-    Raises:
-        CheckpointError: the file cannot be read, or the pickle names a class or a function.
-    """
+    """Read a pickle. Raises CheckpointError if the pickle names a class or a function, or cannot be read."""
     try:
-        with path.open("rb") as file:
+        with parsing(path), reading(path), path.open("rb") as file:
             return _PlainUnpickler(file).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; give a file this user can read") from error
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointError(f"{path}: not a complete pickle; copy it again") from error
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler that rejects every class and function. Numbers, strings, lists and dictionaries need no class."""
+    """Unpickler that rejects every class and function; numbers, strings, lists and dictionaries need none."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        raise CheckpointError(_NO_CODE)
+        raise OneLineError(_NO_CODE)
 
 
 def convert_pickles(directory: Path, out: Path) -> Manifest:
-    """Copy a directory with pytorch_model.bin or its shards converted to safetensors, and verify the copy.
+    """Copy a directory with pytorch_model.bin or its shards, converted to safetensors, and verify the copy.
 
     Raises:
-        CheckpointError: a file is missing or damaged or would run code, the model is of no supported family, or `out`
-            is not empty.
+        CheckpointError: a file is damaged or would run code, the model is not supported, or `out` is not empty.
     """
     names = _pickle_names(directory)
     with written_whole(out) as new:
@@ -114,7 +102,7 @@ def _pickle_names(directory: Path) -> list[str]:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory, as safetensors requires. A tied head shares memory with its embedding."""
+    """Return the tensors without shared memory, as safetensors requires: a tied head shares that of its embedding."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Definition of a model family: its config reader, its tensor names and its tensor layouts."""
+"""Definition of a model family, and the checkpoint tensors that make up each tensor of Kvasir's model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,10 +6,11 @@ from enum import StrEnum
 
 from model.config import ModelConfig
 from model.huggingface.families.reader import ConfigReader
+from model.io.files import CheckpointError
 
 
 class Layout(StrEnum):
-    """Layout of the checkpoint tensors that make up one model tensor."""
+    """Layout of the checkpoint tensors that make up one tensor of Kvasir's model."""
 
     AS_IS = "as is"
     TRANSPOSED = "transposed"  # (in, out) instead of (out, in): GPT-2's Conv1D
@@ -19,7 +20,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """Checkpoint modules that make up one model module, in the order of its rows.
+    """Names of the checkpoint modules that make up one module of Kvasir's model, in the order of its rows.
 
     modules: names, with `#` for the layer number.
     layout: layout of the weight. A bias is never transposed.
@@ -31,7 +32,7 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A checkpoint tensor: its name and its required shape."""
+    """Name and required shape of a checkpoint tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The checkpoint tensors that make up one model tensor, and their layout."""
+    """Checkpoint tensors that make up one tensor of Kvasir's model, and their layout."""
 
     layout: Layout
     parts: tuple[Part, ...]
@@ -47,11 +48,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
-    """One `model_type` of Hugging Face.
+    """Model family: config reader, tensor names and tensor layouts of one `model_type` in config.json.
 
-    model_type: value of the config key `model_type`.
     architectures: `transformers` classes with supported checkpoints; the class with the language model head is first.
-    read_config: converts config.json to ModelConfig; raises CheckpointError for features that are not implemented.
+    read_config: converts config.json to ModelConfig; raises ValueError for features that are not implemented.
     names: module of Kvasir's model -> modules of the checkpoint, without `prefix`.
     prefix: beginning of tensor names, which checkpoints of the bare model (without the head) lack.
     ignored_tensors: regular expressions for constants in old files: masks and rotary frequencies.
@@ -68,17 +68,33 @@ class ModelFamily:
 
 
 def plain(module: str) -> Names:
-    """Map a module of ours to one checkpoint module whose tensors have the same layout."""
+    """Return the name of a checkpoint module whose tensors have Kvasir's layout."""
     return Names(modules=(module,))
 
 
 def concatenated(*modules: str) -> Names:
-    """Map a module of ours to several checkpoint modules, whose tensors are concatenated along the rows."""
+    """Return the names of checkpoint modules whose tensors are concatenated along the rows."""
     return Names(modules=modules, layout=Layout.CONCATENATED)
 
 
+def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
+    """Convert a checkpoint's config to a ModelConfig.
+
+    Raises:
+        CheckpointError: a key has an invalid value or requires a feature that is not implemented.
+    """
+    try:
+        config = family.read_config(reader)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{reader.path}: {error}; correct the config") from error
+    reader.finish()
+    return config
+
+
 def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source]:
-    """Return the checkpoint tensors for each model tensor, by its name. `family` None: Kvasir's own format."""
+    """Return the checkpoint tensors of each model tensor, by the model tensor's name; family None: Kvasir's format."""
     shapes = config.parameter_shapes()
     if family is None:
         return {name: Source(layout=Layout.AS_IS, parts=(Part(name=name, shape=s),)) for name, s in shapes.items()}
@@ -101,13 +117,13 @@ def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[in
 
 
 def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
-    """Return the number of rows of each part of a concatenated matrix."""
+    """Return the number of rows of each checkpoint tensor in a concatenated matrix of Kvasir's model."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
 
 
 def full_name(family: ModelFamily | None, name: str) -> str:
-    """Return a tensor's name with the family's prefix. The head has no prefix: it is not part of the bare model."""
+    """Return a checkpoint tensor's name with the family's prefix, which all tensors except the head have."""
     if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
         return name
     return family.prefix + name

@@ -62,7 +62,7 @@ def _family(
     activations: Mapping[str, MlpKind] = _ACTIVATIONS,
     **defaults: Any,
 ) -> ModelFamily:
-    """Return a family with Llama's layers.
+    """Return a model family with Llama's layers.
 
     Args:
         class_prefix: beginning of the names of its `transformers` classes.
@@ -130,20 +130,14 @@ def _read_sizes(
 
 
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
-    """Return the size of a head: width / heads. Raise CheckpointError if the width is not a multiple of heads."""
+    """Return the size of an attention head: width / heads. Raises CheckpointError if heads do not divide the width."""
     if width % heads:
         reader.refuse("num_attention_heads", heads, f"the width of {width} is not a multiple of it; correct the config")
     return width // heads
 
 
 def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
-    """Return the sliding-window fields of ModelConfig for Qwen2 and Qwen3.
-
-    `layer_types` names the layers with a window. If it is absent, layers from `max_window_layers` on have a window.
-
-    Raises:
-        CheckpointError: a layer type is unsupported, or a layer needs a window but the config sets no window.
-    """
+    """Return the sliding-window fields of ModelConfig for Qwen2 and Qwen3, whose upper layers may have a window."""
     window = reader.optional_size("sliding_window", 4096)
     if not reader.flag("use_sliding_window", False):
         window = None
@@ -161,9 +155,6 @@ def _read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | No
     Args:
         window: the size of the window in tokens; None: no window.
         first: the first layer with a window, if the config has no `layer_types`.
-
-    Raises:
-        CheckpointError: a layer type is unsupported, or a layer needs a window but `window` is None.
     """
     known = ("full_attention", "sliding_attention")
     types = reader.take("layer_types")
@@ -188,7 +179,6 @@ def _read_llama(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _read_mistral(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the window of all layers; with `layer_types`, as `MinistralForCausalLM` does, of some layers."""
     window = reader.optional_size("sliding_window", 4096)
     return _read_layer_types(reader, fields["num_layers"], window=window, first=0)
 

@@ -1,4 +1,4 @@
-"""Strict reader of config.json. Every key is used, known to be harmless, or rejected by name with a remedy."""
+"""Strict reader of a Hugging Face config.json: every key is used, known to be harmless, or rejected by name."""
 
 import reprlib
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 from model.config import MAX_LAYERS
 from model.config_enums import check_number, check_size
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ MUST_BE: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 class ConfigReader:
-    """Reader of one config.json. Each key is read once; `finish` checks that all unread keys are harmless."""
+    """Reader of one config.json. Every error is a CheckpointError that names the file, the key and the remedy."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
@@ -63,28 +63,25 @@ class ConfigReader:
         self._asked: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """Return the value of a key and count the key as read; None if it is absent or null."""
+        """Return the value of a key, unchecked; None if the key is absent or null."""
         self._asked.add(name)
         return self._left.pop(name, None)
 
     def size(self, name: str, default: int) -> int:
-        """Read a positive integer. Raise CheckpointError for another value."""
+        """Return the value of a key that must be a positive integer."""
         value = self._left.pop(name, default)
         self._check(check_size, name, value)
         return int(value)
 
     def layers(self, name: str, default: int) -> int:
-        """Read a number of layers. Raise CheckpointError for another value, or for more than MAX_LAYERS.
-
-        The limit is checked here because families make lists of all layers before ModelConfig checks the number.
-        """
+        """Return the value of a key that must be a number of layers up to MAX_LAYERS: families list all layers."""
         count = self.size(name, default)
         if count > MAX_LAYERS:
             self.refuse(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
         return count
 
     def optional_size(self, name: str, default: int | None) -> int | None:
-        """Read a positive integer or null. Raise CheckpointError for another value."""
+        """Return the value of a key that must be a positive integer or null."""
         self._asked.add(name)
         value = self._left.pop(name, default)
         if value is not None:
@@ -92,61 +89,48 @@ class ConfigReader:
         return None if value is None else int(value)
 
     def number(self, name: str, default: float) -> float:
-        """Read a positive number. Raise CheckpointError for another value."""
+        """Return the value of a key that must be a positive number."""
         value = self._left.pop(name, default)
         self._check(check_number, name, value)
         return float(value)
 
     def echo(self, name: str, value: float, source: str) -> None:
-        """Check a key that the family ignores: raise CheckpointError if it is present with another value.
-
-        Args:
-            value: the value that the model uses.
-            source: the key that sets this value.
-        """
+        """Reject a key that the family ignores if it differs from the value that the key `source` has set."""
         if self._left.get(name) is not None and (said := self.number(name, value)) != value:
             self.refuse(name, said, f"this family ignores this key and uses {value}; set {source} instead")
 
     def flag(self, name: str, default: bool) -> bool:
-        """Read true or false. Raise CheckpointError for another value."""
+        """Return the value of a key that must be true or false."""
         value = self._left.pop(name, default)
         if not isinstance(value, bool):
             self.refuse(name, value, "expected true or false; correct the config")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """Return the item of `choices` that the value names. Raise CheckpointError for an unknown name."""
+        """Return the item of `choices` that the value of a key names."""
         value = self._left.pop(name, default)
         if not isinstance(value, str) or value not in choices:
             self.refuse(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
         return choices[value]
 
     def refuse(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Raise CheckpointError: one line with the file, the key, its value and the remedy."""
+        """Reject the value of a key."""
         shown = name if name.isprintable() and len(name) < 80 else _short(name)
         raise CheckpointError(f"{self.path}: {shown}={_short(value)}: {remedy}")
 
     def finish(self) -> None:
-        """Check every key that was not read.
-
-        Raises:
-            CheckpointError: a key is unknown, or its value requires a feature that is not implemented.
-        """
+        """Reject an unread key that is unknown, or whose value requires a feature that is not implemented."""
         for name, value in self._left.items():
             if value is None or name in HARMLESS:
                 continue
-            if name == "layer_types" and self._has_no_window and _are_full(value):
+            # A family that reads `sliding_window` must read `layer_types` too.
+            if name == "layer_types" and "sliding_window" not in self._asked and _are_full(value):
                 continue
             if name not in MUST_BE:
                 self.refuse(name, value, "unknown key; remove it if the model computes the same without it")
             allowed, remedy = MUST_BE[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
                 self.refuse(name, value, remedy)
-
-    @property
-    def _has_no_window(self) -> bool:
-        """True if the family did not read `sliding_window`. A family that reads it must read `layer_types` too."""
-        return "sliding_window" not in self._asked
 
     def _check(self, check: Any, name: str, value: object) -> None:
         try:
@@ -160,7 +144,6 @@ def _are_full(types: object) -> bool:
 
 
 def _short(value: object, *, quoted: bool = True) -> str:
-    """Return a value's text for an error message, shortened to at most 200 characters."""
     return (_REPR.repr(value) if quoted else str(value))[:200]
 
 

@@ -1,4 +1,4 @@
-"""Reader of the rotary embedding settings: `rope_theta` and `rope_scaling`, or `rope_parameters` in newer files."""
+"""Reader of a config.json's rotary embedding: `rope_theta` and `rope_scaling`, or `rope_parameters` in newer files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from model.config_enums import RopeScaling, RopeScalingKind
 from model.huggingface.families.reader import ConfigReader
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 
 DEFAULT_THETA = 10_000.0
 _TYPES = ("default", *RopeScalingKind)
@@ -14,12 +14,7 @@ _TYPES = ("default", *RopeScalingKind)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
-    """Rotary embedding settings.
-
-    theta: base of the frequencies.
-    scaling: scaling of the frequencies; None: unscaled.
-    partial: fraction of each head that is rotated.
-    """
+    """Rotary embedding: base and scaling of the frequencies, and the fraction of each head that is rotated."""
 
     theta: float
     scaling: RopeScaling | None
@@ -39,7 +34,6 @@ def read_rope(
     Args:
         max_positions: original context length, if the config does not set it.
         theta_names, partial_names: the family's top-level keys for `theta` and `partial`.
-        partial: default of `partial`.
 
     Raises:
         CheckpointError: the rope type is unsupported, a key is unknown, or two keys contradict each other.
@@ -72,7 +66,7 @@ def read_rope(
 
 
 def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
-    """Return the key that holds the rope dictionary, and a copy of the dictionary without null entries."""
+    """Return the key that holds the rope dictionary, and the dictionary without null entries."""
     found = [(name, reader.take(name)) for name in ("rope_scaling", "rope_parameters")]
     for name, value in found:
         if not isinstance(value, Mapping | None):

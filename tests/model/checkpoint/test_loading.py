@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import load_model, save_checkpoint
-from model.checkpoint.manifest import MANIFEST_FILE, CheckpointError, read_manifest, write_manifest
+from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from model.checkpoint.shards import plan_shards, write_shards
+from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
-from model.tokenizer.native import RANKS_FILE, save_native
+from model.tokenizer.byte_level import RANKS_FILE, save_native
 from model.training.data.bpe import train_bpe
 from tests.model.configs import VARIANTS, build
 
@@ -255,14 +256,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard that is a pipe": (_pipe(SHARD), f"{SHARD}: not a regular file"),
     "config not JSON": (_config("{"), "config.json: not JSON"),
     "config unknown key": (_config('{"colour": 1}'), "config.json: unknown model config keys: colour"),
-    "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: No such file"),
+    "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: missing; copy"),
     "manifest of another format": (_manifest(lambda v: v.update(format="x")), "format 'x'"),
     "manifest without files": (_manifest(lambda v: v.pop("files")), "malformed"),
     "path trick": (
         _manifest(lambda v: v.update(files={"../x.safetensors": {"bytes": 1, "sha256": ""}})),
         "is not a plain file name",
     ),
-    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "config.json is not in the list of files"),  # type: ignore[attr-defined]
+    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "no config.json is in the list of files"),  # type: ignore[attr-defined]
 }
 
 
