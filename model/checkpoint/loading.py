@@ -13,8 +13,7 @@ from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
 from model.chat.template import TEMPLATE_FILE
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
-from model.checkpoint.shards import remove_shards, write_shards
-from model.checkpoint.weights import read_weights
+from model.checkpoint.weights import read_weights, remove_shards, write_shards
 from model.config import ModelConfig
 from model.io.files import CheckpointError, writing
 from model.nn.transformer import Transformer

@@ -1,4 +1,4 @@
-"""Tensors copied from safetensors files to their final place in slices, so that no tensor is in memory twice.
+"""Reading and writing of a checkpoint's weight files, so that no tensor is in memory twice.
 
 Pages of a mapped file that were read count as this process's memory until the file is unmapped. So files are reopened
 every few dozen MB, and tensors are copied in slices, each checked for NaN and infinity and converted to its final
@@ -7,6 +7,8 @@ dtype on the way. A matrix that will be packed is not copied: until then its ten
 Legend: H heads, D head dimension, E hidden size.
 """
 
+import itertools
+import json
 import math
 import mmap
 from collections import deque
@@ -15,14 +17,17 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.families.family import Layout
 from model.huggingface.tensor_placement import Placement
 from model.io.files import CheckpointError
 from model.io.safetensors_header import TensorHeader
 
+MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's convention
 SLICE_BYTES = 2**24
 MAPPED_BYTES = 2**25
 # Numbers per slice, so that it stays in a core's cache between both passes.
@@ -173,3 +178,59 @@ def _has_bits_from(least: int, rows: Tensor) -> bool:
         if piece.max() >= least or piece.view(f"u{rows.dtype.itemsize}").max() >= sign + least:
             return True
     return False
+
+
+def write_shards(
+    directory: Path,
+    num_bytes: Mapping[str, int],
+    tensors: Iterable[Tensor],
+    *,
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Write tensors to one file, or to several with an index if they exceed MAX_SHARD_BYTES.
+
+    Args:
+        num_bytes: the size of each tensor, by name, in the order of `tensors`.
+        tensors: contiguous tensors on the CPU. Only those of one shard are in memory at a time.
+    """
+    shards = plan_shards(num_bytes)
+    weight_map: dict[str, str] = {}
+    pending = iter(tensors)
+    for number, names in enumerate(shards, start=1):
+        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # An argument, not a variable, so that this shard is freed before the next shard is read.
+        save_shard(
+            dict(zip(names, itertools.islice(pending, len(names)), strict=True)),
+            directory / file_name,
+            metadata=metadata,
+        )
+        weight_map |= dict.fromkeys(names, file_name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(num_bytes.values())}, "weight_map": weight_map}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def plan_shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
+    """Return the names of each shard's tensors, in order. A tensor over MAX_SHARD_BYTES gets its own shard."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in num_bytes.items():
+        if shards[-1] and used + size > MAX_SHARD_BYTES:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def remove_shards(directory: Path) -> None:
+    """Delete the weight files and the index of a checkpoint directory."""
+    for pattern in (SINGLE_FILE, "model-*-of-*.safetensors", INDEX_FILE):
+        for path in directory.glob(pattern):
+            path.unlink()
+
+
+def save_shard(tensors: dict[str, Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
+    """Write one safetensors file with mode 0644: the library's 0600 keeps other users from serving it."""
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(0o644)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
-from model.huggingface.families.family import Layout, ModelFamily, Part, full_name, sources
+from model.huggingface.families.family import Layout, ModelFamily, full_name, sources
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import TensorHeader, read_headers
 
@@ -48,12 +48,11 @@ def place_tensors(
     shapes = config.parameter_shapes()
     for name, source in sources(config, family).items():
         parts = []
-        for part in source.parts:
-            header = found.pop(part.name, None)
-            if header is None:
-                missing.append(part.name)
+        for part, shape in source.shapes.items():
+            if (header := found.pop(part, None)) is None:
+                missing.append(part)
                 continue
-            _check(part, header)
+            _check(header, shape)
             parts.append(header)
         placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=tuple(parts))
     if family is not None and config.tie_embeddings:
@@ -109,15 +108,15 @@ def _is_ignored(family: ModelFamily | None, name: str) -> bool:
     return family is not None and any(re.fullmatch(pattern, short) for pattern in family.ignored_tensors)
 
 
-def _check(part: Part, header: TensorHeader) -> None:
+def _check(header: TensorHeader, shape: tuple[int, ...]) -> None:
     if header.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
             f"{header.path}: tensor {header.name} is {header.dtype}, one of {', '.join(WEIGHT_DTYPES)} expected; "
             "save it as one of these"
         )
-    if header.shape != part.shape:
+    if header.shape != shape:
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {part.shape}; "
+            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {shape}; "
             "use the config it was saved with"
         )
 

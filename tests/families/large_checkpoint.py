@@ -61,13 +61,13 @@ def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_sh
     values["vocab_size"] = rows
     (directory / "config.json").write_text(json.dumps(values))
     family, config = read_family_config(directory / "config.json", values)
-    parts = [part for source in sources(config, family).values() for part in source.parts]
+    parts = [part for source in sources(config, family).values() for part in source.shapes.items()]
     generator = torch.Generator().manual_seed(0)
     names = [f"model-{n:05}-of-{num_shards:05}.safetensors" for n in range(1, num_shards + 1)]
     weight_map: dict[str, str] = {}
     for number, name in enumerate(names if num_shards > 1 else ["model.safetensors"]):
         mine = parts[number::num_shards]
-        tensors = {p.name: torch.empty(p.shape).uniform_(-1, 1, generator=generator).to(dtype) for p in mine}
+        tensors = {part: torch.empty(shape).uniform_(-1, 1, generator=generator).to(dtype) for part, shape in mine}
         save_file(tensors, directory / name)
         weight_map |= dict.fromkeys(tensors, name)
     if num_shards > 1:

@@ -47,7 +47,7 @@ def test_the_library_computes_the_shipped_model_alike(tmp_path: Path) -> None:
 def test_an_exported_checkpoint_reads_back_as_the_same_model(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.checkpoint.shards.MAX_SHARD_BYTES", 30_000)
+    monkeypatch.setattr("model.checkpoint.weights.MAX_SHARD_BYTES", 30_000)
     CASES[case].build().bfloat16().save_pretrained(tmp_path / "first")
     write_byte_level(tmp_path / "first", 300)
     second = export_checkpoint(tmp_path / "first", tmp_path / "second")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from model.checkpoint.conversion.pickles import METADATA
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
-from model.checkpoint.shards import write_shards
-from model.checkpoint.weights import DTYPES, part_views, read_weights
+from model.checkpoint.weights import DTYPES, part_views, read_weights, write_shards
 from model.config import ModelConfig
 from model.huggingface.families.family import ModelFamily, full_name, sources
 from model.huggingface.family_table import describe
@@ -50,8 +49,8 @@ def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch
     stored = {header.dtype for place in placements.values() for header in place.parts}
     dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
     tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
-    parts = [part for source in sources(manifest.config, family).values() for part in source.parts]
-    num_bytes = {full_name(family, part.name): math.prod(part.shape) * dtype.itemsize for part in parts}
+    shapes = {name: s for source in sources(manifest.config, family).values() for name, s in source.shapes.items()}
+    num_bytes = {full_name(family, name): math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     write_shards(out, num_bytes, _taken_apart(tensors, manifest.config, family), metadata=METADATA)
     return dtype
 
@@ -63,6 +62,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
     """Yield the family's tensors, cut from the model's, in the order of `sources`."""
     for name, source in sources(config, family).items():
-        views = part_views(tensors[name], source.layout, (part.shape[0] for part in source.parts), config)
-        for part, view in zip(source.parts, views, strict=True):
-            yield view.reshape(part.shape).contiguous()
+        shapes = source.shapes.values()
+        views = part_views(tensors[name], source.layout, (shape[0] for shape in shapes), config)
+        for shape, view in zip(shapes, views, strict=True):
+            yield view.reshape(shape).contiguous()

@@ -18,6 +18,7 @@ from torch import Tensor
 from model.checkpoint.conversion.pickles import read_plain_pickle, read_torch_file
 from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from model.checkpoint.weights import DTYPES
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
 from model.huggingface.families.family import ModelFamily, convert_config, plain, sources
@@ -33,7 +34,6 @@ _TOKENIZER_FILES = (
     *("tokenizer_spec.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "vocab.bpe", "encoder.json", "added_tokens.json", "tokenizer.model"),
 )
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def _read_config(reader: ConfigReader) -> ModelConfig:
@@ -121,15 +121,14 @@ def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[st
     """Return a ckpt.pt's tensors under Kvasir's names; raise CheckpointError for a missing, unsuitable or extra one."""
     tensors = {}
     for name, source in sources(config, _NANOGPT).items():
-        (part,) = source.parts
-        tensor = found.pop(part.name, None)
+        ((part, shape),) = source.shapes.items()
+        tensor = found.pop(part, None)
         if tensor is None:
-            raise CheckpointError(f"{path}: tensor {part.name} is missing; model_args describe another model")
-        if tuple(tensor.shape) != part.shape or tensor.dtype not in _DTYPES:
-            shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise CheckpointError(f"{path}: tensor {part} is missing; model_args describe another model")
+        if tuple(tensor.shape) != shape or tensor.dtype not in DTYPES.values():
             raise CheckpointError(
-                f"{path}: tensor {part.name} is {shape}, but model_args require floats of shape {part.shape}; "
-                "use the model_args of its training"
+                f"{path}: tensor {part} is {tensor.dtype} of shape {tuple(tensor.shape)}, but model_args require "
+                f"floats of shape {shape}; use the model_args of its training"
             )
         tensors[name] = tensor
     found.pop("lm_head.weight", None)  # tied; `_read_checkpoint` compared the head with the embedding

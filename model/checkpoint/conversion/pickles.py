@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.manifest import Manifest, read_manifest
-from model.checkpoint.shards import save_shard
+from model.checkpoint.weights import save_shard
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.io.files import CheckpointError, OneLineError, check_plain_name, parsing, read_json, reading, written_whole
 

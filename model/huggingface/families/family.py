@@ -18,7 +18,7 @@ class Layout(StrEnum):
     INTERLEAVED_HEADS = "interleaved heads"  # q, k and v of head 0, then those of head 1, ...: GPT-NeoX
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Names:
     """Names of the checkpoint modules that make up one module of Kvasir's model, in the order of its rows.
 
@@ -30,20 +30,12 @@ class Names:
     layout: Layout = Layout.AS_IS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Name and required shape of a checkpoint tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Source:
-    """Checkpoint tensors that make up one tensor of Kvasir's model, and their layout."""
+    """Checkpoint tensors that make up one tensor of Kvasir's model: layout, and required shape by name, in order."""
 
     layout: Layout
-    parts: tuple[Part, ...]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +61,12 @@ class ModelFamily:
 
 def plain(module: str) -> Names:
     """Return the name of a checkpoint module whose tensors have Kvasir's layout."""
-    return Names(modules=(module,))
+    return Names((module,))
 
 
 def concatenated(*modules: str) -> Names:
     """Return the names of checkpoint modules whose tensors are concatenated along the rows."""
-    return Names(modules=modules, layout=Layout.CONCATENATED)
+    return Names(modules, Layout.CONCATENATED)
 
 
 def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
@@ -97,7 +89,7 @@ def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source
     """Return the checkpoint tensors of each model tensor, by the model tensor's name; family None: Kvasir's format."""
     shapes = config.parameter_shapes()
     if family is None:
-        return {name: Source(layout=Layout.AS_IS, parts=(Part(name=name, shape=s),)) for name, s in shapes.items()}
+        return {name: Source(Layout.AS_IS, {name: shape}) for name, shape in shapes.items()}
     return {name: _source(config, family, name, shape) for name, shape in shapes.items()}
 
 
@@ -109,11 +101,10 @@ def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[in
     theirs = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
     if names.layout is Layout.CONCATENATED:
         rows = _rows(config, inner)
-        parts = tuple(Part(name=part, shape=(row, *shape[1:])) for part, row in zip(theirs, rows, strict=True))
-        return Source(layout=names.layout, parts=parts)
-    transposed = names.layout is Layout.TRANSPOSED
-    layout = Layout.AS_IS if transposed and len(shape) == 1 else names.layout
-    return Source(layout=layout, parts=(Part(name=theirs[0], shape=shape[::-1] if transposed else shape),))
+        return Source(names.layout, {part: (row, *shape[1:]) for part, row in zip(theirs, rows, strict=True)})
+    if names.layout is Layout.TRANSPOSED:
+        return Source(Layout.AS_IS if len(shape) == 1 else names.layout, {theirs[0]: shape[::-1]})
+    return Source(names.layout, {theirs[0]: shape})
 
 
 def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def _transposed(module: str) -> Names:
-    return Names(modules=(module,), layout=Layout.TRANSPOSED)
+    return Names((module,), Layout.TRANSPOSED)
 
 
 GPT2 = ModelFamily(

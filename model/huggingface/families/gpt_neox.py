@@ -9,8 +9,7 @@ from model.config_enums import NormKind, PositionKind
 from model.huggingface.families.family import Layout, ModelFamily, Names, plain
 from model.huggingface.families.gpt2 import ACTIVATIONS
 from model.huggingface.families.llama_like import size_of_heads
-from model.huggingface.families.reader import ConfigReader
-from model.huggingface.families.rope import read_rope
+from model.huggingface.families.reader import ConfigReader, read_rope
 
 
 def _read_config(reader: ConfigReader) -> ModelConfig:
@@ -59,9 +58,7 @@ GPT_NEOX = ModelFamily(
     names={
         "token_embedding": plain("embed_in"),
         "layers.#.attention_norm": plain("layers.#.input_layernorm"),
-        "layers.#.attention.qkv": Names(
-            modules=("layers.#.attention.query_key_value",), layout=Layout.INTERLEAVED_HEADS
-        ),
+        "layers.#.attention.qkv": Names(("layers.#.attention.query_key_value",), Layout.INTERLEAVED_HEADS),
         "layers.#.attention.out": plain("layers.#.attention.dense"),
         "layers.#.mlp_norm": plain("layers.#.post_attention_layernorm"),
         "layers.#.mlp.up": plain("layers.#.mlp.dense_h_to_4h"),

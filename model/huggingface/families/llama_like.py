@@ -10,8 +10,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.huggingface.families.family import ModelFamily, Names, concatenated, plain
-from model.huggingface.families.reader import ConfigReader
-from model.huggingface.families.rope import read_rope
+from model.huggingface.families.reader import ConfigReader, read_rope
 
 _ACTIVATIONS = {
     "silu": MlpKind.SWIGLU,

@@ -14,7 +14,7 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import load_model, save_checkpoint
 from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
-from model.checkpoint.shards import plan_shards, write_shards
+from model.checkpoint.weights import plan_shards, write_shards
 from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
 from model.tokenizer.byte_level import RANKS_FILE, save_native
@@ -108,7 +108,7 @@ def test_a_save_leaves_one_file_or_shards_and_their_index(tmp_path: Path, monkey
     save(tmp_path)
     assert [path.name for path in sorted(tmp_path.glob("model*"))] == ["model.safetensors"]
     with monkeypatch.context() as smaller:
-        smaller.setattr("model.checkpoint.shards.MAX_SHARD_BYTES", 20_000)
+        smaller.setattr("model.checkpoint.weights.MAX_SHARD_BYTES", 20_000)
         tensors = save(tmp_path)
     manifest = read_manifest(tmp_path)
     manifest.verify()
@@ -139,7 +139,7 @@ def test_shards_hold_up_to_5_gigabytes() -> None:
 
 def test_a_shard_is_written_before_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one shard of converted tensors is in memory."""
-    monkeypatch.setattr("model.checkpoint.shards.MAX_SHARD_BYTES", 8)
+    monkeypatch.setattr("model.checkpoint.weights.MAX_SHARD_BYTES", 8)
     num_written: list[int] = []
 
     def tensors() -> Iterator[torch.Tensor]:
