@@ -7,13 +7,14 @@ dtype on the way. A matrix that will be packed is not copied: until then its ten
 Legend: H heads, D head dimension, E hidden size.
 """
 
+import contextlib
 import itertools
 import json
 import math
-import mmap
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -66,41 +67,34 @@ def read_weights(
     copies: dict[Path, list[tuple[TensorHeader, Tensor]]] = {}
     for name, place in placements.items():
         if name in packed_next and torch.device(device).type == "cpu" and _is_as_wanted(place, dtype):
-            tensors[name] = _pages_of(place, dtype)
+            (header,) = place.parts
+            with _opened(header.path) as file:
+                tensors[name] = file.get_tensor(header.name)
+            _check_finite(tensors[name], header, dtype)
             continue
         tensors[name] = torch.empty(place.shape, dtype=dtype, device=device)
         targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
         for header, target in zip(place.parts, targets, strict=True):
             copies.setdefault(header.path, []).append((header, target))
     for path, wanted in copies.items():
-        try:
-            _copy_file(path, wanted)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy it again") from error
+        _copy_file(path, wanted)
     return tensors
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Map a safetensors file. A tensor read from the file keeps the mapping until the tensor is freed."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy it again") from error
 
 
 def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
     """Return True if the bytes of a file can serve as a model's tensor unchanged."""
     (header, *others) = place.parts
     return not others and place.layout is Layout.AS_IS and DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
-
-
-def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
-    """Map a tensor from its file until the tensor is freed. Raises CheckpointError for numbers that are not finite."""
-    (header,) = place.parts
-    first = header.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    try:
-        with header.path.open("rb") as file:
-            memory = mmap.mmap(file.fileno(), header.end - first, access=mmap.ACCESS_COPY, offset=first)
-            memory.madvise(mmap.MADV_WILLNEED)  # read ahead while other tensors are placed
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{header.path}: {error}; copy it again") from error
-    count = math.prod(place.shape)
-    tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=header.begin - first).view(place.shape)
-    _check_finite(tensor, header, dtype)
-    memory.madvise(mmap.MADV_DONTNEED)  # until the tensor is packed, its pages are in the page cache only
-    return tensor
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
@@ -125,7 +119,7 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
     pending = deque((header, *piece) for header, target in wanted for piece in _slices(target))
     while pending:
         mapped = 0
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with _opened(path) as file:
             while pending and mapped < MAPPED_BYTES:
                 header, target, start, stop = pending.popleft()
                 rows = file.get_slice(header.name)[start:stop]

@@ -8,8 +8,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.config_enums import MlpKind, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
-from model.huggingface.families.gpt2 import GPT2
-from model.huggingface.families.gpt_neox import GPT_NEOX
+from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.reader import ConfigReader
 from model.io.files import CheckpointError

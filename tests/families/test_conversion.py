@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.hugging_face import convert_pickles, export_checkpoint
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
-from model.checkpoint.conversion.pickles import convert_pickles
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.io.files import CheckpointError

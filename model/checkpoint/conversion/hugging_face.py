@@ -1,23 +1,33 @@
-"""Export of a Kvasir checkpoint as a Hugging Face directory that the transformers library can run."""
+"""Export of a checkpoint as a Hugging Face directory, and conversion of a Hugging Face directory of pickles.
+
+Pickles are read without running code.
+"""
 
 import json
 import math
+import pickle
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.pickles import METADATA
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
-from model.checkpoint.weights import DTYPES, part_views, read_weights, write_shards
+from model.checkpoint.weights import DTYPES, part_views, read_weights, save_shard, write_shards
 from model.config import ModelConfig
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.families.family import ModelFamily, full_name, sources
 from model.huggingface.family_table import describe
-from model.io.files import read_json, written_whole
+from model.io.files import CheckpointError, OneLineError, check_plain_name, parsing, read_json, reading, written_whole
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
+
+_NO_CODE = "it would run code when read, which is not allowed; save only tensors and plain values"
+_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
+METADATA = {"format": "pt"}  # required by the transformers library
 
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:
@@ -66,3 +76,94 @@ def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: Mod
         views = part_views(tensors[name], source.layout, (shape[0] for shape in shapes), config)
         for shape, view in zip(shapes, views, strict=True):
             yield view.reshape(shape).contiguous()
+
+
+def read_torch_file(path: Path) -> Mapping[str, Any]:
+    """Read a dictionary of tensors and plain values that `torch.save` wrote. The tensors are memory-mapped.
+
+    Raises:
+        CheckpointError: the file cannot be read, would run code, or is not such a dictionary in torch's zip format.
+    """
+    try:
+        with reading(path):
+            values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: {_NO_CODE}") from error
+    except CheckpointError:
+        raise
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: not a complete file of torch.save (version 1.6 or later); copy it again"
+        ) from error
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise CheckpointError(f"{path}: expected a dictionary; save the model's state_dict")
+    return values
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """Read a pickle. Raises CheckpointError if the pickle names a class or a function, or cannot be read."""
+    try:
+        with parsing(path), reading(path), path.open("rb") as file:
+            return _PlainUnpickler(file).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise CheckpointError(f"{path}: not a complete pickle; copy it again") from error
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler that rejects every class and function; numbers, strings, lists and dictionaries need none."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise OneLineError(_NO_CODE)
+
+
+def convert_pickles(directory: Path, out: Path) -> Manifest:
+    """Copy a directory with pytorch_model.bin or its shards, converted to safetensors, and verify the copy.
+
+    Raises:
+        CheckpointError: a file is damaged or would run code, the model is not supported, or `out` is not empty.
+    """
+    names = _pickle_names(directory)
+    with written_whole(out) as new:
+        for pattern in _KEPT:
+            for path in directory.glob(pattern):
+                if path.name not in (_PICKLE_INDEX, INDEX_FILE):
+                    shutil.copyfile(path, new / path.name)
+        weight_map: dict[str, str] = {}
+        for name in names:
+            values = read_torch_file(directory / name)
+            tensors = {key: tensor for key, tensor in values.items() if isinstance(tensor, Tensor)}
+            new_name = SINGLE_FILE if len(names) == 1 else f"{name.removesuffix('.bin')}.safetensors"
+            save_shard(_unshared(tensors), new / new_name, metadata=METADATA)
+            weight_map |= dict.fromkeys(tensors, new_name)
+        if len(names) > 1:
+            (new / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n")
+        read_manifest(new).verify()
+    return read_manifest(out)
+
+
+def _pickle_names(directory: Path) -> list[str]:
+    index = directory / _PICKLE_INDEX
+    if not index.is_file():
+        if not (directory / _PICKLE).is_file():
+            raise CheckpointError(f"{directory}: neither {_PICKLE} nor {_PICKLE_INDEX}; download the weights too")
+        return [_PICKLE]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: no weight_map from tensors to files; download the file again")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        check_plain_name(index, name)
+    return names
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without shared memory, as safetensors requires: a tied head shares that of its embedding."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        shares = tensor.untyped_storage().data_ptr() in seen
+        result[name] = tensor.clone() if shares else tensor.contiguous()
+        seen.add(tensor.untyped_storage().data_ptr())
+    return result

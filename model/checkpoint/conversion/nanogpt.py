@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.pickles import read_plain_pickle, read_torch_file
+from model.checkpoint.conversion.hugging_face import read_plain_pickle, read_torch_file
 from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from model.checkpoint.weights import DTYPES
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import ModelFamily, convert_config, plain, sources
-from model.huggingface.families.gpt2 import GPT2
-from model.huggingface.families.llama_like import size_of_heads
+from model.huggingface.families.family import convert_config, plain, sources
+from model.huggingface.families.gpt import GPT2
 from model.huggingface.families.reader import ConfigReader
 from model.io.files import CheckpointError, written_whole
 from model.tokenizer.files import load_tokenizer
@@ -36,39 +34,19 @@ _TOKENIZER_FILES = (
 )
 
 
-def _read_config(reader: ConfigReader) -> ModelConfig:
-    width, heads = reader.size("n_embd", 768), reader.size("n_head", 12)
-    bias = reader.flag("bias", True)
-    reader.take("dropout")
-    return ModelConfig(
-        vocab_size=reader.size("vocab_size", 50304),
-        max_context_length=reader.size("block_size", 1024),
-        num_layers=reader.size("n_layer", 12),
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=size_of_heads(reader, width, heads),
-        mlp_size=4 * width,
-        position=PositionKind.LEARNED,
-        rope_theta=10000.0,
-        norm=NormKind.LAYER_NORM,
-        norm_eps=1e-5,
-        norm_bias=bias,
-        mlp=MlpKind.GELU_EXACT,
-        attention_bias=bias,
-        mlp_bias=bias,
-        qk_norm=False,
-        tie_embeddings=True,
-    )
-
-
-_NANOGPT = ModelFamily(
-    model_type="nanogpt",
-    architectures=("GPT",),
-    read_config=_read_config,
-    # GPT-2's names; nanoGPT stores all weights as (out, in).
+# Keys of model_args, and the keys of GPT-2's config that mean the same. `dropout` matters in training only.
+_ARGUMENTS = {
+    "vocab_size": "vocab_size",
+    "block_size": "n_positions",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "dropout": "resid_pdrop",
+}
+# GPT-2's names; nanoGPT stores all weights as (out, in).
+_NANOGPT = dataclasses.replace(
+    GPT2,
     names={module: plain(names.modules[0]) for module, names in GPT2.names.items()},
-    prefix="transformer.",
     ignored_tensors=(r"h\.\d+\.attn\.bias",),  # the causal mask of versions without flash attention
 )
 
@@ -100,8 +78,7 @@ def _read_checkpoint(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[s
     arguments, state = values.get("model_args"), values.get("model")
     if not isinstance(arguments, Mapping) or not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: no model and model_args; give the ckpt.pt that nanoGPT's train.py wrote")
-    reader = ConfigReader(path, arguments)
-    config = convert_config(_NANOGPT, reader)
+    config = _read_config(path, arguments)
     found = {_short_name(str(name)): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     head, embedding = found.get("lm_head.weight"), found.get("wte.weight")
     if head is not None and embedding is not None:
@@ -111,6 +88,22 @@ def _read_checkpoint(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[s
     training = {name: fact.item() if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
     numbers = {name: fact for name, fact in training.items() if isinstance(fact, (int, float))}
     return config, _place(path, config, found), numbers
+
+
+def _read_config(path: Path, arguments: Mapping[str, Any]) -> ModelConfig:
+    """Return the ModelConfig of model_args: that of GPT-2 with exact GELU and, if `bias` is false, without biases."""
+    values = {"vocab_size": 50304, **arguments}
+    bias = values.pop("bias", True)
+    reader = ConfigReader(path, {})
+    for key in values.keys() - _ARGUMENTS.keys():
+        reader.refuse(str(key), values[key], "unknown key; give the ckpt.pt of an unmodified nanoGPT")
+    if not isinstance(bias, bool):
+        reader.refuse("bias", bias, "expected true or false; correct model_args")
+    named = {_ARGUMENTS[key]: value for key, value in values.items()}
+    config = convert_config(GPT2, ConfigReader(path, {**named, "activation_function": "gelu"}))
+    return dataclasses.replace(
+        config, norm_bias=bias, attention_bias=bias, attention_out_bias=bias, mlp_bias=bias, tie_embeddings=True
+    )
 
 
 def _short_name(name: str) -> str:

@@ -75,7 +75,7 @@ def _family(
         architectures=(f"{class_prefix}ForCausalLM", f"{class_prefix}Model"),
         # Main sends the family to the worker, so its functions are those of modules, which pickle by name.
         read_config=partial(
-            _read_config, sizes={**_DEFAULTS, **defaults}, activations=activations, read_own_fields=read_own_fields
+            _read_config, defaults={**_DEFAULTS, **defaults}, activations=activations, read_own_fields=read_own_fields
         ),
         names={**_NAMES, **(renamed or {})},
         prefix="model.",
@@ -86,19 +86,10 @@ def _family(
 def _read_config(
     reader: ConfigReader,
     *,
-    sizes: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     activations: Mapping[str, MlpKind],
     read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
 ) -> ModelConfig:
-    fields = _read_sizes(reader, sizes, activations)
-    return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
-
-
-def _read_sizes(
-    reader: ConfigReader, defaults: Mapping[str, Any], activations: Mapping[str, MlpKind]
-) -> dict[str, Any]:
-    """Return the fields of ModelConfig that all Llama-like families read alike."""
-
     def size(name: str) -> int:
         return reader.size(name, defaults[name])
 
@@ -106,7 +97,7 @@ def _read_sizes(
     kv_heads = reader.optional_size("num_key_value_heads", defaults["num_key_value_heads"])
     head_dim = reader.optional_size("head_dim", defaults["head_dim"])
     rope = read_rope(reader, max_positions=positions)
-    return {
+    fields = {
         "vocab_size": size("vocab_size"),
         "max_context_length": positions,
         "num_layers": reader.layers("num_hidden_layers", defaults["num_hidden_layers"]),
@@ -126,6 +117,7 @@ def _read_sizes(
         "qk_norm": False,
         "tie_embeddings": reader.flag("tie_word_embeddings", defaults["tie_word_embeddings"]),
     }
+    return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
 
 
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
