@@ -29,6 +29,6 @@ TEMPLATE = """\
 """
 
 
-def supports_chatml(marks: Collection[str]) -> bool:
+def supports_chatml(special_tokens: Collection[str]) -> bool:
     """Return True if the special tokens of a tokenizer include those of ChatML."""
-    return START in marks and END in marks
+    return START in special_tokens and END in special_tokens

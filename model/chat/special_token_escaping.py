@@ -29,41 +29,37 @@ class SpecialTokenEscaper:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids = tokenizer.special_tokens
-        marks = tuple(self._ids)
-        self._single = tuple(mark for mark in marks if len(mark) == 1)
-        self._whole = re.compile(f"({_one_of(marks)})")
+        self._single = tuple(name for name in self._ids if len(name) == 1)
+        self._whole = re.compile(f"({_one_of(self._ids)})")
         # Matches the first character of every special token, overlapping ones included.
-        self._starts = re.compile(f"(?=(?:{_one_of(marks)}))(.)", re.DOTALL)
+        self._starts = re.compile(f"(?=(?:{_one_of(self._ids)}))(.)", re.DOTALL)
         # A special token may begin in one text and end in the next; templates may strip the whitespace between.
-        beginnings = {mark[:end] for mark in marks for end in range(1, len(mark))}
+        beginnings = {name[:end] for name in self._ids for end in range(1, len(name))}
         self._begun = re.compile(f"(?:{_one_of(beginnings)})(?=\\s*\\Z)")
-        self._longest = max(map(len, marks), default=0)
+        self._longest = max(map(len, self._ids), default=0)
 
-    def shield(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
+    def escape(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
         """Return a client's messages with every special token broken, and the breaker; None if no text had to change.
 
         Raises:
             ForbiddenText: a text contains a special token of one character, or every possible breaker.
         """
         texts = _texts(messages)
-        if mark := next((mark for mark in self._single if any(mark in text for text in texts)), None):
-            raise ForbiddenText(f"a message contains the special token {mark!r}; remove it")
+        if found := next((name for name in self._single if any(name in text for text in texts)), None):
+            raise ForbiddenText(f"a message contains the special token {found!r}; remove it")
         free = next((char for char in _BREAKERS if not any(char in text for text in texts)), None)
-        shielded = [self._broken(message, free if free is not None else _BREAKERS[0]) for message in messages]
-        if shielded == list(messages):
-            return shielded, None
+        escaped = [self._with_breaker(message, free if free is not None else _BREAKERS[0]) for message in messages]
+        if escaped == list(messages):
+            return escaped, None
         if free is None:
             raise ForbiddenText("the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one noncharacter")
-        return shielded, free
+        return escaped, free
 
     def encode(self, text: str, breaker: str | None) -> list[int]:
-        """Return the token ids of a rendered conversation, whose breaker `shield` has returned.
+        """Return the token ids of a rendered conversation, whose breaker `escape` has returned. Raises TokenizerError.
 
         With a breaker, each text between special tokens is encoded alone. A tokenizer whose result depends on text
         before a special token may then split the text differently.
-
-        Raises:
-            TokenizerError: the tokenizer cannot encode the text.
         """
         if breaker is None or breaker not in text:
             return self._tokenizer.encode(text, parse_special=True)
@@ -75,7 +71,7 @@ class SpecialTokenEscaper:
                 ids += self._tokenizer.encode(plain)
         return ids
 
-    def _broken(self, value: Any, breaker: str) -> Any:
+    def _with_breaker(self, value: Any, breaker: str) -> Any:
         if isinstance(value, str):
             value = self._starts.sub(f"\\1{breaker}", value)
             # Only the end of the text can begin a special token that the next text completes.
@@ -85,9 +81,9 @@ class SpecialTokenEscaper:
                 value = value[: found.end()] + breaker + value[found.end() :]
             return value
         if isinstance(value, Mapping):
-            return {key: self._broken(item, breaker) for key, item in value.items()}
+            return {key: self._with_breaker(item, breaker) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._broken(item, breaker) for item in value]
+            return [self._with_breaker(item, breaker) for item in value]
         return value
 
 

@@ -67,11 +67,7 @@ class ChatTemplate:
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:
-    """Read the chat template of a checkpoint directory; None if the directory has no template.
-
-    Raises:
-        CheckpointError: a file cannot be read, is malformed, or none of several templates is the default.
-    """
+    """Read the chat template of a checkpoint directory; None if the directory has none. Raises CheckpointError."""
     config = read_tokenizer_config(directory)
     found, origin = _from_files(directory), directory / TEMPLATE_FILE
     if not found:

@@ -30,12 +30,12 @@ class TemplateFailure(ValueError):
         self.by_template = by_template
 
 
-class _Refused(TemplateError):
+class _TemplateRejection(TemplateError):
     """Error that a template raises by `raise_exception`, with the template's own message."""
 
 
 class _Generation(Extension):
-    """Jinja extension that renders the body of `{% generation %}…{% endgeneration %}`, marks for training."""
+    """Jinja extension that renders the text inside `{% generation %}`, a statement for training, unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -97,7 +97,7 @@ def render(template: Template, variables: Mapping[str, Any], *, max_characters: 
         return "".join(pieces)
     except TemplateFailure:
         raise
-    except _Refused as error:
+    except _TemplateRejection as error:
         raise TemplateFailure(str(error), by_template=True) from None
     except SecurityError as error:
         raise TemplateFailure(f"the sandbox forbids an operation: {error}") from None
@@ -112,7 +112,7 @@ def _to_json(
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise _Refused(str(message))
+    raise _TemplateRejection(str(message))
 
 
 def _check_name(name: object) -> None:

@@ -35,8 +35,7 @@ def load_model(
     """Load a model onto its device, in `dtype`, ready for inference.
 
     Args:
-        packs_next: the caller converts all matrices before it uses the model, so they need not be copied from the
-            files.
+        packs_next: the caller converts all matrices before it uses the model, so matrices are not copied from files.
 
     Raises:
         CheckpointError: a tensor cannot be read, or the tensors are not those of the config.
@@ -52,7 +51,7 @@ def load_model(
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Torch mode that skips the functions of torch.nn.init: on the meta device they only import 800 modules (79 MB)."""
+    """Torch mode that skips the functions of torch.nn.init: with weights to load they only cost 79 MB of imports."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,12 +73,10 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a complete checkpoint directory: weights, config, tokenizer, chat template, and the manifest last.
-
-    The chat template is ChatML's, written if the tokenizer has its special tokens.
+    """Write a complete checkpoint directory, with ChatML's template if the tokenizer has its special tokens.
 
     Args:
-        training: how the model was made, for the manifest.
+        training: facts about the training, for the manifest.
         generation: default sampling parameters, written as generation_config.json.
 
     Raises:
@@ -118,13 +115,11 @@ def _write_or_remove(path: Path, text: str | None) -> None:
 
 
 def check_writable(directory: Path, *, may_replace: bool = True) -> None:
-    """Create a checkpoint directory if it is missing; reject a directory whose files are not a checkpoint's.
-
-    Args:
-        may_replace: the directory may hold a finished checkpoint.
+    """Create a checkpoint directory if it is missing.
 
     Raises:
-        CheckpointError: the path is a file, cannot be written, or holds files that saving might overwrite.
+        CheckpointError: the path is a file, cannot be written, holds files of something else than a checkpoint, or a
+            checkpoint although `may_replace` is false.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)

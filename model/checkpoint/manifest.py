@@ -24,7 +24,7 @@ from typing import Any
 
 from model.chat.template import TEMPLATE_FILE
 from model.config import ModelConfig
-from model.huggingface.directory import INDEX_FILE, find_weight_files, what_is_wrong
+from model.huggingface.directory import INDEX_FILE, describe_problem, find_weight_files
 from model.huggingface.families.family import ModelFamily
 from model.huggingface.family_table import read_family_config
 from model.huggingface.tensor_placement import Placement, place_tensors
@@ -95,7 +95,7 @@ class Manifest:
         """Check every file's size and hash, every tensor's name, shape and dtype, and return the tokenizer.
 
         Raises:
-            CheckpointError: the first fault found.
+            CheckpointError: a check failed, or the tokenizer cannot be loaded.
         """
         for name, (size, digest) in self.files.items():
             _check_file(self.directory / name, size, digest)
@@ -120,15 +120,14 @@ def read_manifest(directory: Path | str) -> Manifest:
     """Read manifest.json and config.json of a checkpoint; `Manifest.verify` checks the other files.
 
     Raises:
-        CheckpointError: one of the two files is unusable, names a file outside the directory, or describes an
-            unsupported model.
+        CheckpointError: one of the two files is unusable, or describes an unsupported model.
     """
     directory = Path(directory)
     check_is_searchable(directory)
     if os.path.lexists(directory / MANIFEST_FILE):
         return _read_native(directory)
     if not os.path.lexists(directory / CONFIG_FILE):
-        raise CheckpointError(what_is_wrong(directory))
+        raise CheckpointError(describe_problem(directory))
     values = read_json(directory / CONFIG_FILE)
     if "model_type" not in values and "architectures" not in values:
         return _read_native(directory)  # raises: manifest.json is missing

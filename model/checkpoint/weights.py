@@ -57,8 +57,7 @@ def read_weights(
 
     Args:
         packed_next: tensors that the caller packs before any other use, and then releases. If a file stores such a
-            tensor in `dtype` and the device is the CPU, the tensor is the file's mapped pages: writing to the file
-            changes the tensor.
+            tensor in `dtype` and the device is the CPU, the tensor is the file's mapped pages.
 
     Raises:
         CheckpointError: a file cannot be read, or a tensor is not finite.

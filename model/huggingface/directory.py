@@ -11,7 +11,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def what_is_wrong(path: Path) -> str:
+def describe_problem(path: Path) -> str:
     """Return one line that says why a path without config.json and manifest.json is not a checkpoint directory."""
     if pickle := _pickle_advice(path):
         return pickle

@@ -27,28 +27,27 @@ def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[ModelFami
     """Return the model family and the ModelConfig of a Hugging Face config.json, the file `path` with these values.
 
     Raises:
-        CheckpointError: the model_type or architecture is not supported, or a key requires a feature that is not
-            implemented.
+        CheckpointError: the model_type, the architecture or the value of a key is not supported.
     """
     family = FAMILIES.get(str(values.get("model_type")))
     reader = ConfigReader(path, values)
     if family is None:
         remedy = f"supported are {', '.join(FAMILIES)}; docs/families.md describes how to add one"
-        reader.refuse("model_type", values.get("model_type"), remedy)
-    architectures = reader.take("architectures")
+        reader.reject("model_type", values.get("model_type"), remedy)
+    architectures = reader.value("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]
     if architectures is not None and (not named or any(name not in family.architectures for name in named)):
-        reader.refuse(
+        reader.reject(
             "architectures", architectures, f"{family.model_type} is supported only as {family.architectures[0]}"
         )
     return family, convert_config(family, reader)
 
 
-def describe(config: ModelConfig) -> tuple[ModelFamily, dict[str, Any]]:
+def hugging_face_config(config: ModelConfig) -> tuple[ModelFamily, dict[str, Any]]:
     """Return a family and the config.json values that the family reads back as exactly this ModelConfig.
 
     Raises:
-        CheckpointError: no supported family can express this model.
+        CheckpointError: no supported family can express the model.
     """
     for family in FAMILIES.values():
         for values in _candidates(family, config):

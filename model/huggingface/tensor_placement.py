@@ -36,7 +36,7 @@ def place_tensors(
         CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; a
             file is damaged; the index does not match the files; or a tied head differs from its embedding.
     """
-    found = _find(family, files)
+    found = _read_all_headers(family, files)
     _check_index(directory, index, found.values())
     if config.num_layers > len(found):
         raise CheckpointError(
@@ -52,7 +52,7 @@ def place_tensors(
             if (header := found.pop(part, None)) is None:
                 missing.append(part)
                 continue
-            _check(header, shape)
+            _check_tensor(header, shape)
             parts.append(header)
         placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=tuple(parts))
     if family is not None and config.tie_embeddings:
@@ -70,7 +70,7 @@ def place_tensors(
     return placements
 
 
-def _find(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
+def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
     """Return the tensors of all files, by name without the family's prefix."""
     found: dict[str, TensorHeader] = {}
     for path in files:
@@ -108,7 +108,7 @@ def _is_ignored(family: ModelFamily | None, name: str) -> bool:
     return family is not None and any(re.fullmatch(pattern, short) for pattern in family.ignored_tensors)
 
 
-def _check(header: TensorHeader, shape: tuple[int, ...]) -> None:
+def _check_tensor(header: TensorHeader, shape: tuple[int, ...]) -> None:
     if header.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
             f"{header.path}: tensor {header.name} is {header.dtype}, one of {', '.join(WEIGHT_DTYPES)} expected; "

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: readers and directory writers whose errors are one line. Torch-free."""
+"""Reading and writing of checkpoint files, with one-line errors that name the file and the remedy. Torch-free."""
 
 import contextlib
 import hashlib
@@ -43,7 +43,7 @@ def error_line(text: str) -> str:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise a system error of reading a file as a CheckpointError that names the file and the remedy."""
+    """Turn an OSError of reading a file into a CheckpointError that names the file and the remedy."""
     try:
         yield
     except OSError as error:
@@ -52,7 +52,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Raise an error in the content of a file as a CheckpointError that names the file."""
+    """Turn an error of parsing a file's content into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
@@ -93,11 +93,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """Read the JSON object in a regular file; an empty object if `optional` and the file is missing.
-
-    Raises:
-        CheckpointError: the file cannot be read, or contains something else.
-    """
+    """Read a JSON object from a file; an empty object if `optional` and the file is missing. Raises CheckpointError."""
     if optional and not os.path.lexists(path):
         return {}
     data = read_bytes(path)
@@ -161,7 +157,7 @@ def _blocker(path: Path) -> Path | None:
 
 @contextlib.contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Raise a system error of writing to a directory as a CheckpointError that names the directory."""
+    """Turn an OSError of writing to a directory into a CheckpointError that names the directory."""
     try:
         yield
     except OSError as error:
@@ -179,9 +175,9 @@ def check_is_empty(out: Path) -> None:
 
 @contextlib.contextmanager
 def written_whole(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory whose files become those of `out` when the block ends, or are removed if it fails.
+    """Yield a temporary directory that becomes `out` when the block ends, or is removed if the block fails.
 
-    The temporary directory is renamed to `out`. An existing `out` may be a mount point, so its files are moved there.
+    An existing `out` may be a mount point, so it is not replaced: the files are moved there.
 
     Raises:
         CheckpointError: `out` is a file, is not empty (its files are left unchanged), or cannot be written.

@@ -37,8 +37,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     """Read the tensor headers of a safetensors file, by name.
 
     Raises:
-        CheckpointError: the file cannot be read, has more than `MAX_TENSORS` tensors, or is rejected by the safetensors
-            library: the header is malformed, tensors overlap or leave holes, or the file is truncated.
+        CheckpointError: the file cannot be read, has more than `MAX_TENSORS` tensors, or is not valid.
     """
     check_is_file(path)
     try:

@@ -37,7 +37,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Read both files if they exist. A key of tokenizer_config.json overrides that of special_tokens_map.json.
+    """Read tokenizer_config.json, whose keys take precedence, and special_tokens_map.json; both may be missing.
 
     Raises:
         CheckpointError: a file is not a JSON object, or a key has a value of the wrong type.
@@ -71,8 +71,8 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
     """Return the EOS token ids of a Hugging Face directory; empty if no file defines them.
 
-    The first of these sources that defines an id is used: `eos_token_id` of generation_config.json, `eos_token_id` of
-    config.json, `eos_token` of tokenizer_config.json.
+    Sources by precedence: `eos_token_id` of generation_config.json, `eos_token_id` of config.json, `eos_token` of
+    tokenizer_config.json.
 
     Raises:
         CheckpointError: a file is damaged, or an EOS token is not in the vocabulary.
@@ -100,13 +100,13 @@ def read_bos_token_id(
 ) -> int | None:
     """Return the BOS token id that is put before a prompt, or None.
 
-    The post-processor template of tokenizer.json defines it. Without one in the template, `add_bos_token` of
-    tokenizer_config.json does. transformers 4 reads that key for some classes and transformers 5 for no class. It is
-    read here for all, because models with the key in their config were trained with the BOS token.
+    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. transformers 4
+    reads that key for some classes and transformers 5 for no class. Kvasir reads the key for all classes, because
+    models with the key in their config were trained with the BOS token.
 
     Raises:
-        TokenizerError: the files put more than one special token before a text, or any after it. A text with a
-            special token after it cannot be continued.
+        TokenizerError: the files put more than one special token before a text, or any after the text, which then
+            could not be continued.
     """
     begins, ends = _template(post_processor)
     name = config.roles.get("bos_token")

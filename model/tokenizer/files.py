@@ -150,11 +150,7 @@ def _load_tokenizer_model(directory: Path) -> Tokenizer:
 
 
 def _load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> Tokenizer:
-    """Load the tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe.
-
-    Raises:
-        CheckpointError: a file is damaged, or the split pattern of its tokenizer class is unknown.
-    """
+    """Load the tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe."""
     config, path = read_tokenizer_config(directory), directory / vocabulary_file
     name = ("GPT2Tokenizer" if config.tokenizer_class is None else config.tokenizer_class).removesuffix("Fast")
     if name not in _SPLITS:

@@ -15,7 +15,7 @@ class TokenizerError(OneLineError):
 
 
 class Tokenizer(ABC):
-    """Conversion of text to token ids and back.
+    """Conversion of text to token ids and back. An id outside the vocabulary raises IndexError.
 
     Attributes:
         vocab_size: the highest id plus one. Unused ids below `vocab_size` have no bytes and an empty name.
@@ -72,29 +72,17 @@ class Tokenizer(ABC):
         """
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of token ids, with special tokens by name and invalid UTF-8 as U+FFFD.
-
-        Raises:
-            IndexError: an id is not in the vocabulary.
-        """
+        """Return the text of token ids, with special tokens by name and invalid UTF-8 as U+FFFD."""
         return self._joined_bytes(token_ids).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a non-empty text; b"" for a special token.
-
-        Raises:
-            IndexError: the id is not in the vocabulary.
-        """
+        """Return the bytes that a token adds to a non-empty text; b"" for a special token."""
         if token_id < 0:
             raise IndexError(token_id)
         return self._token_bytes[token_id]
 
     def format_token_name(self, token_id: int) -> str:
-        """Return the text to show for one token: its text with invalid UTF-8 as U+FFFD, or its name if it is special.
-
-        Raises:
-            IndexError: the id is not in the vocabulary.
-        """
+        """Return the text to show for a token: the name of a special token, else its text, invalid UTF-8 as U+FFFD."""
         return self._special_names.get(token_id) or self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _joined_bytes(self, token_ids: Iterable[int]) -> bytes:
@@ -105,8 +93,7 @@ class Tokenizer(ABC):
 class StreamDecoder:
     """Incremental decoder of token ids that holds back the bytes of an incomplete character.
 
-    The texts of all pushes and of the flush, joined, are the text that the ids add to a non-empty text. Special tokens
-    add nothing.
+    The joined texts of all pushes and the flush are the text that the ids add to a non-empty text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -129,10 +129,10 @@ def read_decoder(values: Mapping[str, Any] | None) -> TokenDecoder:
 
 
 def tokenizer_from_json(path: Path, values: dict[str, Any], config: TokenizerConfig) -> "LibraryTokenizer":
-    """Make the tokenizer that a tokenizer.json and the other files of its directory describe.
+    """Make a tokenizer from the values of a tokenizer.json and the other files of its directory.
 
     Args:
-        path: the file that `values`, the object of a tokenizer.json, comes from.
+        path: the file that an error names.
 
     Raises:
         CheckpointError: a part of a file is malformed or not supported.
@@ -161,8 +161,7 @@ class LibraryTokenizer(Tokenizer):
         values: the object of a tokenizer.json, with all added tokens.
 
     Raises:
-        TokenizerError: the library rejects the file or would assign another id to a token, an added token normalizes
-            to nothing, or an id is wrong; see `Tokenizer`.
+        TokenizerError: the library rejects the values, or handles a token differently from them.
     """
 
     def __init__(
@@ -275,9 +274,9 @@ def _read_vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
 def _read_added_tokens(
     values: Mapping[str, Any], config: TokenizerConfig, vocabulary: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return the added tokens of tokenizer.json and tokenizer_config.json, sorted by id.
+    """Return the added tokens of tokenizer.json, which has precedence, and tokenizer_config.json, sorted by id.
 
-    tokenizer.json has precedence. Tokens that the config names as special tokens become special.
+    Tokens that the config names as special tokens become special.
     """
     by_id = {vocabulary[name]: added_token(name, vocabulary[name]) for name in config.special & vocabulary.keys()}
     listed = [{"id": token_id, **entry} for token_id, entry in config.added_tokens.items()]

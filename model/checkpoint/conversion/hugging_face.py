@@ -19,7 +19,7 @@ from model.checkpoint.weights import DTYPES, part_views, read_weights, save_shar
 from model.config import ModelConfig
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.families.family import ModelFamily, full_name, sources
-from model.huggingface.family_table import describe
+from model.huggingface.family_table import hugging_face_config
 from model.io.files import CheckpointError, OneLineError, check_plain_name, parsing, read_json, reading, written_whole
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
@@ -39,15 +39,15 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     """
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
-    family, values = describe(manifest.config)
+    family, values = hugging_face_config(manifest.config)
     defaults = read_json(directory / GENERATION_CONFIG_FILE, optional=True)
     ends = list(tokenizer.eos_token_ids)
-    marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    special_ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     with written_whole(out) as new:
         export_tokenizer(tokenizer, directory, new)
         dtype = _export_weights(manifest, family, new)
-        _write_json(new / CONFIG_FILE, {**values, **marks, "dtype": str(dtype).removeprefix("torch.")})
-        known = {key: value for key, value in marks.items() if value is not None}
+        _write_json(new / CONFIG_FILE, {**values, **special_ids, "dtype": str(dtype).removeprefix("torch.")})
+        known = {key: value for key, value in special_ids.items() if value is not None}
         _write_json(new / GENERATION_CONFIG_FILE, {**defaults, **known})
         read_manifest(new).verify()
     return read_manifest(out)
@@ -61,7 +61,7 @@ def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch
     tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
     shapes = {name: s for source in sources(manifest.config, family).values() for name, s in source.shapes.items()}
     num_bytes = {full_name(family, name): math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    write_shards(out, num_bytes, _taken_apart(tensors, manifest.config, family), metadata=METADATA)
+    write_shards(out, num_bytes, _family_tensors(tensors, manifest.config, family), metadata=METADATA)
     return dtype
 
 
@@ -69,7 +69,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
+def _family_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
     """Yield the family's tensors, cut from the model's, in the order of `sources`."""
     for name, source in sources(config, family).items():
         shapes = source.shapes.values()

@@ -59,8 +59,7 @@ def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
             meta.pkl, a character vocabulary.
 
     Raises:
-        CheckpointError: a file is damaged or would run code, the tensors or the tokenizer do not fit, or `out` is not
-            empty.
+        CheckpointError: a file is damaged or would run code, the tokenizer does not fit, or `out` is not empty.
     """
     with written_whole(out) as directory:
         config, tensors, facts = _read_checkpoint(path)
@@ -87,7 +86,7 @@ def _read_checkpoint(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[s
     facts = {"steps": values.get("iter_num"), "best_val_loss": values.get("best_val_loss")}
     training = {name: fact.item() if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
     numbers = {name: fact for name, fact in training.items() if isinstance(fact, (int, float))}
-    return config, _place(path, config, found), numbers
+    return config, _place_tensors(path, config, found), numbers
 
 
 def _read_config(path: Path, arguments: Mapping[str, Any]) -> ModelConfig:
@@ -96,9 +95,9 @@ def _read_config(path: Path, arguments: Mapping[str, Any]) -> ModelConfig:
     bias = values.pop("bias", True)
     reader = ConfigReader(path, {})
     for key in values.keys() - _ARGUMENTS.keys():
-        reader.refuse(str(key), values[key], "unknown key; give the ckpt.pt of an unmodified nanoGPT")
+        reader.reject(str(key), values[key], "unknown key; give the ckpt.pt of an unmodified nanoGPT")
     if not isinstance(bias, bool):
-        reader.refuse("bias", bias, "expected true or false; correct model_args")
+        reader.reject("bias", bias, "expected true or false; correct model_args")
     named = {_ARGUMENTS[key]: value for key, value in values.items()}
     config = convert_config(GPT2, ConfigReader(path, {**named, "activation_function": "gelu"}))
     return dataclasses.replace(
@@ -110,7 +109,7 @@ def _short_name(name: str) -> str:
     return name.removeprefix(_COMPILED).removeprefix(_NANOGPT.prefix)
 
 
-def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _place_tensors(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a ckpt.pt's tensors under Kvasir's names; raise CheckpointError for a missing, unsuitable or extra one."""
     tensors = {}
     for name, source in sources(config, _NANOGPT).items():
@@ -174,7 +173,7 @@ def _read_characters(path: Path) -> dict[str, int]:
 
 
 def _tokenizer_json(ids: dict[str, int]) -> dict[str, Any]:
-    """Return the object of a tokenizer.json with one token for each character; it rejects all other characters."""
+    """Return a tokenizer.json that has one token for each character and rejects all other characters."""
     return {
         "version": "1.0",
         "truncation": None,

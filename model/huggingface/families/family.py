@@ -81,7 +81,7 @@ def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
         raise
     except ValueError as error:
         raise CheckpointError(f"{reader.path}: {error}; correct the config") from error
-    reader.finish()
+    reader.check_unread()
     return config
 
 

@@ -25,13 +25,13 @@ _ACTIVATIONS = {
 def _read_gpt2_config(reader: ConfigReader) -> ModelConfig:
     width, heads = reader.size("n_embd", 768), reader.size("n_head", 12)
     positions = reader.size("n_positions", 1024)
-    if (context := reader.take("n_ctx")) not in (None, positions):
-        reader.refuse("n_ctx", context, f"n_ctx must equal n_positions, {positions}; correct the config")
+    if (context := reader.value("n_ctx")) not in (None, positions):
+        reader.reject("n_ctx", context, f"n_ctx must equal n_positions, {positions}; correct the config")
     inner = reader.optional_size("n_inner", None)
     return ModelConfig(
         vocab_size=reader.size("vocab_size", 50257),
         max_context_length=positions,
-        num_layers=reader.layers("n_layer", 12),
+        num_layers=reader.num_layers("n_layer", 12),
         hidden_size=width,
         num_heads=heads,
         num_kv_heads=heads,
@@ -87,13 +87,13 @@ def _read_neox_config(reader: ConfigReader) -> ModelConfig:
         partial=0.25,
     )
     # For this family, transformers ignores these two top-level keys, but its older versions wrote them.
-    reader.echo("rope_theta", rope.theta, "rotary_emb_base")
-    reader.echo("partial_rotary_factor", rope.partial, "rotary_pct")
+    reader.check_ignored("rope_theta", rope.theta, "rotary_emb_base")
+    reader.check_ignored("partial_rotary_factor", rope.partial, "rotary_pct")
     rotary_dim = int(head_dim * rope.partial)
     return ModelConfig(
         vocab_size=reader.size("vocab_size", 50432),
         max_context_length=positions,
-        num_layers=reader.layers("num_hidden_layers", 44),
+        num_layers=reader.num_layers("num_hidden_layers", 44),
         hidden_size=width,
         num_heads=heads,
         num_kv_heads=heads,

@@ -1,4 +1,4 @@
-"""Llama, and the families that are defined by their differences from Llama: Mistral, Qwen2, Qwen3, Gemma, OLMo 2.
+"""Llama, and families defined by their differences from Llama: Mistral, Qwen2, Qwen3, Gemma, OLMo 2.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
@@ -64,7 +64,7 @@ def _family(
     """Return a model family with Llama's layers.
 
     Args:
-        class_prefix: beginning of the names of its `transformers` classes.
+        class_prefix: beginning of the names of the family's `transformers` classes.
         read_own_fields: reads the fields of ModelConfig that differ from Llama's; gets the fields read before.
         renamed: modules whose checkpoint names differ from Llama's.
         activations: values of `hidden_act`, the default first.
@@ -100,7 +100,7 @@ def _read_config(
     fields = {
         "vocab_size": size("vocab_size"),
         "max_context_length": positions,
-        "num_layers": reader.layers("num_hidden_layers", defaults["num_hidden_layers"]),
+        "num_layers": reader.num_layers("num_hidden_layers", defaults["num_hidden_layers"]),
         "hidden_size": width,
         "num_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
@@ -123,7 +123,7 @@ def _read_config(
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
     """Return the size of an attention head: width / heads. Raises CheckpointError if heads do not divide the width."""
     if width % heads:
-        reader.refuse("num_attention_heads", heads, f"the width of {width} is not a multiple of it; correct the config")
+        reader.reject("num_attention_heads", heads, f"the width of {width} is not a multiple of it; correct the config")
     return width // heads
 
 
@@ -132,11 +132,11 @@ def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str
     window = reader.optional_size("sliding_window", 4096)
     if not reader.flag("use_sliding_window", False):
         window = None
-    first = reader.take("max_window_layers")
+    first = reader.value("max_window_layers")
     if first is None:
         first = 28
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        reader.refuse("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
+        reader.reject("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
     return _read_layer_types(reader, num_layers, window=window, first=first)
 
 
@@ -148,17 +148,17 @@ def _read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | No
         first: the first layer with a window, if the config has no `layer_types`.
     """
     known = ("full_attention", "sliding_attention")
-    types = reader.take("layer_types")
+    types = reader.value("layer_types")
     if types is None:
         types = [known[window is not None and layer >= first] for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        reader.refuse(
+        reader.reject(
             "layer_types", types, f"expected a list of {num_layers}, each {' or '.join(known)}; correct the config"
         )
     if "sliding_attention" not in types:
         return {}
     if window is None:
-        reader.refuse(
+        reader.reject(
             "layer_types", types, "sliding_attention needs a sliding_window that is enabled; correct the config"
         )
     global_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
@@ -176,7 +176,7 @@ def _read_mistral(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, 
 
 def _read_qwen2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     if not reader.flag("attention_bias", True):
-        reader.refuse("attention_bias", False, "Qwen2 has biases of q, k and v; correct the config")
+        reader.reject("attention_bias", False, "Qwen2 has biases of q, k and v; correct the config")
     windows = _read_upper_layer_windows(reader, fields["num_layers"])
     return {"attention_bias": True, "attention_out_bias": False, **windows}
 
@@ -187,9 +187,9 @@ def _read_qwen3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _read_gemma(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    other = reader.take("hidden_activation")
+    other = reader.value("hidden_activation")
     if other is not None and (other != "gelu_pytorch_tanh" or fields["mlp"] is not MlpKind.GEGLU):
-        reader.refuse("hidden_activation", other, "hidden_act has another value; keep the correct one")
+        reader.reject("hidden_activation", other, "hidden_act has another value; keep the correct one")
     scale = float(fields["hidden_size"]) ** 0.5
     return {
         "attention_bias": reader.flag("attention_bias", False),

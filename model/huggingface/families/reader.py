@@ -68,7 +68,7 @@ class ConfigReader:
         self._left = dict(values)
         self._asked: set[str] = set()
 
-    def take(self, name: str) -> Any:
+    def value(self, name: str) -> Any:
         """Return the value of a key, unchecked; None if the key is absent or null."""
         self._asked.add(name)
         return self._left.pop(name, None)
@@ -79,11 +79,11 @@ class ConfigReader:
         self._check(check_size, name, value)
         return int(value)
 
-    def layers(self, name: str, default: int) -> int:
+    def num_layers(self, name: str, default: int) -> int:
         """Return the value of a key that must be a number of layers up to MAX_LAYERS: families list all layers."""
         count = self.size(name, default)
         if count > MAX_LAYERS:
-            self.refuse(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
+            self.reject(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
         return count
 
     def optional_size(self, name: str, default: int | None) -> int | None:
@@ -100,31 +100,31 @@ class ConfigReader:
         self._check(check_number, name, value)
         return float(value)
 
-    def echo(self, name: str, value: float, source: str) -> None:
-        """Reject a key that the family ignores if it differs from the value that the key `source` has set."""
+    def check_ignored(self, name: str, value: float, source: str) -> None:
+        """Reject the value of a key that the family ignores if the key `source` has set another value."""
         if self._left.get(name) is not None and (said := self.number(name, value)) != value:
-            self.refuse(name, said, f"this family ignores this key and uses {value}; set {source} instead")
+            self.reject(name, said, f"this family ignores this key and uses {value}; set {source} instead")
 
     def flag(self, name: str, default: bool) -> bool:
         """Return the value of a key that must be true or false."""
         value = self._left.pop(name, default)
         if not isinstance(value, bool):
-            self.refuse(name, value, "expected true or false; correct the config")
+            self.reject(name, value, "expected true or false; correct the config")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
         """Return the item of `choices` that the value of a key names."""
         value = self._left.pop(name, default)
         if not isinstance(value, str) or value not in choices:
-            self.refuse(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
+            self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
         return choices[value]
 
-    def refuse(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Reject the value of a key."""
+    def reject(self, name: str, value: object, remedy: str) -> NoReturn:
+        """Reject the value of a key: raise CheckpointError."""
         shown = name if name.isprintable() and len(name) < 80 else _short(name)
         raise CheckpointError(f"{self.path}: {shown}={_short(value)}: {remedy}")
 
-    def finish(self) -> None:
+    def check_unread(self) -> None:
         """Reject an unread key that is unknown, or whose value requires a feature that is not implemented."""
         for name, value in self._left.items():
             if value is None or name in HARMLESS:
@@ -133,10 +133,10 @@ class ConfigReader:
             if name == "layer_types" and "sliding_window" not in self._asked and _are_full(value):
                 continue
             if name not in MUST_BE:
-                self.refuse(name, value, "unknown key; remove it if the model computes the same without it")
+                self.reject(name, value, "unknown key; remove it if the model computes the same without it")
             allowed, remedy = MUST_BE[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-                self.refuse(name, value, remedy)
+                self.reject(name, value, remedy)
 
     def _check(self, check: Any, name: str, value: object) -> None:
         try:
@@ -170,14 +170,11 @@ def read_rope(
     partial_names: tuple[str, ...] = (),
     partial: float = 1.0,
 ) -> Rope:
-    """Read all keys of the rotary embedding. A value that several keys set must be equal in all of them.
+    """Read all keys of the rotary embedding. Several keys for the same value must agree.
 
     Args:
-        max_positions: original context length, if the config does not set it.
+        max_positions: original context length, if the config does not set one.
         theta_names, partial_names: the family's top-level keys for `theta` and `partial`.
-
-    Raises:
-        CheckpointError: the rope type is unsupported, a key is unknown, or two keys contradict each other.
     """
     name, values = _scaling_values(reader)
     kind = _kind(reader, name, values)
@@ -185,9 +182,9 @@ def read_rope(
     inner = (f"{name}.partial_rotary_factor", values.pop("partial_rotary_factor", None))
     fraction = _agreed(reader, [inner], partial_names, partial)
     if not partial_names and fraction != 1.0:
-        reader.refuse(inner[0], fraction, "this family rotates whole heads; use a checkpoint without it")
+        reader.reject(inner[0], fraction, "this family rotates whole heads; use a checkpoint without it")
     if fraction > 1.0:
-        reader.refuse(inner[0], fraction, "at most 1.0 is possible; correct the config")
+        reader.reject(inner[0], fraction, "at most 1.0 is possible; correct the config")
     original = values.pop("original_max_position_embeddings", max_positions)
     if kind == "default":
         scaling = None
@@ -202,19 +199,19 @@ def read_rope(
             raise CheckpointError(f"{reader.path}: {name}: {error}") from error
     if values:
         key = sorted(values)[0]
-        reader.refuse(f"{name}.{key}", values[key], f"not a key of rope type {kind}; use a checkpoint without it")
+        reader.reject(f"{name}.{key}", values[key], f"not a key of rope type {kind}; use a checkpoint without it")
     return Rope(theta=theta, scaling=scaling, partial=fraction)
 
 
 def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
     """Return the key that holds the rope dictionary, and the dictionary without null entries."""
-    found = [(name, reader.take(name)) for name in ("rope_scaling", "rope_parameters")]
+    found = [(name, reader.value(name)) for name in ("rope_scaling", "rope_parameters")]
     for name, value in found:
         if not isinstance(value, Mapping | None):
-            reader.refuse(name, value, "expected a JSON object or null; correct the config")
+            reader.reject(name, value, "expected a JSON object or null; correct the config")
     filled = [(name, value) for name, value in found if value]
     if len(filled) == 2 and filled[0][1] != filled[1][1]:
-        reader.refuse("rope_scaling", filled[0][1], "rope_parameters has another value; keep the correct one")
+        reader.reject("rope_scaling", filled[0][1], "rope_parameters has another value; keep the correct one")
     name, value = filled[0] if filled else ("rope_parameters", {})
     return name, {key: entry for key, entry in value.items() if entry is not None}
 
@@ -223,7 +220,7 @@ def _kind(reader: ConfigReader, name: str, values: dict[str, Any]) -> str:
     kinds = {str(values.pop(key)) for key in ("rope_type", "type") if key in values} or {"default"}
     if len(kinds) > 1 or not kinds <= set(_TYPES):
         kind = " and ".join(sorted(kinds))
-        reader.refuse(
+        reader.reject(
             f"{name}.rope_type", kind, f"supported are {', '.join(_TYPES)}; use a checkpoint with one of these"
         )
     return kinds.pop()
@@ -231,9 +228,9 @@ def _kind(reader: ConfigReader, name: str, values: dict[str, Any]) -> str:
 
 def _agreed(reader: ConfigReader, inner: list[tuple[str, object]], names: tuple[str, ...], default: float) -> float:
     given = [(name, value) for name, value in inner if value is not None]
-    given += [(name, value) for name in names if (value := reader.take(name)) is not None]
+    given += [(name, value) for name in names if (value := reader.value(name)) is not None]
     values = [(name, ConfigReader(reader.path, {name: value}).number(name, default)) for name, value in given]
     if len({value for _, value in values}) > 1:
         (first, _), (name, value) = values[0], next(entry for entry in values if entry[1] != values[0][1])
-        reader.refuse(name, value, f"{first} is {values[0][1]}; keep the correct one")
+        reader.reject(name, value, f"{first} is {values[0][1]}; keep the correct one")
     return values[0][1] if values else default
