@@ -29,9 +29,8 @@ PLAIN_SOURCE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
-    """Chat template with the special tokens that are template variables.
+    """Chat template in Jinja, with its variables.
 
-    source: the template in Jinja.
     origin: the template's file, for messages.
     special_tokens: text of each special token by variable (`bos_token`, `eos_token`, …).
     unused: names of the checkpoint's other templates.
@@ -53,14 +52,11 @@ class ChatTemplate:
         }
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Render a conversation in this process, in the sandbox but without a limit of time and memory.
+        """Render a conversation in the sandbox, without a limit of time and memory. Raises TemplateFailure.
 
         Args:
             messages: `{"role", "content"}` each.
             add_generation_prompt: end with the beginning of an assistant message.
-
-        Raises:
-            TemplateFailure: the template rejected the conversation or failed; one line.
         """
         variables = self.variables(messages, add_generation_prompt=add_generation_prompt)
         return render(compile_template(self.source), variables, max_characters=MAX_CHARACTERS)

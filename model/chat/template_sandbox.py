@@ -82,11 +82,7 @@ def compile_template(source: str) -> Template:
 
 
 def render(template: Template, variables: Mapping[str, Any], *, max_characters: int) -> str:
-    """Render a compiled chat template to text.
-
-    Raises:
-        TemplateFailure: the template rejected the conversation, failed, or wrote more than `max_characters`.
-    """
+    """Render a compiled chat template. Raises TemplateFailure if it fails or writes more than `max_characters`."""
     pieces, length = [], 0
     try:
         for piece in template.generate(variables):

@@ -32,13 +32,10 @@ def load_model(
     attention: AttentionBackend,
     packs_next: bool = False,
 ) -> Transformer:
-    """Load a model onto its device, in `dtype`, ready for inference.
+    """Load a checkpoint's model onto a device, ready for inference. Raises CheckpointError.
 
     Args:
         packs_next: the caller converts all matrices before it uses the model, so matrices are not copied from files.
-
-    Raises:
-        CheckpointError: a tensor cannot be read, or the tensors are not those of the config.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)

@@ -9,9 +9,6 @@ Kvasir's format:
     generation_config.json    the model's default sampling parameters, if they differ from the usual ones
     manifest.json             size and SHA-256 of every file above, and how the model was made
     MODEL_CARD.md             for readers; not hashed
-
-Hugging Face's format, for the families in `model.huggingface.families`: config.json with a `model_type`,
-model.safetensors or model.safetensors.index.json and its shards, the tokenizer's files, generation_config.json.
 """
 
 import json
@@ -92,11 +89,7 @@ class Manifest:
         return int(path.stat().st_mtime)
 
     def verify(self) -> Tokenizer:
-        """Check every file's size and hash, every tensor's name, shape and dtype, and return the tokenizer.
-
-        Raises:
-            CheckpointError: a check failed, or the tokenizer cannot be loaded.
-        """
+        """Check every file, and every tensor's name, shape and dtype; return the tokenizer. Raises CheckpointError."""
         for name, (size, digest) in self.files.items():
             _check_file(self.directory / name, size, digest)
         placements = self.place_tensors()
@@ -117,11 +110,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path | str) -> Manifest:
-    """Read manifest.json and config.json of a checkpoint; `Manifest.verify` checks the other files.
-
-    Raises:
-        CheckpointError: one of the two files is unusable, or describes an unsupported model.
-    """
+    """Read manifest.json and config.json of a checkpoint directory, not the other files. Raises CheckpointError."""
     directory = Path(directory)
     check_is_searchable(directory)
     if os.path.lexists(directory / MANIFEST_FILE):

@@ -56,8 +56,7 @@ def read_weights(
     Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of the files.
 
     Args:
-        packed_next: tensors that the caller packs before any other use, and then releases. If a file stores such a
-            tensor in `dtype` and the device is the CPU, the tensor is the file's mapped pages.
+        packed_next: tensors that the caller packs before any other use; on a CPU they stay mapped if possible.
 
     Raises:
         CheckpointError: a file cannot be read, or a tensor is not finite.
@@ -97,11 +96,7 @@ def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return the views of a model's tensor that correspond to the checkpoint's tensors.
-
-    Args:
-        rows: number of rows of each checkpoint tensor, for a concatenation.
-    """
+    """Return the views of a model's tensor that correspond to checkpoint tensors with these numbers of rows."""
     match layout:
         case Layout.AS_IS:
             return (tensor,)
@@ -183,8 +178,8 @@ def write_shards(
     """Write tensors to one file, or to several with an index if they exceed MAX_SHARD_BYTES.
 
     Args:
-        num_bytes: the size of each tensor, by name, in the order of `tensors`.
-        tensors: contiguous tensors on the CPU. Only those of one shard are in memory at a time.
+        num_bytes: size of each tensor, by name, in the order of `tensors`.
+        tensors: contiguous CPU tensors. The tensors of one shard are in memory at a time.
     """
     shards = plan_shards(num_bytes)
     weight_map: dict[str, str] = {}

@@ -44,11 +44,7 @@ def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[ModelFami
 
 
 def hugging_face_config(config: ModelConfig) -> tuple[ModelFamily, dict[str, Any]]:
-    """Return a family and the config.json values that the family reads back as exactly this ModelConfig.
-
-    Raises:
-        CheckpointError: no supported family can express the model.
-    """
+    """Return a family and config.json values that it reads back as exactly this ModelConfig. Raises CheckpointError."""
     for family in FAMILIES.values():
         for values in _candidates(family, config):
             named = {"model_type": family.model_type, "architectures": [family.architectures[0]], **values}

@@ -37,11 +37,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Read tokenizer_config.json, whose keys take precedence, and special_tokens_map.json; both may be missing.
-
-    Raises:
-        CheckpointError: a file is not a JSON object, or a key has a value of the wrong type.
-    """
+    """Read tokenizer_config.json, whose keys take precedence, and special_tokens_map.json; both may be missing."""
     path = directory / TOKENIZER_CONFIG_FILE
     config = read_json(path, optional=True)
     values = read_json(directory / SPECIAL_TOKENS_FILE, optional=True)
@@ -69,13 +65,9 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 
 def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the EOS token ids of a Hugging Face directory; empty if no file defines them.
+    """Return the EOS token ids of a Hugging Face directory; empty if no file defines them. Raises CheckpointError.
 
-    Sources by precedence: `eos_token_id` of generation_config.json, `eos_token_id` of config.json, `eos_token` of
-    tokenizer_config.json.
-
-    Raises:
-        CheckpointError: a file is damaged, or an EOS token is not in the vocabulary.
+    Sources by precedence: generation_config.json, config.json, `eos_token` of tokenizer_config.json.
     """
     path = directory / GENERATION_CONFIG_FILE
     ids = read_generation_config(directory).eos_token_ids

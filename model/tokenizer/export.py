@@ -48,7 +48,7 @@ _PORTABLE = regex.compile(
 
 
 def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path]:
-    """Write the tokenizer of the checkpoint directory `source` to the directory `out`. Return the files in `out`.
+    """Write the tokenizer of the checkpoint directory `source` to the empty directory `out`, and return its files.
 
     Raises:
         TokenizerError: the tokenizer has no equivalent in Hugging Face's format.

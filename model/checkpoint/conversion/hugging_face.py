@@ -34,8 +34,7 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     """Export a checkpoint as a Hugging Face directory: config, weights, tokenizer and generation defaults.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, no family can express its model, its tokenizer has no equivalent in
-            Hugging Face's format, or `out` is not empty.
+        CheckpointError: the checkpoint is damaged or has no equivalent in this format, or `out` is not empty.
     """
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
@@ -79,10 +78,10 @@ def _family_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, family: 
 
 
 def read_torch_file(path: Path) -> Mapping[str, Any]:
-    """Read a dictionary of tensors and plain values that `torch.save` wrote. The tensors are memory-mapped.
+    """Read a dictionary of plain values and mapped tensors that `torch.save` wrote in the zip format.
 
     Raises:
-        CheckpointError: the file cannot be read, would run code, or is not such a dictionary in torch's zip format.
+        CheckpointError: the file cannot be read, would run code, or holds something else.
     """
     try:
         with reading(path):
@@ -119,11 +118,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def convert_pickles(directory: Path, out: Path) -> Manifest:
-    """Copy a directory with pytorch_model.bin or its shards, converted to safetensors, and verify the copy.
-
-    Raises:
-        CheckpointError: a file is damaged or would run code, the model is not supported, or `out` is not empty.
-    """
+    """Convert a Hugging Face directory of pickles to safetensors, and verify the result. Raises CheckpointError."""
     names = _pickle_names(directory)
     with written_whole(out) as new:
         for pattern in _KEPT:

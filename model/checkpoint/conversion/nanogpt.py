@@ -1,7 +1,6 @@
 """Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint.
 
-nanoGPT is GPT-2 with exact GELU and optional biases. Source of names and defaults: `GPT` and `GPTConfig` in model.py of
-github.com/karpathy/nanoGPT.
+nanoGPT is GPT-2 with exact GELU and optional biases. Source: model.py of github.com/karpathy/nanoGPT.
 """
 
 import dataclasses
@@ -35,14 +34,8 @@ _TOKENIZER_FILES = (
 
 
 # Keys of model_args, and the keys of GPT-2's config that mean the same. `dropout` matters in training only.
-_ARGUMENTS = {
-    "vocab_size": "vocab_size",
-    "block_size": "n_positions",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "dropout": "resid_pdrop",
-}
+_ARGUMENTS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+_ARGUMENTS |= {"block_size": "n_positions", "dropout": "resid_pdrop"}
 # GPT-2's names; nanoGPT stores all weights as (out, in).
 _NANOGPT = dataclasses.replace(
     GPT2,

@@ -70,11 +70,7 @@ def concatenated(*modules: str) -> Names:
 
 
 def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
-    """Convert a checkpoint's config to a ModelConfig.
-
-    Raises:
-        CheckpointError: a key has an invalid value or requires a feature that is not implemented.
-    """
+    """Convert a checkpoint's config to a ModelConfig. Raises CheckpointError for a key that is not supported."""
     try:
         config = family.read_config(reader)
     except CheckpointError:

@@ -142,15 +142,15 @@ class ConfigReader:
         try:
             check(name, value)
         except ValueError as error:
-            raise CheckpointError(f"{self.path}: {_short(str(error), quoted=False)}") from error
+            raise CheckpointError(f"{self.path}: {error}") from error
 
 
 def _are_full(types: object) -> bool:
     return isinstance(types, list) and all(kind == "full_attention" for kind in types)
 
 
-def _short(value: object, *, quoted: bool = True) -> str:
-    return (_REPR.repr(value) if quoted else str(value))[:200]
+def _short(value: object) -> str:
+    return _REPR.repr(value)[:200]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
