@@ -146,7 +146,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "two types": ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "'linear and llama3': supported are"),
     "rope key": ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "rope_scaling.mscale=1: not a key of"),
     "rope a layer": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention={}: not a key"),
-    "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling: rope_scaling factor must be a positive number"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "config.json: rope_scaling factor must be a positive number"),
     "no frequencies": ({"rope_scaling": {"type": "llama3", "factor": 2}}, "low_freq_factor must be a positive number"),
     "rope is a word": ({"rope_scaling": "linear"}, "rope_scaling='linear': expected a JSON object or null"),
     "two ropes": (

@@ -61,7 +61,7 @@ _TYPES = ("default", *RopeScalingKind)
 
 
 class ConfigReader:
-    """Reader of one config.json. Every error is a CheckpointError that names the file, the key and the remedy."""
+    """Reader of one config.json. The value of a key that is not of the expected kind raises ValueError."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
@@ -76,7 +76,7 @@ class ConfigReader:
     def size(self, name: str, default: int) -> int:
         """Return the value of a key that must be a positive integer."""
         value = self._left.pop(name, default)
-        self._check(check_size, name, value)
+        check_size(name, value)
         return int(value)
 
     def num_layers(self, name: str, default: int) -> int:
@@ -91,13 +91,13 @@ class ConfigReader:
         self._asked.add(name)
         value = self._left.pop(name, default)
         if value is not None:
-            self._check(check_size, name, value)
+            check_size(name, value)
         return None if value is None else int(value)
 
     def number(self, name: str, default: float) -> float:
         """Return the value of a key that must be a positive number."""
         value = self._left.pop(name, default)
-        self._check(check_number, name, value)
+        check_number(name, value)
         return float(value)
 
     def check_ignored(self, name: str, value: float, source: str) -> None:
@@ -120,7 +120,7 @@ class ConfigReader:
         return choices[value]
 
     def reject(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Reject the value of a key: raise CheckpointError."""
+        """Raise CheckpointError for the value of a key."""
         shown = name if name.isprintable() and len(name) < 80 else _short(name)
         raise CheckpointError(f"{self.path}: {shown}={_short(value)}: {remedy}")
 
@@ -130,23 +130,14 @@ class ConfigReader:
             if value is None or name in HARMLESS:
                 continue
             # A family that reads `sliding_window` must read `layer_types` too.
-            if name == "layer_types" and "sliding_window" not in self._asked and _are_full(value):
+            is_full = isinstance(value, list) and all(kind == "full_attention" for kind in value)
+            if name == "layer_types" and "sliding_window" not in self._asked and is_full:
                 continue
             if name not in MUST_BE:
                 self.reject(name, value, "unknown key; remove it if the model computes the same without it")
             allowed, remedy = MUST_BE[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
                 self.reject(name, value, remedy)
-
-    def _check(self, check: Any, name: str, value: object) -> None:
-        try:
-            check(name, value)
-        except ValueError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
-
-
-def _are_full(types: object) -> bool:
-    return isinstance(types, list) and all(kind == "full_attention" for kind in types)
 
 
 def _short(value: object) -> str:
@@ -178,9 +169,9 @@ def read_rope(
     """
     name, values = _scaling_values(reader)
     kind = _kind(reader, name, values)
-    theta = _agreed(reader, [(f"{name}.rope_theta", values.pop("rope_theta", None))], theta_names, DEFAULT_THETA)
+    theta = _agreed(reader, (f"{name}.rope_theta", values.pop("rope_theta", None)), theta_names, DEFAULT_THETA)
     inner = (f"{name}.partial_rotary_factor", values.pop("partial_rotary_factor", None))
-    fraction = _agreed(reader, [inner], partial_names, partial)
+    fraction = _agreed(reader, inner, partial_names, partial)
     if not partial_names and fraction != 1.0:
         reader.reject(inner[0], fraction, "this family rotates whole heads; use a checkpoint without it")
     if fraction > 1.0:
@@ -193,10 +184,7 @@ def read_rope(
         if kind == RopeScalingKind.LLAMA3:
             fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
             fields["original_context_length"] = original
-        try:
-            scaling = RopeScaling.from_dict(fields)
-        except ValueError as error:
-            raise CheckpointError(f"{reader.path}: {name}: {error}") from error
+        scaling = RopeScaling.from_dict(fields)
     if values:
         key = sorted(values)[0]
         reader.reject(f"{name}.{key}", values[key], f"not a key of rope type {kind}; use a checkpoint without it")
@@ -226,11 +214,11 @@ def _kind(reader: ConfigReader, name: str, values: dict[str, Any]) -> str:
     return kinds.pop()
 
 
-def _agreed(reader: ConfigReader, inner: list[tuple[str, object]], names: tuple[str, ...], default: float) -> float:
-    given = [(name, value) for name, value in inner if value is not None]
-    given += [(name, value) for name in names if (value := reader.value(name)) is not None]
-    values = [(name, ConfigReader(reader.path, {name: value}).number(name, default)) for name, value in given]
-    if len({value for _, value in values}) > 1:
-        (first, _), (name, value) = values[0], next(entry for entry in values if entry[1] != values[0][1])
-        reader.reject(name, value, f"{first} is {values[0][1]}; keep the correct one")
-    return values[0][1] if values else default
+def _agreed(reader: ConfigReader, inner: tuple[str, Any], names: tuple[str, ...], default: float) -> float:
+    """Return the number that a key in the rope dictionary and top-level keys set; reject keys that disagree."""
+    values = [(name, value) for name, value in (inner, *((n, reader.value(n)) for n in names)) if value is not None]
+    for name, value in values:
+        check_number(name, value)
+        if value != values[0][1]:
+            reader.reject(name, value, f"{values[0][0]} is {values[0][1]}; keep the correct one")
+    return float(values[0][1]) if values else default
