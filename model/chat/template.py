@@ -18,9 +18,8 @@ from typing import Any
 
 from model.chat.template_sandbox import MAX_CHARACTERS, compile_template, render
 from model.io.files import CheckpointError, read_json, read_text
-from model.tokenizer.bos_eos import TOKENIZER_CONFIG_FILE, read_tokenizer_config
+from model.tokenizer.bos_eos import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_tokenizer_config
 
-TEMPLATE_FILE = "chat_template.jinja"
 DEFAULT_NAME = "default"
 
 # For base models, which have no roles: messages become paragraphs, and the completion continues the last message.

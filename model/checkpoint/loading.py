@@ -1,6 +1,5 @@
 """Loading of a model from a checkpoint directory, and saving of a model as one."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,13 +10,13 @@ from torch.overrides import TorchFunctionMode
 
 from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
-from model.chat.template import TEMPLATE_FILE
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
 from model.checkpoint.weights import read_weights, remove_shards, write_shards
 from model.config import ModelConfig
-from model.io.files import CheckpointError, writing
+from model.io.files import CheckpointError, write_json, writing
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
+from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
 
 # Matrices that every kind of packing replaces.
@@ -90,9 +89,12 @@ def save_checkpoint(
     check_writable(directory)
     write_weights(directory, config, tensors, dtype=dtype)
     save_native(tokenizer, directory)
-    _write_or_remove(directory / TEMPLATE_FILE, TEMPLATE if supports_chatml(tokenizer.special_tokens) else None)
-    defaults = None if generation is None else json.dumps(dict(generation), indent=2) + "\n"
-    _write_or_remove(directory / GENERATION_CONFIG_FILE, defaults)
+    for optional in (TEMPLATE_FILE, GENERATION_CONFIG_FILE):
+        (directory / optional).unlink(missing_ok=True)  # of an earlier save
+    if supports_chatml(tokenizer.special_tokens):
+        (directory / TEMPLATE_FILE).write_text(TEMPLATE)
+    if generation is not None:
+        write_json(directory / GENERATION_CONFIG_FILE, generation)
     write_manifest(directory, name=name, training=training)
 
 
@@ -104,11 +106,7 @@ def write_weights(
     num_bytes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
     stored = (tensor.detach().to(device="cpu", dtype=dtype).contiguous() for tensor in tensors.values())
     write_shards(directory, num_bytes, stored)
-    (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-
-
-def _write_or_remove(path: Path, text: str | None) -> None:
-    path.unlink(missing_ok=True) if text is None else path.write_text(text)
+    write_json(directory / CONFIG_FILE, config.to_dict())
 
 
 def check_writable(directory: Path, *, may_replace: bool = True) -> None:

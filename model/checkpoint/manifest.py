@@ -11,7 +11,6 @@ Kvasir's format:
     MODEL_CARD.md             for readers; not hashed
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.chat.template import TEMPLATE_FILE
 from model.config import ModelConfig
 from model.huggingface.directory import INDEX_FILE, describe_problem, find_weight_files
 from model.huggingface.families.family import ModelFamily
@@ -34,8 +32,10 @@ from model.io.files import (
     parsing,
     read_json,
     reading,
+    write_json,
 )
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
+from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import RANKS_FILE, SPEC_FILE
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer
@@ -166,7 +166,7 @@ def write_manifest(
     files = {n: {"bytes": (directory / n).stat().st_size, "sha256": file_digest(directory / n)} for n in names}
     values = {"format": FORMAT, "name": name, "files": files, "training": training}
     partial = directory / (MANIFEST_FILE + ".partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n")
+    write_json(partial, values)
     partial.replace(directory / MANIFEST_FILE)
 
 

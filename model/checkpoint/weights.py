@@ -9,7 +9,6 @@ Legend: H heads, D head dimension, E hidden size.
 
 import contextlib
 import itertools
-import json
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from model.config import ModelConfig
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.families.family import Layout
 from model.huggingface.tensor_placement import Placement
-from model.io.files import CheckpointError
+from model.io.files import CheckpointError, write_json
 from model.io.safetensors_header import TensorHeader
 
 MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's convention
@@ -172,8 +171,6 @@ def write_shards(
     directory: Path,
     num_bytes: Mapping[str, int],
     tensors: Iterable[Tensor],
-    *,
-    metadata: dict[str, str] | None = None,
 ) -> None:
     """Write tensors to one file, or to several with an index if they exceed MAX_SHARD_BYTES.
 
@@ -187,15 +184,11 @@ def write_shards(
     for number, names in enumerate(shards, start=1):
         file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         # An argument, not a variable, so that this shard is freed before the next shard is read.
-        save_shard(
-            dict(zip(names, itertools.islice(pending, len(names)), strict=True)),
-            directory / file_name,
-            metadata=metadata,
-        )
+        save_shard(dict(zip(names, itertools.islice(pending, len(names)), strict=True)), directory / file_name)
         weight_map |= dict.fromkeys(names, file_name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(num_bytes.values())}, "weight_map": weight_map}
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        write_json(directory / INDEX_FILE, index)
 
 
 def plan_shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
@@ -218,7 +211,7 @@ def remove_shards(directory: Path) -> None:
             path.unlink()
 
 
-def save_shard(tensors: dict[str, Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
+def save_shard(tensors: dict[str, Tensor], path: Path) -> None:
     """Write one safetensors file with mode 0644: the library's 0600 keeps other users from serving it."""
-    save_file(tensors, path, metadata=metadata)
+    save_file(tensors, path, metadata={"format": "pt"})  # the transformers library requires this key
     path.chmod(0o644)

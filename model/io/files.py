@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,11 @@ def writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{out}: {error.strerror}; choose another directory") from error
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object to a file, indented for readers."""
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def check_is_empty(out: Path) -> None:

@@ -5,7 +5,6 @@ tokens, and the BOS and EOS ids; `eos_token_id` is an integer, or a list if seve
 """
 
 import base64
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ import regex
 import tiktoken
 from msgspec import Meta
 
-from model.io.files import CheckpointError, parsing, read_bytes, read_json
+from model.io.files import CheckpointError, parsing, read_bytes, read_json, write_json
 from model.tokenizer.interface import Tokenizer, TokenizerError
 
 RANKS_FILE = "tokenizer.tiktoken"
@@ -98,7 +97,7 @@ def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
         "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
         "bos_token_id": tokenizer.bos_token_id,
     }
-    (directory / SPEC_FILE).write_text(json.dumps(spec, indent=2) + "\n")
+    write_json(directory / SPEC_FILE, spec)
 
 
 class _Spec(msgspec.Struct, forbid_unknown_fields=True):

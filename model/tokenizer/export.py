@@ -13,8 +13,8 @@ from typing import Any
 
 import regex
 
-from model.io.files import check_is_empty, writing
-from model.tokenizer.bos_eos import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_tokenizer_config
+from model.io.files import check_is_empty, write_json, writing
+from model.tokenizer.bos_eos import SPECIAL_TOKENS_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_tokenizer_config
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.tokenizer_json import (
@@ -25,8 +25,6 @@ from model.tokenizer.tokenizer_json import (
     pre_tokenizer_for,
     to_characters,
 )
-
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 # Constructs of a split pattern that fancy-regex (tiktoken) and Oniguruma (tokenizers) read alike. Oniguruma's Ruby
 # syntax differs elsewhere: `$` matches at the end of a line, `{1,3}+` is not possessive, and `(?i)` changes what `|`
@@ -74,17 +72,13 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path
     }
     if (template := read_tokenizer_config(source).chat_template) is not None:
         config["chat_template"] = template
-    files = {
-        TOKENIZER_FILE: json.dumps(values, ensure_ascii=False),
-        SPECIAL_TOKENS_FILE: json.dumps(roles, indent=2, ensure_ascii=False) + "\n",
-        TOKENIZER_CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-    }
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (out / name).write_text(content, encoding="utf-8")
-        if (source / CHAT_TEMPLATE_FILE).is_file():
-            shutil.copyfile(source / CHAT_TEMPLATE_FILE, out / CHAT_TEMPLATE_FILE)
+        (out / TOKENIZER_FILE).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+        write_json(out / SPECIAL_TOKENS_FILE, roles)
+        write_json(out / TOKENIZER_CONFIG_FILE, config)
+        if (source / TEMPLATE_FILE).is_file():
+            shutil.copyfile(source / TEMPLATE_FILE, out / TEMPLATE_FILE)
     return sorted(out.iterdir())
 
 

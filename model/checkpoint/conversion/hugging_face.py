@@ -3,7 +3,6 @@
 Pickles are read without running code.
 """
 
-import json
 import math
 import pickle
 import shutil
@@ -20,14 +19,22 @@ from model.config import ModelConfig
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.families.family import ModelFamily, full_name, sources
 from model.huggingface.family_table import hugging_face_config
-from model.io.files import CheckpointError, OneLineError, check_plain_name, parsing, read_json, reading, written_whole
+from model.io.files import (
+    CheckpointError,
+    OneLineError,
+    check_plain_name,
+    parsing,
+    read_json,
+    reading,
+    write_json,
+    written_whole,
+)
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
 
 _NO_CODE = "it would run code when read, which is not allowed; save only tensors and plain values"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
-METADATA = {"format": "pt"}  # required by the transformers library
 
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:
@@ -45,9 +52,9 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     with written_whole(out) as new:
         export_tokenizer(tokenizer, directory, new)
         dtype = _export_weights(manifest, family, new)
-        _write_json(new / CONFIG_FILE, {**values, **special_ids, "dtype": str(dtype).removeprefix("torch.")})
+        write_json(new / CONFIG_FILE, {**values, **special_ids, "dtype": str(dtype).removeprefix("torch.")})
         known = {key: value for key, value in special_ids.items() if value is not None}
-        _write_json(new / GENERATION_CONFIG_FILE, {**defaults, **known})
+        write_json(new / GENERATION_CONFIG_FILE, {**defaults, **known})
         read_manifest(new).verify()
     return read_manifest(out)
 
@@ -60,12 +67,8 @@ def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch
     tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
     shapes = {name: s for source in sources(manifest.config, family).values() for name, s in source.shapes.items()}
     num_bytes = {full_name(family, name): math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    write_shards(out, num_bytes, _family_tensors(tensors, manifest.config, family), metadata=METADATA)
+    write_shards(out, num_bytes, _family_tensors(tensors, manifest.config, family))
     return dtype
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _family_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
@@ -130,10 +133,10 @@ def convert_pickles(directory: Path, out: Path) -> Manifest:
             values = read_torch_file(directory / name)
             tensors = {key: tensor for key, tensor in values.items() if isinstance(tensor, Tensor)}
             new_name = SINGLE_FILE if len(names) == 1 else f"{name.removesuffix('.bin')}.safetensors"
-            save_shard(_unshared(tensors), new / new_name, metadata=METADATA)
+            save_shard(_unshared(tensors), new / new_name)
             weight_map |= dict.fromkeys(tensors, new_name)
         if len(names) > 1:
-            (new / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n")
+            write_json(new / INDEX_FILE, {"weight_map": weight_map})
         read_manifest(new).verify()
     return read_manifest(out)
 
