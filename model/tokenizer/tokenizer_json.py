@@ -308,28 +308,28 @@ def _max_covered_bytes(values: Mapping[str, Any], decoder: TokenDecoder, longest
     can cover a run of any length: unknown characters fused into one token, words outside the vocabulary, spaces that an
     added token or a pre-tokenizer removes, or characters that a normalizer removes.
     """
-    keeps: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-        **dict.fromkeys(("ByteLevel", "Metaspace", "Digits", "Prepend", "NFC"), lambda step: True),
-        "Split": lambda step: step.get("behavior") != "Removed",
-        "Replace": lambda step: _replaces_by_as_much(step, decoder),
-    }
     steps = [
         *flatten_steps(values.get("normalizer"), "normalizers"),
         *flatten_steps(values.get("pre_tokenizer"), "pretokenizers"),
     ]
-    if not all(step.get("type") in keeps and keeps[step["type"]](step) for step in steps):
+    if not all(_keeps_length(step, decoder) for step in steps) or not _covers_known_text(values["model"], decoder):
         return None
     if any(token[key] for token in values["added_tokens"] for key in ("single_word", "lstrip", "rstrip")):
-        return None
-    if not _covers_known_text(values["model"], decoder):
         return None
     shrinks = NFC_SHRINKS if any(step["type"] == "NFC" for step in steps) else 1
     return shrinks * max(_MAX_CHARACTER_BYTES, longest_token)
 
 
-def _replaces_by_as_much(step: Mapping[str, Any], decoder: TokenDecoder) -> bool:
-    old = step.get("pattern", {}).get("String")
-    return isinstance(old, str) and len(decoder.token_bytes(step["content"])) >= len(old.encode())
+def _keeps_length(step: Mapping[str, Any], decoder: TokenDecoder) -> bool:
+    """Return True if a step of a normalizer or pre-tokenizer never removes text, except that NFC shortens text."""
+    match step:
+        case {"type": "ByteLevel" | "Metaspace" | "Digits" | "Prepend" | "NFC"}:
+            return True
+        case {"type": "Split"}:
+            return step.get("behavior") != "Removed"
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return len(decoder.token_bytes(new)) >= len(old.encode())
+    return False
 
 
 def _covers_known_text(model: Mapping[str, Any], decoder: TokenDecoder) -> bool:

@@ -1,4 +1,4 @@
-"""Directories of half a gigabyte, and a process that loads one and says what memory that took."""
+"""Checkpoints of half a gigabyte, and a child process that measures the memory of loading one."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ print(manifest.num_weight_bytes, baseline * 1024, kilobytes("VmHWM") * 1024, kil
 
 
 def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_shards: int, num_bytes: int) -> None:
-    """A checkpoint of about `num_bytes`: the vocabulary is as large as it takes."""
+    """Write a random checkpoint of about `num_bytes`; the vocabulary makes up the size."""
     directory.mkdir()
     values = {"model_type": family_name, **CONFIGS[family_name], "vocab_size": 1}
     _, config = read_family_config(directory / "config.json", values)
@@ -75,7 +75,7 @@ def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_sh
 
 
 def measure(directory: Path, dtype: str) -> tuple[int, int, int, int]:
-    """Bytes: of the weight files, and of a fresh process before loading, at its peak, and with the model loaded."""
+    """Return four numbers of bytes: weight files, child process before loading, at its peak, and after loading."""
     command = [sys.executable, "-W", "ignore", "-c", _LOAD, str(directory), dtype]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

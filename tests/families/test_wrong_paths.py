@@ -1,4 +1,4 @@
-"""What is given to --checkpoint and is no checkpoint directory: said so, with what to give instead."""
+"""Errors for a --checkpoint that is not a checkpoint directory name the path to give instead."""
 
 import re
 from collections.abc import Callable
