@@ -173,9 +173,9 @@ def write_manifest(
 def _check_file(path: Path, size: int, digest: str) -> None:
     check_is_file(path)
     if (actual := path.stat().st_size) != size:
-        raise CheckpointError(f"{path}: {actual} bytes, {size} expected; the copy is incomplete, copy it again")
+        raise CheckpointError(f"{path}: {actual} bytes, {size} expected; the copy is incomplete, copy the file again")
     if digest and file_digest(path) != digest.lower():
-        raise CheckpointError(f"{path}: SHA-256 differs from {MANIFEST_FILE}; the file is damaged, copy it again")
+        raise CheckpointError(f"{path}: SHA-256 differs from {MANIFEST_FILE}; the file is damaged, copy the file again")
 
 
 def _name_of(directory: Path) -> str:

@@ -85,7 +85,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy it again") from error
+        raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy the file again") from error
 
 
 def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:

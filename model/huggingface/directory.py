@@ -49,8 +49,14 @@ def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, st
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if os.path.lexists(index):
-        weight_map = _read_index(index)
+        weight_map = read_weight_map(index, ".safetensors")
         names = tuple(sorted(set(weight_map.values())))
+        for name in names:
+            if not os.path.lexists(directory / name):
+                raise CheckpointError(
+                    f"{directory / name}: missing, and {INDEX_FILE} names it; download this shard too"
+                )
+            check_is_file(directory / name)
         if os.path.lexists(single) and names != (SINGLE_FILE,):
             raise CheckpointError(f"{index}: {SINGLE_FILE} exists too; remove the outdated one")
         return names, weight_map
@@ -62,20 +68,17 @@ def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, st
     raise CheckpointError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights too")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
+    """Read an index file: tensor name -> name of a file with this suffix. Raises CheckpointError."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map from tensors to files; download the file again")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors"):
+        if not isinstance(name, str) or not name.endswith(suffix):
             raise CheckpointError(
-                f"{path}: tensor {tensor!r} is in {name!r}, which is not a safetensors file; save it again"
+                f"{path}: tensor {tensor!r} is in {name!r}, which is not a {suffix} file; save the model again"
             )
         if not tensor.isprintable():
-            raise CheckpointError(f"{path}: the tensor name {tensor!r} has unprintable characters; save it again")
+            raise CheckpointError(f"{path}: the tensor name {tensor!r} cannot be shown; save the model again")
         check_plain_name(path, name)
-    for name in sorted(set(weight_map.values())):
-        if not os.path.lexists(path.parent / name):
-            raise CheckpointError(f"{path.parent / name}: missing, and {INDEX_FILE} names it; download this shard too")
-        check_is_file(path.parent / name)
     return weight_map

@@ -71,7 +71,9 @@ def check_is_file(path: Path) -> None:
         problem = "not a regular file; put the file itself there"
     except FileNotFoundError:
         is_link = os.path.lexists(path)
-        problem = "a link to a file that is not there; download it again" if is_link else "missing; copy the file there"
+        problem = (
+            "a link to a file that is not there; download the file again" if is_link else "missing; copy the file there"
+        )
     except OSError as error:
         problem = _read_problem(path, error)
     raise CheckpointError(f"{path}: {problem}")

@@ -47,7 +47,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
                 pass
     except (struct.error, SafetensorError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise CheckpointError(f"{path}: not a valid safetensors file ({reason}); copy it again") from error
+        raise CheckpointError(f"{path}: not a valid safetensors file ({reason}); copy the file again") from error
     entries = json.loads(text)
     entries.pop("__metadata__", None)
     if odd := next((name for name in entries if not name.isprintable()), None):
@@ -66,7 +66,7 @@ def _read_header(path: Path) -> bytes:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > min(size, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path}: not a valid safetensors file (truncated header); copy it again")
+            raise CheckpointError(f"{path}: not a valid safetensors file (truncated header); copy the file again")
         header = file.read(length)
     braces = header.count(b"{")
     if braces > _MAX_BRACES or braces + header.count(b"[") + header.count(b",") > _MAX_MARKS:

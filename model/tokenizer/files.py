@@ -129,7 +129,7 @@ def _load_published_ranks(path: Path) -> Tokenizer:
     if (published := _PUBLISHED.get(digest)) is None:
         raise CheckpointError(
             f"{path}: the SHA-256 {digest[:16]}… matches no known file ({_KNOWN}), so the split pattern is "
-            "unknown; copy it again, or add a tokenizer.json"
+            "unknown; copy the file again, or add a tokenizer.json"
         )
     return _from_ranks(path, published)
 

@@ -192,9 +192,9 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "shard that is a pickle": (
         "shards",
         index(lambda m: m.update({Q: "x.bin"})),
-        "'x.bin', which is not a safetensors",
+        "'x.bin', which is not a .safetensors",
     ),
-    "index of numbers": ("shards", index(lambda m: m.update({Q: 3})), "in 3, which is not a safetensors file"),
+    "index of numbers": ("shards", index(lambda m: m.update({Q: 3})), "in 3, which is not a .safetensors file"),
     "index without a map": ("shards", in_json(INDEX_FILE, lambda v: v.clear()), "index.json: no weight_map"),
     "index not JSON": ("shards", lambda d: (d / INDEX_FILE).write_text("{"), f"{INDEX_FILE}: not JSON"),
     "two sets of weights": ("shards", lambda d: shutil.copy(d / SHARD_1, d / SINGLE_FILE), "exists too; remove the"),

@@ -16,13 +16,12 @@ from torch import Tensor
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
 from model.checkpoint.weights import DTYPES, part_views, read_weights, save_shard, write_shards
 from model.config import ModelConfig
-from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE, read_weight_map
 from model.huggingface.families.family import ModelFamily, full_name, sources
 from model.huggingface.family_table import hugging_face_config
 from model.io.files import (
     CheckpointError,
     OneLineError,
-    check_plain_name,
     parsing,
     read_json,
     reading,
@@ -95,7 +94,7 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
         raise
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: not a complete file of torch.save (version 1.6 or later); copy it again"
+            f"{path}: not a complete file of torch.save (version 1.6 or later); copy the file again"
         ) from error
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{path}: expected a dictionary; save the model's state_dict")
@@ -110,7 +109,7 @@ def read_plain_pickle(path: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise any exception
-        raise CheckpointError(f"{path}: not a complete pickle; copy it again") from error
+        raise CheckpointError(f"{path}: not a complete pickle; copy the file again") from error
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -147,13 +146,7 @@ def _pickle_names(directory: Path) -> list[str]:
         if not (directory / _PICKLE).is_file():
             raise CheckpointError(f"{directory}: neither {_PICKLE} nor {_PICKLE_INDEX}; download the weights too")
         return [_PICKLE]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: no weight_map from tensors to files; download the file again")
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        check_plain_name(index, name)
-    return names
+    return sorted(set(read_weight_map(index, ".bin").values()))
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

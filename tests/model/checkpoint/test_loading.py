@@ -244,7 +244,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a format of many letters": (_manifest(lambda v: v.update(format="x" * 10**5)), "'kvasir-checkpoint-1' expected"),
     "a size of many digits": (
         _manifest(lambda v: v["files"]["config.json"].update(bytes=10**4000)),  # type: ignore[index]
-        "config.json: .* the copy is incomplete, copy it again",
+        "config.json: .* the copy is incomplete, copy the file again",
     ),
     "a key of lines": (_config('{"a\\nb": 1}'), "config.json: unknown model config keys: a\ufffdb"),
     "a key of many letters": (_config(json.dumps({"x" * 10**5: 1})), "config.json: unknown model config keys: xxx"),

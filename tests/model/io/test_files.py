@@ -53,7 +53,7 @@ def test_an_error_names_a_broken_link_to_an_older_tokenizer_file(name: str, tmp_
     (tmp_path / name).symlink_to("nothing")
     with pytest.raises(CheckpointError) as caught:
         load_tokenizer(tmp_path)
-    assert str(caught.value) == f"{tmp_path}/{name}: a link to a file that is not there; download it again"
+    assert str(caught.value) == f"{tmp_path}/{name}: a link to a file that is not there; download the file again"
 
 
 def test_a_link_is_read_as_its_target_file(tmp_path: Path) -> None:
@@ -84,6 +84,6 @@ def test_unprintable_characters_are_replaced(letter: str) -> None:
 
 
 def test_errors_have_one_printable_line() -> None:
-    error = OneLineError("x\n" * 10**5 + "; copy it again")
-    assert str(error) == error_line("x\n" * 10**5 + "; copy it again")
+    error = OneLineError("x\n" * 10**5 + "; copy the file again")
+    assert str(error) == error_line("x\n" * 10**5 + "; copy the file again")
     assert str(error).isprintable()

@@ -158,5 +158,5 @@ def test_pipes_directories_and_devices_are_not_opened(tmp_path: Path, read: Any)
         with pytest.raises(CheckpointError, match=f"{name}: not a regular file; put the file itself there"):
             read(tmp_path / name)
     (tmp_path / "broken").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match="broken: a link to a file that is not there; download it again"):
+    with pytest.raises(CheckpointError, match="broken: a link to a file that is not there; download the file again"):
         read(tmp_path / "broken")
