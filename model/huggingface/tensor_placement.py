@@ -57,7 +57,8 @@ def place_tensors(
         placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=tuple(parts))
     if family is not None and config.tie_embeddings:
         _drop_tied_head(family, found, placements["token_embedding.weight"])
-    if extra := [header for header in found.values() if not _is_ignored(family, header.name)]:
+    ignored = () if family is None else family.ignored_tensors
+    if extra := [h for name, h in found.items() if not any(re.fullmatch(pattern, name) for pattern in ignored)]:
         raise CheckpointError(
             f"{extra[0].path}: tensor {extra[0].name} is not part of the model that config.json describes "
             f"({len(extra)} extra); use the config it was saved with"
@@ -101,11 +102,6 @@ def _short_name(family: ModelFamily | None, name: str) -> str:
         return name
     short = name.removeprefix(family.prefix)
     return family.aliases.get(short, short)
-
-
-def _is_ignored(family: ModelFamily | None, name: str) -> bool:
-    short = _short_name(family, name)
-    return family is not None and any(re.fullmatch(pattern, short) for pattern in family.ignored_tensors)
 
 
 def _check_tensor(header: TensorHeader, shape: tuple[int, ...]) -> None:
