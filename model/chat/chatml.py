@@ -5,8 +5,7 @@
     <|im_start|>assistant
     I am Kvasir.<|im_end|>
 
-Message contents are not changed: nothing is stripped, no system message is added. `<|im_end|>` ends a response, so it
-must be an EOS token of the tokenizer. Torch-free.
+Message contents are not changed. `<|im_end|>` must be an EOS token of the tokenizer, to end a response. Torch-free.
 """
 
 from collections.abc import Collection

@@ -3,14 +3,11 @@
 Rendering joins template and messages into one string, in which a message with special tokens such as `<|im_end|>` could
 end itself and continue as the system. So before rendering, a breaker character that the client did not send is inserted
 into every special token in the client's texts. After rendering, unbroken special tokens become ids, and the rest is
-encoded as text without the breaker. transformers does the same with `sanitize_control_tokens=True`.
-
-Limit: a special token that begins with the template's own characters and ends with the client's is not detected. No
-template ends a literal text with part of a special token.
+encoded as text without the breaker. A special token that begins in the template and ends in a message is not detected.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from model.tokenizer.interface import Tokenizer
@@ -44,11 +41,13 @@ class SpecialTokenEscaper:
         Raises:
             ForbiddenText: a text contains a special token of one character, or every possible breaker.
         """
-        texts = _texts(messages)
+        texts: list[str] = []
+        _map_texts(messages, texts.append)
         if found := next((name for name in self._single if any(name in text for text in texts)), None):
             raise ForbiddenText(f"a message contains the special token {found!r}; remove it")
         free = next((char for char in _BREAKERS if not any(char in text for text in texts)), None)
-        escaped = [self._with_breaker(message, free if free is not None else _BREAKERS[0]) for message in messages]
+        breaker = _BREAKERS[0] if free is None else free
+        escaped = _map_texts(messages, lambda text: self._with_breaker(text, breaker))
         if escaped == list(messages):
             return escaped, None
         if free is None:
@@ -71,20 +70,13 @@ class SpecialTokenEscaper:
                 ids += self._tokenizer.encode(plain)
         return ids
 
-    def _with_breaker(self, value: Any, breaker: str) -> Any:
-        if isinstance(value, str):
-            value = self._starts.sub(f"\\1{breaker}", value)
-            # Only the end of the text can begin a special token that the next text completes.
-            stripped = len(value.rstrip())
-            tail = max(0, stripped - self._longest)
-            if (found := self._begun.search(value, tail)) is not None:
-                value = value[: found.end()] + breaker + value[found.end() :]
-            return value
-        if isinstance(value, Mapping):
-            return {key: self._with_breaker(item, breaker) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._with_breaker(item, breaker) for item in value]
-        return value
+    def _with_breaker(self, text: str, breaker: str) -> str:
+        text = self._starts.sub(f"\\1{breaker}", text)
+        # Only the end of the text can begin a special token that the next text completes.
+        tail = max(0, len(text.rstrip()) - self._longest)
+        if (found := self._begun.search(text, tail)) is not None:
+            text = text[: found.end()] + breaker + text[found.end() :]
+        return text
 
 
 def _one_of(texts: Iterable[str]) -> str:
@@ -103,9 +95,10 @@ def _one_of(texts: Iterable[str]) -> str:
     return "|".join(branches) if branches else "(?!)"
 
 
-def _texts(value: Any) -> list[str]:
-    """Return every string in a JSON-like value, except the keys of objects."""
+def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return a JSON-like value with every string changed, except the keys of objects."""
     if isinstance(value, str):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [text for item in items for text in _texts(item)]
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_texts(item, change) for key, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value

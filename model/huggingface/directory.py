@@ -44,8 +44,7 @@ def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, st
     """Return the names of a Hugging Face directory's weight files, and its index: tensor name -> file name.
 
     Raises:
-        CheckpointError: the directory has no weights, two sets of weights or only pickles; the index is unusable; or
-            a file that the index names is missing.
+        CheckpointError: the directory has no weights, two sets of weights or only pickles, or the index is unusable.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if os.path.lexists(index):

@@ -33,8 +33,8 @@ def place_tensors(
         index: tensor name -> file name, as the index file has it; empty without an index file.
 
     Raises:
-        CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; a
-            file is damaged; the index does not match the files; or a tied head differs from its embedding.
+        CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; the
+            index does not match the files; or a tied head differs from its embedding.
     """
     found = _read_all_headers(family, files)
     _check_index(directory, index, found.values())

@@ -44,8 +44,7 @@ class HugePages:
     def enlarge(self) -> None:
         """Move all kept tensors to pages of 2 MiB; takes seconds per GB, so run it in a thread.
 
-        A thread that reads the tensors meanwhile may wait for a page. Pages that the kernel cannot move now may follow
-        later (MADV_HUGEPAGE).
+        Pages that the kernel cannot move now may follow later (MADV_HUGEPAGE).
         """
         for chunk in self._chunks:
             _advise(chunk, "MADV_HUGEPAGE")
@@ -54,11 +53,7 @@ class HugePages:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a CPU tensor of zeros. From 2 MiB on, a page of the tensor takes memory only when it is first written.
-
-    Raises:
-        torch.OutOfMemoryError: the system has too little memory.
-    """
+    """Return a CPU tensor of zeros whose pages take memory when first written. Raises torch.OutOfMemoryError."""
     size = math.prod(shape) * dtype.itemsize
     if size < PAGE:
         return torch.zeros(shape, dtype=dtype)

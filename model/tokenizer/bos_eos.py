@@ -93,9 +93,8 @@ def read_bos_token_id(
 ) -> int | None:
     """Return the BOS token id that is put before a prompt, or None.
 
-    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. transformers 4
-    reads that key for some classes and transformers 5 for no class. Kvasir reads the key for all classes, because
-    models with the key in their config were trained with the BOS token.
+    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. Kvasir reads that
+    key for all classes (transformers 4: for some), because models with the key were trained with the BOS token.
 
     Raises:
         TokenizerError: the files put more than one special token before a text, or any after the text, which then

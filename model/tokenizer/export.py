@@ -83,11 +83,8 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path
 
 
 def pattern_for_oniguruma(pattern: str) -> str | None:
-    """Translate tiktoken's split pattern to the syntax of `tokenizers`; None if the engines may read it differently.
-
-    A possessive `{m,n}+` at the end of an alternative becomes greedy. No later element could make it backtrack, so
-    the meaning is the same.
-    """
+    """Translate tiktoken's split pattern to the syntax of `tokenizers`; None if the engines may read it differently."""
+    # A possessive `{m,n}+` at the end of an alternative may be greedy: no later element could make it backtrack.
     greedy = regex.sub(r"(\{\d+(?:,\d*)?\})\+(?=\||\)|$)", r"\1", pattern)
     translated = regex.sub(r"(?<!\\)\$(?=\||\)|$)", r"\\z", greedy)
     return translated if _PORTABLE.fullmatch(translated) else None

@@ -305,8 +305,7 @@ def _max_covered_bytes(values: Mapping[str, Any], decoder: TokenDecoder, longest
     """Return the maximum number of text bytes that one token covers; None if there is no limit.
 
     By this number a text far longer than the context is rejected before it is tokenized. There is no limit if one token
-    can cover a run of any length: unknown characters fused into one token, words outside the vocabulary, spaces that an
-    added token or a pre-tokenizer removes, or characters that a normalizer removes.
+    can cover unknown characters or words of any length, or if a step of the tokenizer removes characters.
     """
     steps = [
         *flatten_steps(values.get("normalizer"), "normalizers"),

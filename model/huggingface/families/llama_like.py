@@ -65,10 +65,10 @@ def _family(
 
     Args:
         class_prefix: beginning of the names of the family's `transformers` classes.
-        read_own_fields: reads the fields of ModelConfig that differ from Llama's; gets the fields read before.
+        read_own_fields: returns the fields of ModelConfig that differ from Llama's, given Llama's.
         renamed: modules whose checkpoint names differ from Llama's.
         activations: values of `hidden_act`, the default first.
-        defaults: default values for absent keys that differ from Llama's.
+        defaults: values of absent keys that differ from Llama's.
     """
     return ModelFamily(
         model_type=model_type,
