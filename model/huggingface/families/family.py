@@ -94,13 +94,13 @@ def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[in
     first, _, rest = module.partition(".")
     layer, _, inner = rest.partition(".")
     names = family.names[f"{first}.#.{inner}" if first == "layers" else module]
-    theirs = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
+    parts = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
     if names.layout is Layout.CONCATENATED:
         rows = _rows(config, inner)
-        return Source(names.layout, {part: (row, *shape[1:]) for part, row in zip(theirs, rows, strict=True)})
+        return Source(names.layout, {part: (row, *shape[1:]) for part, row in zip(parts, rows, strict=True)})
     if names.layout is Layout.TRANSPOSED:
-        return Source(Layout.AS_IS if len(shape) == 1 else names.layout, {theirs[0]: shape[::-1]})
-    return Source(names.layout, {theirs[0]: shape})
+        return Source(Layout.AS_IS if len(shape) == 1 else names.layout, {parts[0]: shape[::-1]})
+    return Source(names.layout, {parts[0]: shape})
 
 
 def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:

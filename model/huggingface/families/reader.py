@@ -65,17 +65,17 @@ class ConfigReader:
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
-        self._left = dict(values)
-        self._asked: set[str] = set()
+        self._unread = dict(values)
+        self._read_keys: set[str] = set()
 
     def value(self, name: str) -> Any:
         """Return the value of a key, unchecked; None if the key is absent or null."""
-        self._asked.add(name)
-        return self._left.pop(name, None)
+        self._read_keys.add(name)
+        return self._unread.pop(name, None)
 
     def size(self, name: str, default: int) -> int:
         """Return the value of a key that must be a positive integer."""
-        value = self._left.pop(name, default)
+        value = self._unread.pop(name, default)
         check_size(name, value)
         return int(value)
 
@@ -88,33 +88,33 @@ class ConfigReader:
 
     def optional_size(self, name: str, default: int | None) -> int | None:
         """Return the value of a key that must be a positive integer or null."""
-        self._asked.add(name)
-        value = self._left.pop(name, default)
+        self._read_keys.add(name)
+        value = self._unread.pop(name, default)
         if value is not None:
             check_size(name, value)
         return None if value is None else int(value)
 
     def number(self, name: str, default: float) -> float:
         """Return the value of a key that must be a positive number."""
-        value = self._left.pop(name, default)
+        value = self._unread.pop(name, default)
         check_number(name, value)
         return float(value)
 
     def check_ignored(self, name: str, value: float, source: str) -> None:
         """Reject the value of a key that the family ignores if the key `source` has set another value."""
-        if self._left.get(name) is not None and (said := self.number(name, value)) != value:
-            self.reject(name, said, f"this family ignores this key and uses {value}; set {source} instead")
+        if self._unread.get(name) is not None and (found := self.number(name, value)) != value:
+            self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 
     def flag(self, name: str, default: bool) -> bool:
         """Return the value of a key that must be true or false."""
-        value = self._left.pop(name, default)
+        value = self._unread.pop(name, default)
         if not isinstance(value, bool):
             self.reject(name, value, "expected true or false; correct the config")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
         """Return the item of `choices` that the value of a key names."""
-        value = self._left.pop(name, default)
+        value = self._unread.pop(name, default)
         if not isinstance(value, str) or value not in choices:
             self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
         return choices[value]
@@ -126,12 +126,12 @@ class ConfigReader:
 
     def check_unread(self) -> None:
         """Reject an unread key that is unknown, or whose value requires a feature that is not implemented."""
-        for name, value in self._left.items():
+        for name, value in self._unread.items():
             if value is None or name in HARMLESS:
                 continue
             # A family that reads `sliding_window` must read `layer_types` too.
             is_full = isinstance(value, list) and all(kind == "full_attention" for kind in value)
-            if name == "layer_types" and "sliding_window" not in self._asked and is_full:
+            if name == "layer_types" and "sliding_window" not in self._read_keys and is_full:
                 continue
             if name not in MUST_BE:
                 self.reject(name, value, "unknown key; remove it if the model computes the same without it")
