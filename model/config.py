@@ -1,8 +1,4 @@
-"""ModelConfig: a frozen, torch-free description of a model's mechanisms and of every tensor's shape.
-
-All values are plain Python, so the API process, which never imports torch, reads them too. Invalid values are
-rejected at construction, with a `ValueError` that names the field.
-"""
+"""ModelConfig: a frozen description of a model's mechanisms and of every tensor's shape. Torch-free."""
 
 import dataclasses
 import math
@@ -27,29 +23,26 @@ from model.config_enums import (
     check_size,
 )
 
+# Ten times the deepest models' layers. A limit is needed because every layer's tensors are listed before any is read.
+MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Complete description of a decoder-only transformer.
+    """Complete description of a decoder-only transformer. Raises ValueError for invalid or contradictory fields.
 
-    The head counts decide the kind of attention. `num_kv_heads == num_heads` is multi-head, `num_kv_heads == 1` is
-    multi-query, and anything between is grouped-query attention. `num_heads == 1` is single-head.
-
-    vocab_size, max_context_length, num_layers, hidden_size, mlp_size, head_dim: sizes.
-    rope_theta, rotary_dim, rope_scaling: parameters of rotary positions; rotary_dim None rotates the whole head.
+    num_kv_heads: num_heads is multi-head attention, 1 multi-query, a number between grouped-query attention.
+    rope_theta: base of rotary frequencies.
+    rotary_dim: rotated dimensions of a head; None: the whole head.
     num_relative_buckets: buckets of a relative bias.
     max_relative_distance: farther distances are treated as this one, in a relative bias and in disentangled attention.
     sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, except in `global_layers`.
-    score_scale: factor of q·k before the softmax; None is 1/sqrt(head_dim), 1/sqrt(3 head_dim) when disentangled.
+    score_scale: factor of q·k before the softmax; None: see `effective_score_scale`.
     attention_bias: queries, keys and values have biases.
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
-    norm_bias: LayerNorm has a bias.
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     embedding_scale: factor of the token embedding (Gemma).
-
-    Raises:
-        ValueError: a size is not positive, the head counts do not divide, or two choices exclude each other.
     """
 
     vocab_size: int
@@ -102,7 +95,7 @@ class ModelConfig:
         self._check_choices()
 
     def _check_type(self, name: str, hint: Any) -> None:
-        """Check a field's value by the field's type. Replace the name of an enum member by the member."""
+        """Check a field's value by the field's type; replace the name of an enum member by the member."""
         value = getattr(self, name)
         if isinstance(hint, UnionType):
             if value is None:
@@ -118,7 +111,6 @@ class ModelConfig:
             object.__setattr__(self, name, check_member(name, value, hint))
 
     def _check_choices(self) -> None:
-        """Check choices that require or exclude each other."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         rotary = self.position is PositionKind.ROTARY
@@ -140,22 +132,26 @@ class ModelConfig:
             raise ValueError(
                 "num_relative_buckets must be at least 2, and max_relative_distance over num_relative_buckets // 2"
             )
-        for name in ("rotary_dim", "rope_scaling"):
-            if getattr(self, name) is not None and not rotary:
-                raise ValueError(f"{name} needs position=rotary, not {self.position}")
-        if self.global_layers and self.sliding_window is None:
-            raise ValueError("global_layers needs a sliding_window; set one, or remove global_layers")
         known = [layer for layer in dict.fromkeys(self.global_layers) if 0 <= layer < self.num_layers]
         if len(known) != len(self.global_layers):
             raise ValueError(
                 f"global_layers must be layers from 0 to {self.num_layers - 1}, each once, not {self.global_layers}"
             )
-        if self.norm_unit_offset and self.norm is not NormKind.RMS_NORM:
-            raise ValueError("norm_unit_offset needs norm=rms_norm")
-        if not self.norm_bias and self.norm is not NormKind.LAYER_NORM:
-            raise ValueError("norm_bias=false needs norm=layer_norm")
-        if self.parallel_residual and self.norm_placement is not NormPlacement.PRE:
-            raise ValueError("parallel_residual needs norm_placement=pre")
+        for name, is_given, is_possible, requirement in (
+            ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
+            ("rope_scaling", self.rope_scaling is not None, rotary, "position=rotary"),
+            ("global_layers", self.global_layers, self.sliding_window is not None, "a sliding_window"),
+            ("norm_unit_offset", self.norm_unit_offset, self.norm is NormKind.RMS_NORM, "norm=rms_norm"),
+            ("norm_bias=false", not self.norm_bias, self.norm is NormKind.LAYER_NORM, "norm=layer_norm"),
+            (
+                "parallel_residual",
+                self.parallel_residual,
+                self.norm_placement is NormPlacement.PRE,
+                "norm_placement=pre",
+            ),
+        ):
+            if is_given and not is_possible:
+                raise ValueError(f"{name} needs {requirement}; correct one of the two")
 
     @property
     def num_queries_per_kv_head(self) -> int:
@@ -164,20 +160,19 @@ class ModelConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Return how many dimensions of a head rotary positions rotate, counted from the first."""
+        """Return the number of dimensions of a head, from the first on, that rotary positions rotate."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def key_dim(self) -> int:
-        """Return the dimension of a key: 0 for average attention, which has no keys."""
+        """Return the dimension of an attention key: 0 for average attention, which has no keys."""
         return 0 if self.attention is AttentionKind.AVERAGE else self.head_dim
 
     @property
     def effective_score_scale(self) -> float:
-        """Return the factor of q·k: 1/sqrt(d_k), so that scores vary as much as one component of q and k does.
+        """Return the factor of q·k before the softmax: by default 1/sqrt(head_dim) (arXiv 1706.03762, section 3.2.1).
 
-        Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1. Disentangled scores are sums of three products, hence
-        1/sqrt(3 d_k): He et al. 2020 (arXiv 2006.03654), equation 4.
+        Disentangled scores are sums of three products, hence 1/sqrt(3 head_dim) (arXiv 2006.03654, equation 4).
         """
         if self.score_scale is not None:
             return self.score_scale
@@ -186,11 +181,11 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of trainable parameters; a tied embedding counts once."""
+        """Return the number of the model's trainable parameters; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def window(self, layer: int) -> int | None:
-        """Return how many positions a token of this layer sees, itself included; None for all."""
+        """Return the number of positions that a token of a layer sees, itself included; None for all."""
         return None if layer in self.global_layers else self.sliding_window
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
@@ -198,11 +193,7 @@ class ModelConfig:
         return self.num_layers * self.num_kv_heads * (self.key_dim + self.head_dim) * bytes_per_value
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of every tensor of this model's checkpoint, in module order.
-
-        The result equals the names and shapes of `Transformer(config).state_dict()`, without torch; a test compares the
-        two. A checkpoint can thus be checked against its config before a tensor is read.
-        """
+        """Return name and shape of every tensor in `Transformer(config).state_dict()`, in order, without torch."""
         embed = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (self.vocab_size, embed)}
         match self.position:
@@ -250,22 +241,14 @@ class ModelConfig:
         return shapes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary, from which `from_dict` makes an equal config."""
+        """Return the config as a JSON-ready dictionary, from which `from_dict` makes an equal config."""
         return {**dataclasses.asdict(self), "global_layers": list(self.global_layers)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read a config. Fields of mechanisms that were added later have defaults.
-
-        Raises:
-            ValueError: a key is unknown or missing, or has an invalid value.
-        """
+        """Make a config from a dictionary. Raises ValueError for an unknown or missing key, or an invalid value."""
         check_keys(cls, values, "model config")
         return cls(**values)
-
-
-# Ten times the deepest models' layers. A limit is needed because every layer's tensors are listed before any is read.
-MAX_LAYERS = 10_000
 
 
 def _linear_shapes(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Enums and small types that make up a `ModelConfig`: one enum per choice. Torch-free."""
+"""Enums of the choices in a `ModelConfig`, its rotary scaling, and checks of field values. Torch-free."""
 
 import dataclasses
 import sys
@@ -16,7 +16,7 @@ class AttentionKind(StrEnum):
 
 
 class PositionKind(StrEnum):
-    """Kind of position encoding. See `model.nn.position_embeddings` and `model.attention.score_biases`."""
+    """Kind of position encoding."""
 
     NONE = "none"  # only the causal mask distinguishes positions
     LEARNED = "learned"  # one trained vector per position, added to the embedding (GPT-2)
@@ -32,28 +32,28 @@ SCORED_POSITIONS = (PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind
 
 
 class NormKind(StrEnum):
-    """Kind of normalisation."""
+    """Kind of normalization of activations."""
 
     LAYER_NORM = "layer_norm"
     RMS_NORM = "rms_norm"
 
 
 class NormPlacement(StrEnum):
-    """Placement of a block's two norms."""
+    """Placement of the two norms of a transformer block."""
 
     PRE = "pre"  # x + f(norm(x))
     POST = "post"  # x + norm(f(x)) (OLMo 2)
 
 
 class QkNormScope(StrEnum):
-    """Scope of one RMS norm of queries and keys."""
+    """Scope of the RMS norm of queries and keys in attention."""
 
     HEAD = "head"  # each head alone, one weight for all of them (Qwen3)
     PROJECTION = "projection"  # all heads at once (OLMo 2)
 
 
 class MlpKind(StrEnum):
-    """Kind of a block's MLP: down(f(up(x))), or gated down(f(gate(x)) * up(x))."""
+    """Kind of a transformer block's MLP: down(f(up(x))), or gated down(f(gate(x)) * up(x))."""
 
     GELU = "gelu"  # the tanh form of GELU (GPT-2)
     GELU_EXACT = "gelu_exact"  # x * Phi(x) (GPT-NeoX, nanoGPT)
@@ -63,7 +63,7 @@ class MlpKind(StrEnum):
 
     @property
     def gated(self) -> bool:
-        """Return whether a second matrix gates the first."""
+        """Return True if the MLP has a gate matrix."""
         return self in (MlpKind.SWIGLU, MlpKind.GEGLU)
 
 
@@ -76,11 +76,7 @@ class RopeScalingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Parameters of a `RopeScalingKind`; the last three are for Llama 3 only.
-
-    Raises:
-        ValueError: a number is missing, not positive, or not of this kind.
-    """
+    """Scaling of rotary frequencies; the last three fields are for Llama 3 only. Raises ValueError for wrong fields."""
 
     kind: RopeScalingKind
     factor: float
@@ -105,17 +101,13 @@ class RopeScaling:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` wrote.
-
-        Raises:
-            ValueError: a key is unknown, missing, or has an unusable value.
-        """
+        """Make a scaling from a dictionary. Raises ValueError for an unknown or missing key, or an invalid value."""
         check_keys(cls, values, "rope_scaling")
         return cls(**values)
 
 
 def check_keys(kind: type, values: Mapping[str, Any], name: str) -> None:
-    """Check that every key is a field of the dataclass, and that no required field is missing. Raises ValueError."""
+    """Raise ValueError if a key is not a field of the dataclass, or if a required field is missing."""
     fields = dataclasses.fields(kind)
     if unknown := sorted(set(values) - {field.name for field in fields}):
         raise ValueError(f"unknown {name} keys: {', '.join(unknown)}; remove them")
@@ -125,7 +117,7 @@ def check_keys(kind: type, values: Mapping[str, Any], name: str) -> None:
 
 
 def check_member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
-    """Return the enum member that a value names. Raises ValueError, naming the field and the choices."""
+    """Return the enum member that the value of a field names. Raises ValueError."""
     if value not in list(kind):
         raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
     return kind(str(value))
@@ -136,7 +128,7 @@ MAX_SIZE = 2**31 - 1
 
 
 def check_size(name: str, value: object, largest: int = MAX_SIZE) -> None:
-    """Check that the value is a positive integer up to `largest`. Raises ValueError."""
+    """Raise ValueError unless the value of a field is a positive integer up to `largest`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}")
     if value > largest:
@@ -144,6 +136,6 @@ def check_size(name: str, value: object, largest: int = MAX_SIZE) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Check that the value is a positive number that a float can hold. Raises ValueError."""
+    """Raise ValueError unless the value of a field is a positive number that a float can hold."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be a positive number, not {value!r}")

@@ -30,8 +30,7 @@ def build_server(
         worker_class: class that builds the engine in the worker.
 
     Raises:
-        CheckpointError, TokenizerError, ChatTemplateError, GenerationConfigError: the checkpoint cannot be used. The
-            message is one line.
+        CheckpointError: the checkpoint cannot be used. The message is one line.
         SettingsError: --max-context-length is over the model's positions, the API keys cannot be used, or the limit
             of open files is too low.
         StartError: the port is in use, or no process can be started.

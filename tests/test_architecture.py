@@ -50,7 +50,7 @@ TORCH_FREE = [
     "service.metrics.recorder",
     "service.cli.main",
     "service.cli.inspect",
-    "model.huggingface.export",
+    "model.huggingface.family_table",
 ]
 
 

@@ -9,7 +9,7 @@ from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.evaluation.likelihood import evaluate
 from model.nn.linear import Int8Linear, replace_linears
-from model.tokenizer.native import load_native
+from model.tokenizer.byte_level import load_native
 from tests.model.tokenizer.texts import stories
 
 CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "kvasir-9m"

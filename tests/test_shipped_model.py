@@ -17,8 +17,7 @@ from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import read_generation_config
 from model.sampling.params import SamplingParams
-from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.native import load_native
+from model.tokenizer.byte_level import ByteLevelTokenizer, load_native
 from model.training.config import load_train_config
 from tests.model.tokenizer.texts import stories
 

@@ -5,8 +5,7 @@
     <|im_start|>assistant
     I am Kvasir.<|im_end|>
 
-Message contents are not changed: nothing is stripped, no system message is added. `<|im_end|>` ends a response, so
-the tokenizer must list it as an end-of-text token. Torch-free.
+Message contents are not changed. `<|im_end|>` must be an EOS token of the tokenizer, to end a response. Torch-free.
 """
 
 from collections.abc import Collection
@@ -29,6 +28,6 @@ TEMPLATE = """\
 """
 
 
-def supports_chatml(marks: Collection[str]) -> bool:
-    """Return whether a tokenizer with these special tokens supports ChatML."""
-    return START in marks and END in marks
+def supports_chatml(special_tokens: Collection[str]) -> bool:
+    """Return True if the special tokens of a tokenizer include those of ChatML."""
+    return START in special_tokens and END in special_tokens

@@ -1,18 +1,13 @@
 """Escaping of special tokens in a client's messages, which are encoded as plain text.
 
-A special token has a text, such as `<|im_end|>`, that the tokenizer maps to one id. Rendering joins template and
-messages into one string. Without escaping, a message with special tokens could end itself and continue as the system.
-
-So before rendering, a breaker character is inserted into every special token in the client's texts. The breaker is a
-character that the client did not send. After rendering, unbroken special tokens become ids, and the rest is encoded
-as text without the breaker. transformers does the same with `sanitize_control_tokens=True`.
-
-Limit: a special token that begins with the template's own characters and ends with the client's is not detected. No
-template ends a literal text with part of a special token.
+Rendering joins template and messages into one string, in which a message with special tokens such as `<|im_end|>` could
+end itself and continue as the system. So before rendering, a breaker character that the client did not send is inserted
+into every special token in the client's texts. After rendering, unbroken special tokens become ids, and the rest is
+encoded as text without the breaker. A special token that begins in the template and ends in a message is not detected.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from model.tokenizer.interface import Tokenizer
@@ -22,7 +17,7 @@ _BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ForbiddenText(ValueError):
-    """Error of messages whose special tokens cannot be broken. One line."""
+    """Error, in one line, of a client's messages whose special tokens cannot be broken by a breaker character."""
 
 
 class SpecialTokenEscaper:
@@ -31,42 +26,39 @@ class SpecialTokenEscaper:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids = tokenizer.special_tokens
-        marks = tuple(self._ids)
-        self._single = tuple(mark for mark in marks if len(mark) == 1)
-        self._whole = re.compile(f"({_one_of(marks)})")
+        self._single = tuple(name for name in self._ids if len(name) == 1)
+        self._whole = re.compile(f"({_one_of(self._ids)})")
         # Matches the first character of every special token, overlapping ones included.
-        self._starts = re.compile(f"(?=(?:{_one_of(marks)}))(.)", re.DOTALL)
+        self._starts = re.compile(f"(?=(?:{_one_of(self._ids)}))(.)", re.DOTALL)
         # A special token may begin in one text and end in the next; templates may strip the whitespace between.
-        beginnings = {mark[:end] for mark in marks for end in range(1, len(mark))}
+        beginnings = {name[:end] for name in self._ids for end in range(1, len(name))}
         self._begun = re.compile(f"(?:{_one_of(beginnings)})(?=\\s*\\Z)")
-        self._longest = max(map(len, marks), default=0)
+        self._longest = max(map(len, self._ids), default=0)
 
-    def shield(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
-        """Return the messages with every special token broken, and the breaker; None if no text had to change.
+    def escape(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
+        """Return a client's messages with every special token broken, and the breaker; None if no text had to change.
 
         Raises:
-            ForbiddenText: a special token of one character, which cannot be broken, is in a text, or every possible
-                breaker is.
+            ForbiddenText: a text contains a special token of one character, or every possible breaker.
         """
-        texts = _texts(messages)
-        if mark := next((mark for mark in self._single if any(mark in text for text in texts)), None):
-            raise ForbiddenText(f"a message contains the special token {mark!r}; remove it")
+        texts: list[str] = []
+        _map_texts(messages, texts.append)
+        if found := next((name for name in self._single if any(name in text for text in texts)), None):
+            raise ForbiddenText(f"a message contains the special token {found!r}; remove it")
         free = next((char for char in _BREAKERS if not any(char in text for text in texts)), None)
-        shielded = [self._broken(message, free if free is not None else _BREAKERS[0]) for message in messages]
-        if shielded == list(messages):
-            return shielded, None
+        breaker = _BREAKERS[0] if free is None else free
+        escaped = _map_texts(messages, lambda text: self._with_breaker(text, breaker))
+        if escaped == list(messages):
+            return escaped, None
         if free is None:
             raise ForbiddenText("the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one noncharacter")
-        return shielded, free
+        return escaped, free
 
     def encode(self, text: str, breaker: str | None) -> list[int]:
-        """Return the token ids of a rendered conversation. `shield` has returned the breaker.
+        """Return the token ids of a rendered conversation, whose breaker `escape` has returned. Raises TokenizerError.
 
-        With a breaker, the text between special tokens is encoded piece by piece. A tokenizer whose result depends on
-        text before a special token may then split pieces differently than the whole.
-
-        Raises:
-            TokenizerError: the tokenizer cannot encode the text.
+        With a breaker, each text between special tokens is encoded alone. A tokenizer whose result depends on text
+        before a special token may then split the text differently.
         """
         if breaker is None or breaker not in text:
             return self._tokenizer.encode(text, parse_special=True)
@@ -78,27 +70,20 @@ class SpecialTokenEscaper:
                 ids += self._tokenizer.encode(plain)
         return ids
 
-    def _broken(self, value: Any, breaker: str) -> Any:
-        if isinstance(value, str):
-            value = self._starts.sub(f"\\1{breaker}", value)
-            # Only the end of the text can begin a special token that the next text completes.
-            stripped = len(value.rstrip())
-            tail = max(0, stripped - self._longest)
-            if (found := self._begun.search(value, tail)) is not None:
-                value = value[: found.end()] + breaker + value[found.end() :]
-            return value
-        if isinstance(value, Mapping):
-            return {key: self._broken(item, breaker) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._broken(item, breaker) for item in value]
-        return value
+    def _with_breaker(self, text: str, breaker: str) -> str:
+        text = self._starts.sub(f"\\1{breaker}", text)
+        # Only the end of the text can begin a special token that the next text completes.
+        tail = max(0, len(text.rstrip()) - self._longest)
+        if (found := self._begun.search(text, tail)) is not None:
+            text = text[: found.end()] + breaker + text[found.end() :]
+        return text
 
 
 def _one_of(texts: Iterable[str]) -> str:
-    """Return a pattern that matches the longest of the texts at a position, as a prefix tree.
+    """Return a regular expression, as a prefix tree, that matches the longest of the texts at a position.
 
-    Python's `re` holds the GIL while it searches. In 2 MB of text, 700 special tokens took 5 to 9 s as a plain
-    alternation, and take under 0.1 s as a tree.
+    Python's `re` holds the GIL while it searches. In 2 MB of text, a search for 700 special tokens took 5 to 9 s as a
+    plain alternation, and takes under 0.1 s as a tree.
     """
     tails: dict[str, set[str]] = {}
     for text in texts:
@@ -110,9 +95,10 @@ def _one_of(texts: Iterable[str]) -> str:
     return "|".join(branches) if branches else "(?!)"
 
 
-def _texts(value: Any) -> list[str]:
-    """Return every string in a JSON-like value, except keys."""
+def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return a JSON-like value with every string changed, except the keys of objects."""
     if isinstance(value, str):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [text for item in items for text in _texts(item)]
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_texts(item, change) for key, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,11 +1,8 @@
-"""Jinja sandbox for chat templates.
+"""Jinja sandbox for chat templates, with the environment of transformers' `apply_chat_template`.
 
-A checkpoint's template is untrusted code. Jinja's immutable sandbox denies a template unsafe attributes and changes of
-variables. The sandbox does not bound `'a' * 10**10`, `9**9**9` or nested loops, and a thread cannot be stopped. So the
-service renders in a child process with limits of the operating system, see `service.preprocess.template_process`.
-
-The environment is that of transformers' `apply_chat_template` (trimmed blocks, loop controls, `tojson` without HTML
-escapes, `raise_exception`, `strftime_now`, `{% generation %}`), so that templates behave the same.
+A checkpoint's template is untrusted code. The sandbox denies a template unsafe attributes and changes of variables. The
+sandbox does not bound `'a' * 10**10` or nested loops, so the service renders in a child process with limits of the
+operating system (`service.preprocess.template_process`).
 """
 
 import json
@@ -26,19 +23,19 @@ MAX_CHARACTERS = 2**23  # of a rendered text
 
 
 class TemplateFailure(ValueError):
-    """Error of compiling or rendering a template. One line; `by_template`: rejected by the template itself."""
+    """Error of compiling or rendering a chat template, in one line; `by_template`: raised by the template itself."""
 
     def __init__(self, message: str, *, by_template: bool = False) -> None:
         super().__init__(" ".join(message.split())[:_LONGEST_MESSAGE])
         self.by_template = by_template
 
 
-class _Refused(TemplateError):
-    """Error raised by `raise_exception`, with the template's own message."""
+class _TemplateRejection(TemplateError):
+    """Error that a template raises by `raise_exception`, with the template's own message."""
 
 
 class _Generation(Extension):
-    """Extension for `{% generation %}…{% endgeneration %}`, which only training needs. Renders the body."""
+    """Jinja extension that renders the text inside `{% generation %}`, a statement for training, unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -48,15 +45,14 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, which also guards attributes of `dict['a']`, a generic alias."""
+    """Jinja's immutable sandbox, extended to reject attributes of generic aliases such as `dict['a']`."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Reject attributes of generic aliases; otherwise decide as Jinja does."""
         return not isinstance(obj, GenericAlias) and super().is_safe_attribute(obj, attr, value)
 
 
 class _PlainNamespace(Namespace):
-    """`namespace()` that rejects names beginning with an underscore, which are Python's own."""
+    """Jinja's `namespace()` that rejects names beginning with an underscore, which are Python's own."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # not `self`: a template may use the name
         for name in dict(*args[1:], **kwargs):
@@ -69,11 +65,7 @@ class _PlainNamespace(Namespace):
 
 
 def compile_template(source: str) -> Template:
-    """Compile a template.
-
-    Raises:
-        TemplateFailure: the source is not valid Jinja.
-    """
+    """Compile a chat template. Raises TemplateFailure for invalid Jinja."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.update(
@@ -90,11 +82,7 @@ def compile_template(source: str) -> Template:
 
 
 def render(template: Template, variables: Mapping[str, Any], *, max_characters: int) -> str:
-    """Render a template to text.
-
-    Raises:
-        TemplateFailure: the template rejected the conversation, failed, or wrote more than `max_characters`.
-    """
+    """Render a compiled chat template. Raises TemplateFailure if it fails or writes more than `max_characters`."""
     pieces, length = [], 0
     try:
         for piece in template.generate(variables):
@@ -105,7 +93,7 @@ def render(template: Template, variables: Mapping[str, Any], *, max_characters: 
         return "".join(pieces)
     except TemplateFailure:
         raise
-    except _Refused as error:
+    except _TemplateRejection as error:
         raise TemplateFailure(str(error), by_template=True) from None
     except SecurityError as error:
         raise TemplateFailure(f"the sandbox forbids an operation: {error}") from None
@@ -120,7 +108,7 @@ def _to_json(
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise _Refused(str(message))
+    raise _TemplateRejection(str(message))
 
 
 def _check_name(name: object) -> None:

@@ -1,6 +1,5 @@
-"""Loading and saving of checkpoint directories: safetensors only, with strict checks, never pickle."""
+"""Loading of a model from a checkpoint directory, and saving of a model as one."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,15 +10,14 @@ from torch.overrides import TorchFunctionMode
 
 from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
-from model.chat.template import TEMPLATE_FILE
-from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, CheckpointError, Manifest, write_manifest
-from model.checkpoint.shards import remove_shards, write_shards
-from model.checkpoint.weights import read_weights
+from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
+from model.checkpoint.weights import read_weights, remove_shards, write_shards
 from model.config import ModelConfig
+from model.io.files import CheckpointError, write_json, writing
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
-from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.native import save_native
+from model.tokenizer.bos_eos import TEMPLATE_FILE
+from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
 
 # Matrices that every kind of packing replaces.
 _MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
@@ -33,16 +31,10 @@ def load_model(
     attention: AttentionBackend,
     packs_next: bool = False,
 ) -> Transformer:
-    """Load a model onto its device, in `dtype`, ready for inference.
-
-    Tensors are read, converted and moved slice by slice, so no tensor is ever in memory twice, see `weights.py`.
+    """Load a checkpoint's model onto a device, ready for inference. Raises CheckpointError.
 
     Args:
-        packs_next: the caller converts all matrices before it uses the model, so they need not be copied from the
-            files.
-
-    Raises:
-        CheckpointError: a tensor cannot be read, or the tensors are not those of the config.
+        packs_next: the caller converts all matrices before it uses the model, so matrices are not copied from files.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
@@ -55,10 +47,7 @@ def load_model(
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Skips every function of torch.nn.init, because the loaded tensors replace all initial values.
-
-    On the meta device these functions compute nothing, but import 800 modules: 79 MB and a second.
-    """
+    """Torch mode that skips the functions of torch.nn.init: with weights to load they only cost 79 MB of imports."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -80,14 +69,11 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a complete checkpoint directory: config, tokenizer, weights, and the manifest last.
-
-    If the tokenizer has ChatML's special tokens, the ChatML template is written too.
+    """Write a complete checkpoint directory, with ChatML's template if the tokenizer has its special tokens.
 
     Args:
-        training: how the model was made, for the manifest.
-        generation: default sampling parameters, written as generation_config.json: `{"do_sample": True,
-            "temperature": 0.7}`. None writes no such file.
+        training: facts about the training, for the manifest.
+        generation: default sampling parameters, written as generation_config.json.
 
     Raises:
         ValueError: tensors or tokenizer do not fit the config.
@@ -103,41 +89,35 @@ def save_checkpoint(
     check_writable(directory)
     write_weights(directory, config, tensors, dtype=dtype)
     save_native(tokenizer, directory)
-    _write_or_remove(directory / TEMPLATE_FILE, TEMPLATE if supports_chatml(tokenizer.special_tokens) else None)
-    defaults = None if generation is None else json.dumps(dict(generation), indent=2) + "\n"
-    _write_or_remove(directory / GENERATION_CONFIG_FILE, defaults)
+    for optional in (TEMPLATE_FILE, GENERATION_CONFIG_FILE):
+        (directory / optional).unlink(missing_ok=True)  # of an earlier save
+    if supports_chatml(tokenizer.special_tokens):
+        (directory / TEMPLATE_FILE).write_text(TEMPLATE)
+    if generation is not None:
+        write_json(directory / GENERATION_CONFIG_FILE, generation)
     write_manifest(directory, name=name, training=training)
 
 
 def write_weights(
     directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write config.json and the weight files; with `dtype` None each tensor keeps its own dtype."""
+    """Write config.json and the weight files of a checkpoint; with `dtype` None each tensor keeps its own dtype."""
     remove_shards(directory)
     num_bytes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
     stored = (tensor.detach().to(device="cpu", dtype=dtype).contiguous() for tensor in tensors.values())
     write_shards(directory, num_bytes, stored)
-    (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-
-
-def _write_or_remove(path: Path, text: str | None) -> None:
-    """Write the file, or for None remove an earlier save's file."""
-    path.unlink(missing_ok=True) if text is None else path.write_text(text)
+    write_json(directory / CONFIG_FILE, config.to_dict())
 
 
 def check_writable(directory: Path, *, may_replace: bool = True) -> None:
-    """Create the directory if it is missing; reject a directory whose files are not a checkpoint's.
-
-    Args:
-        may_replace: the directory may hold a finished checkpoint.
+    """Create a checkpoint directory if it is missing.
 
     Raises:
-        CheckpointError: it is a file, cannot be written, or holds files that saving might overwrite.
+        CheckpointError: the path is a file, cannot be written, holds files of something else than a checkpoint, or a
+            checkpoint although `may_replace` is false.
     """
-    try:
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{directory}: {error.strerror}; choose another directory") from error
     if not os.access(directory, os.W_OK):
         raise CheckpointError(f"{directory}: cannot be written; choose another directory")
     if any(directory.iterdir()) and not (directory / MANIFEST_FILE).is_file():

@@ -1,29 +1,33 @@
-"""Tensors copied from safetensors files to their final place in slices, so that no tensor is in memory twice.
+"""Reading and writing of a checkpoint's weight files, so that no tensor is in memory twice.
 
 Pages of a mapped file that were read count as this process's memory until the file is unmapped. So files are reopened
-every few dozen MB, and tensors are copied in slices, each converted to its final dtype on the way. A matrix that will
-be packed is not copied: until then its tensor is the file's own mapped pages, which are released with it. Each slice is
-checked for NaN and infinity as it is read.
+every few dozen MB, and tensors are copied in slices, each checked for NaN and infinity and converted to its final
+dtype on the way. A matrix that will be packed is not copied: until then its tensor is the file's own mapped pages.
 
 Legend: H heads, D head dimension, E hidden size.
 """
 
+import contextlib
+import itertools
 import math
-import mmap
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.families.family import Layout
 from model.huggingface.tensor_placement import Placement
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError, write_json
 from model.io.safetensors_header import TensorHeader
 
+MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's convention
 SLICE_BYTES = 2**24
 MAPPED_BYTES = 2**25
 # Numbers per slice, so that it stays in a core's cache between both passes.
@@ -35,7 +39,7 @@ _BEYOND = {
     (torch.float32, torch.float16): 0x477F_F000,
     (torch.bfloat16, torch.float16): 0x4780,
 }
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_weights(
@@ -46,14 +50,12 @@ def read_weights(
     dtype: torch.dtype,
     packed_next: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Read every tensor of the model to its device and dtype.
+    """Read every tensor of a model from the checkpoint to its device and dtype.
 
     Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of the files.
 
     Args:
-        packed_next: tensors that the caller packs before any other use, and then releases. If a file stores such a
-            tensor in `dtype` and the device is the CPU, the tensor is the file's mapped pages: writing to the file
-            changes the tensor.
+        packed_next: tensors that the caller packs before any other use; on a CPU they stay mapped if possible.
 
     Raises:
         CheckpointError: a file cannot be read, or a tensor is not finite.
@@ -62,55 +64,38 @@ def read_weights(
     copies: dict[Path, list[tuple[TensorHeader, Tensor]]] = {}
     for name, place in placements.items():
         if name in packed_next and torch.device(device).type == "cpu" and _is_as_wanted(place, dtype):
-            tensors[name] = _pages_of(place, dtype)
+            (header,) = place.parts
+            with _opened(header.path) as file:
+                tensors[name] = file.get_tensor(header.name)
+            _check_finite(tensors[name], header, dtype)
             continue
         tensors[name] = torch.empty(place.shape, dtype=dtype, device=device)
         targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
         for header, target in zip(place.parts, targets, strict=True):
             copies.setdefault(header.path, []).append((header, target))
     for path, wanted in copies.items():
-        try:
-            _copy_file(path, wanted)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy it again") from error
+        _copy_file(path, wanted)
     return tensors
 
 
-def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
-    """Return whether a file's bytes can serve as the tensor unchanged."""
-    (header, *others) = place.parts
-    return not others and place.layout is Layout.AS_IS and _DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
-
-
-def _pages_of(place: Placement, dtype: torch.dtype) -> Tensor:
-    """Map a tensor from its file; unmapped when the tensor is freed. Writing to the tensor does not change the file.
-
-    Raises:
-        CheckpointError: the file cannot be mapped, or the tensor is not finite.
-    """
-    (header,) = place.parts
-    first = header.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Map a safetensors file. A tensor read from the file keeps the mapping until the tensor is freed."""
     try:
-        with header.path.open("rb") as file:
-            memory = mmap.mmap(file.fileno(), header.end - first, access=mmap.ACCESS_COPY, offset=first)
-            memory.madvise(mmap.MADV_WILLNEED)  # read ahead while other tensors are placed
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{header.path}: {error}; copy it again") from error
-    count = math.prod(place.shape)
-    tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=header.begin - first).view(place.shape)
-    _check_finite(tensor, header, dtype)
-    memory.madvise(mmap.MADV_DONTNEED)  # until the tensor is packed, its pages are in the page cache only
-    return tensor
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy the file again") from error
+
+
+def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
+    """Return True if the bytes of a file can serve as a model's tensor unchanged."""
+    (header, *others) = place.parts
+    return not others and place.layout is Layout.AS_IS and DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return views of a model's tensor that correspond to the checkpoint's tensors.
-
-    Views have the rows in order, or grouped by head (H3DE).
-
-    Args:
-        rows: rows of each part, for a concatenation.
-    """
+    """Return the views of a model's tensor that correspond to checkpoint tensors with these numbers of rows."""
     match layout:
         case Layout.AS_IS:
             return (tensor,)
@@ -123,15 +108,11 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
 
 
 def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
-    """Fill each target from the tensor paired with it.
-
-    Raises:
-        CheckpointError: a tensor is not finite.
-    """
+    """Copy tensors of a file to their targets. Raises CheckpointError for numbers that are not finite."""
     pending = deque((header, *piece) for header, target in wanted for piece in _slices(target))
     while pending:
         mapped = 0
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with _opened(path) as file:
             while pending and mapped < MAPPED_BYTES:
                 header, target, start, stop = pending.popleft()
                 rows = file.get_slice(header.name)[start:stop]
@@ -142,7 +123,7 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
 
 
 def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Cut a target along its first dimension; yield each piece with the range of file rows that fill it.
+    """Cut a target along its first dimension; yield each piece with the range of file rows that fill the piece.
 
     A target of heads (H3DE) takes 3D rows of the file for each head.
     """
@@ -154,14 +135,7 @@ def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None:
-    """Reject rows of a stored tensor that are not finite, or would not be after conversion to `dtype`.
-
-    Args:
-        rows: contiguous, on the CPU, in the file's dtype.
-
-    Raises:
-        CheckpointError: a number is NaN or infinite, or too large for `dtype`.
-    """
+    """Raise CheckpointError if stored rows hold NaN or infinity, or numbers too large for `dtype`."""
     if not _has_bits_from(_BEYOND.get((rows.dtype, dtype), _INFINITY[rows.dtype]), rows):
         return
     if _has_bits_from(_INFINITY[rows.dtype], rows):
@@ -177,10 +151,10 @@ def _check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> Non
 
 
 def _has_bits_from(least: int, rows: Tensor) -> bool:
-    """Return True if any number's bit pattern, without its sign, is at least `least`.
+    """Return True if the bit pattern of any number, without its sign, is at least `least`.
 
-    In IEEE 754 formats and bfloat16, a larger magnitude is a larger integer after the sign bit. Infinity and NaN are
-    the largest. So the largest signed integer reveals positive ones, and the largest unsigned integer negative ones.
+    In IEEE 754 formats and bfloat16, a larger magnitude is a larger integer after the sign bit, with infinity and NaN
+    the largest. So the largest signed integer shows positive ones, and the largest unsigned integer negative ones.
     Both passes read 6 GB/s (one thread of a busy Zen 4); `isfinite` reads 0.1 GB/s.
     """
     is_short = rows.dtype.itemsize == 2
@@ -191,3 +165,53 @@ def _has_bits_from(least: int, rows: Tensor) -> bool:
         if piece.max() >= least or piece.view(f"u{rows.dtype.itemsize}").max() >= sign + least:
             return True
     return False
+
+
+def write_shards(
+    directory: Path,
+    num_bytes: Mapping[str, int],
+    tensors: Iterable[Tensor],
+) -> None:
+    """Write tensors to one file, or to several with an index if they exceed MAX_SHARD_BYTES.
+
+    Args:
+        num_bytes: size of each tensor, by name, in the order of `tensors`.
+        tensors: contiguous CPU tensors. The tensors of one shard are in memory at a time.
+    """
+    shards = plan_shards(num_bytes)
+    weight_map: dict[str, str] = {}
+    pending = iter(tensors)
+    for number, names in enumerate(shards, start=1):
+        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # An argument, not a variable, so that this shard is freed before the next shard is read.
+        save_shard(dict(zip(names, itertools.islice(pending, len(names)), strict=True)), directory / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(num_bytes.values())}, "weight_map": weight_map}
+        write_json(directory / INDEX_FILE, index)
+
+
+def plan_shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
+    """Return the names of each shard's tensors, in order. A tensor over MAX_SHARD_BYTES gets its own shard."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in num_bytes.items():
+        if shards[-1] and used + size > MAX_SHARD_BYTES:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def remove_shards(directory: Path) -> None:
+    """Delete the weight files and the index of a checkpoint directory."""
+    for pattern in (SINGLE_FILE, "model-*-of-*.safetensors", INDEX_FILE):
+        for path in directory.glob(pattern):
+            path.unlink()
+
+
+def save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write one safetensors file with mode 0644: the library's 0600 keeps other users from serving it."""
+    save_file(tensors, path, metadata={"format": "pt"})  # the transformers library requires this key
+    path.chmod(0o644)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.evaluation.likelihood import Window, begin_of_text, score_windows
-from model.io.one_line_error import OneLineError
+from model.io.files import OneLineError
 from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template, read_special_tokens
+from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
+from model.tokenizer.bos_eos import read_tokenizer_config
 from model.tokenizer.interface import Tokenizer
 
 
@@ -57,14 +58,14 @@ def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
     Without a template in the directory, return the plain template, as the service does.
 
     Raises:
-        ChatTemplateError: a file cannot be read or is malformed.
+        CheckpointError: a file cannot be read or is malformed.
     """
     template = load_chat_template(directory)
     if template is None:
         template = ChatTemplate(source=PLAIN_SOURCE, origin="plain")
     marks = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     own = {name: tokenizer.format_token_name(token_id) for name, token_id in marks.items() if token_id is not None}
-    return dataclasses.replace(template, special_tokens={**own, **read_special_tokens(directory)})
+    return dataclasses.replace(template, special_tokens={**own, **read_tokenizer_config(directory).roles})
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:

@@ -15,8 +15,7 @@ from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, re
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
-from model.tokenizer.interface import Tokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder, Tokenizer
 
 TEMPERATURES = (0.5, 0.8, 1.0)
 SHOWN_TEMPERATURE, SHOWN_TOP_P, SHOWN_TOKENS = 0.8, 0.95, 200
@@ -76,7 +75,7 @@ class Sampler:
         draws: number of completions of each prompt at each temperature, for `diversity`.
 
     Raises:
-        ChatTemplateError, TemplateFailure: the checkpoint's chat template cannot be used.
+        CheckpointError, TemplateFailure: the checkpoint's chat template cannot be used.
     """
 
     def __init__(

@@ -1,39 +1,24 @@
 """Weight files of a Hugging Face directory: one safetensors file, or the shards of an index. Pickles are rejected."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from model.io.checkpoint_files import CheckpointError, check_is_file, check_plain_name, read_json
-from model.io.json_file import is_named
+from model.io.files import CheckpointError, check_is_file, check_plain_name, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightFiles:
-    """Names of the weight files, sorted, and the index: tensor name -> file name; empty without an index file."""
-
-    names: tuple[str, ...]
-    index: Mapping[str, str]
-
-
-def what_is_wrong(path: Path) -> str:
-    """Return one line that says why a path is not a checkpoint directory, with the remedy.
-
-    Args:
-        path: a path without a config.json and without a manifest.json.
-    """
+def describe_problem(path: Path) -> str:
+    """Return one line that says why a path without config.json and manifest.json is not a checkpoint directory."""
+    if pickle := _pickle_advice(path):
+        return pickle
     if path.is_file():
-        if pickle := _pickle_advice(path.parent, path):
-            return pickle
         return f"{path}: is a file; give --checkpoint its directory, {path.parent}"
     if not path.is_dir():
         return f"{path}: no such directory; give --checkpoint a local directory, nothing is downloaded"
-    if pickle := _pickle_advice(path):
-        return pickle
     inside = sorted(child for name in ("config.json", "manifest.json") for child in path.glob(f"*/{name}"))
     if inside:
         return f"{path}: not a checkpoint, but contains checkpoints; give one of them, such as {inside[0].parent}"
@@ -42,14 +27,10 @@ def what_is_wrong(path: Path) -> str:
     return f"{path}: no checkpoint: neither config.json nor manifest.json is in it; give another directory"
 
 
-def _pickle_advice(directory: Path, given: Path | None = None) -> str | None:
-    """Return the advice to convert a pickle: the given file, or the first pickle of a directory.
-
-    None if there is no such pickle, or if the directory has safetensors files.
-    """
-    pickles = sorted(path for pattern in _PICKLES for path in directory.glob(pattern))
-    if given is not None:
-        pickles = [path for path in pickles if path == given]
+def _pickle_advice(path: Path) -> str | None:
+    """Return the advice to convert a pickle: the file `path`, or the first one of a directory without safetensors."""
+    directory = path if path.is_dir() else path.parent
+    pickles = sorted(found for pattern in _PICKLES for found in directory.glob(pattern) if path in (directory, found))
     if not pickles or list(directory.glob("*.safetensors")):
         return None
     flags = f"--nanogpt {pickles[0]} --tokenizer FILE" if pickles[0].name == "ckpt.pt" else f"--pickle {directory}"
@@ -59,43 +40,44 @@ def _pickle_advice(directory: Path, given: Path | None = None) -> str | None:
     )
 
 
-def find_weight_files(directory: Path) -> WeightFiles:
-    """Find the weight files of a directory. `model.huggingface.tensor_placement` checks their content.
+def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """Return the names of a Hugging Face directory's weight files, and its index: tensor name -> file name.
 
     Raises:
-        CheckpointError: the directory has no weights, two sets of weights or only pickles; the index is unusable; or
-            a file that the index names is missing.
+        CheckpointError: the directory has no weights, two sets of weights or only pickles, or the index is unusable.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if is_named(index):
-        indexed = _read_index(index)
-        if is_named(single) and indexed.names != (SINGLE_FILE,):
+    if os.path.lexists(index):
+        weight_map = read_weight_map(index, ".safetensors")
+        names = tuple(sorted(set(weight_map.values())))
+        for name in names:
+            if not os.path.lexists(directory / name):
+                raise CheckpointError(
+                    f"{directory / name}: missing, and {INDEX_FILE} names it; download this shard too"
+                )
+            check_is_file(directory / name)
+        if os.path.lexists(single) and names != (SINGLE_FILE,):
             raise CheckpointError(f"{index}: {SINGLE_FILE} exists too; remove the outdated one")
-        return indexed
-    if is_named(single):
+        return names, weight_map
+    if os.path.lexists(single):
         check_is_file(single)
-        return WeightFiles(names=(SINGLE_FILE,), index={})
+        return (SINGLE_FILE,), {}
     if pickle := _pickle_advice(directory):
         raise CheckpointError(pickle)
     raise CheckpointError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights too")
 
 
-def _read_index(path: Path) -> WeightFiles:
+def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
+    """Read an index file: tensor name -> name of a file with this suffix. Raises CheckpointError."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map from tensors to files; download the file again")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors"):
+        if not isinstance(name, str) or not name.endswith(suffix):
             raise CheckpointError(
-                f"{path}: tensor {tensor!r} is in {name!r}, which is not a safetensors file; save it again"
+                f"{path}: tensor {tensor!r} is in {name!r}, which is not a {suffix} file; save the model again"
             )
         if not tensor.isprintable():
-            raise CheckpointError(f"{path}: the tensor name {tensor!r} has unprintable characters; save it again")
+            raise CheckpointError(f"{path}: the tensor name {tensor!r} cannot be shown; save the model again")
         check_plain_name(path, name)
-    names = tuple(sorted(set(weight_map.values())))
-    for name in names:
-        if is_named(path.parent / name):
-            check_is_file(path.parent / name)
-        else:
-            raise CheckpointError(f"{path.parent / name}: missing, and {INDEX_FILE} names it; download this shard too")
-    return WeightFiles(names=names, index=weight_map)
+    return weight_map

@@ -1,47 +1,107 @@
-"""Table of all supported families, by the `model_type` of config.json."""
+"""Table of the supported model families, and conversion between config.json and ModelConfig in both directions."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.huggingface.families.family import ModelFamily
-from model.huggingface.families.gpt2 import GPT2
-from model.huggingface.families.gpt_neox import GPT_NEOX
+from model.config_enums import MlpKind, RopeScaling
+from model.huggingface.families.family import ModelFamily, convert_config
+from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.reader import ConfigReader
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 
 FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in (GPT2, *LLAMA_LIKE, GPT_NEOX)}
+_ACTIVATIONS = {
+    MlpKind.SWIGLU: "silu",
+    MlpKind.GEGLU: "gelu_pytorch_tanh",
+    MlpKind.GELU: "gelu_new",
+    MlpKind.GELU_EXACT: "gelu",
+    MlpKind.RELU: "relu",
+}
 
 
 def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
-    """Return the family and the ModelConfig of a config.json.
-
-    Args:
-        path: the file that `values` comes from, for error messages.
+    """Return the model family and the ModelConfig of a Hugging Face config.json, the file `path` with these values.
 
     Raises:
-        CheckpointError: the model_type or architecture is not supported, or a key requires a feature that is not
-            implemented.
+        CheckpointError: the model_type, the architecture or the value of a key is not supported.
     """
     family = FAMILIES.get(str(values.get("model_type")))
     reader = ConfigReader(path, values)
-    supported = f"supported are {', '.join(FAMILIES)}"
     if family is None:
-        reader.refuse("model_type", values.get("model_type"), f"{supported}; docs/families.md describes how to add one")
-    architectures = reader.take("architectures")
-    if architectures is not None:
-        named = architectures if isinstance(architectures, list) else [architectures]
-        if not named or any(name not in family.architectures for name in named):
-            reader.refuse(
-                "architectures", architectures, f"{family.model_type} is supported only as {family.architectures[0]}"
-            )
-    try:
-        config = family.read_config(reader)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}; correct the config") from error
-    reader.finish()
-    return family, config
+        remedy = f"supported are {', '.join(FAMILIES)}; docs/families.md describes how to add one"
+        reader.reject("model_type", values.get("model_type"), remedy)
+    architectures = reader.value("architectures")
+    named = architectures if isinstance(architectures, list) else [architectures]
+    if architectures is not None and (not named or any(name not in family.architectures for name in named)):
+        reader.reject(
+            "architectures", architectures, f"{family.model_type} is supported only as {family.architectures[0]}"
+        )
+    return family, convert_config(family, reader)
+
+
+def hugging_face_config(config: ModelConfig) -> tuple[ModelFamily, dict[str, Any]]:
+    """Return a family and config.json values that it reads back as exactly this ModelConfig. Raises CheckpointError."""
+    for family in FAMILIES.values():
+        for values in _candidates(family, config):
+            named = {"model_type": family.model_type, "architectures": [family.architectures[0]], **values}
+            try:
+                _, read = read_family_config(Path("config.json"), json.loads(json.dumps(named)))
+            except CheckpointError:
+                continue
+            if read == config:
+                return family, named
+    raise CheckpointError(
+        f"no family ({', '.join(FAMILIES)}) can express this model, so it cannot be exported; serve it with Kvasir"
+    )
+
+
+def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, Any]]:
+    """Yield values of config.json that may express this model. The caller reads them back as a check."""
+    sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
+    activation = _ACTIVATIONS[config.mlp]
+    if family.model_type == "gpt2":
+        gpt2 = {"n_positions": config.max_context_length, "n_embd": config.hidden_size, "n_layer": config.num_layers}
+        inner = {"n_head": config.num_heads, "n_inner": config.mlp_size, "activation_function": activation}
+        scaled = {"scale_attn_weights": config.score_scale is None}
+        yield {**sizes, **gpt2, **inner, **scaled, "layer_norm_epsilon": config.norm_eps}
+        return
+    sizes |= {
+        "max_position_embeddings": config.max_context_length,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.mlp_size,
+        "num_attention_heads": config.num_heads,
+        "hidden_act": activation,
+        "rope_parameters": {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)},
+    }
+    if family.model_type == "gpt_neox":
+        sizes["rope_parameters"]["partial_rotary_factor"] = config.rotary_size / config.head_dim
+        own = {"layer_norm_eps": config.norm_eps, "attention_bias": config.attention_bias}
+        yield {**sizes, **own, "use_parallel_residual": config.parallel_residual}
+        return
+    sizes |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.norm_eps}
+    biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    window = {"sliding_window": config.sliding_window}
+    yield {**sizes, **biases}
+    yield {**sizes, **window}
+    layers = range(config.num_layers)
+    types = ["full_attention" if config.window(layer) is None else "sliding_attention" for layer in layers]
+    yield {**sizes, **window, "layer_types": types}
+    yield {**sizes, **biases, **window, "use_sliding_window": True, "layer_types": types}
+
+
+def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    values = {
+        "rope_type": scaling.kind.value,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context_length,
+    }
+    return {key: value for key, value in values.items() if value is not None}

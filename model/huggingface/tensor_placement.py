@@ -1,4 +1,4 @@
-"""Mapping of checkpoint tensors to model tensors, from file headers alone. Errors are raised before loading."""
+"""Mapping of checkpoint tensors to model tensors, from file headers alone."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
-from model.huggingface.families.family import Layout, ModelFamily, Part, full_name, sources
-from model.io.checkpoint_files import CheckpointError
-from model.io.permissions import read_problem
+from model.huggingface.families.family import Layout, ModelFamily, full_name, sources
+from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import TensorHeader, read_headers
 
+WEIGHT_DTYPES = ("F32", "BF16", "F16")  # by safetensors' names
 _CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A model tensor: its shape, and the checkpoint tensors that make it up, in order."""
+    """Shape of a model tensor, and the checkpoint tensors that make up the model tensor, in order."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -26,17 +26,17 @@ class Placement:
 def place_tensors(
     directory: Path, *, config: ModelConfig, family: ModelFamily | None, files: Sequence[Path], index: Mapping[str, str]
 ) -> dict[str, Placement]:
-    """Map every tensor of the model that `config` describes to the checkpoint tensors that make it up.
+    """Return the checkpoint tensors of every model tensor, by the model tensor's name.
 
     Args:
-        family: None for Kvasir's own format.
+        family: None for Kvasir's format.
         index: tensor name -> file name, as the index file has it; empty without an index file.
 
     Raises:
-        CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; a
-            file is damaged; the index does not match the files; or a tied head differs from its embedding.
+        CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; the
+            index does not match the files; or a tied head differs from its embedding.
     """
-    found = _find(family, files)
+    found = _read_all_headers(family, files)
     _check_index(directory, index, found.values())
     if config.num_layers > len(found):
         raise CheckpointError(
@@ -48,17 +48,17 @@ def place_tensors(
     shapes = config.parameter_shapes()
     for name, source in sources(config, family).items():
         parts = []
-        for part in source.parts:
-            header = found.pop(part.name, None)
-            if header is None:
-                missing.append(part.name)
+        for part, shape in source.shapes.items():
+            if (header := found.pop(part, None)) is None:
+                missing.append(part)
                 continue
-            _check(part, header)
+            _check_tensor(header, shape)
             parts.append(header)
         placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=tuple(parts))
     if family is not None and config.tie_embeddings:
         _drop_tied_head(family, found, placements["token_embedding.weight"])
-    if extra := [header for header in found.values() if not _is_ignored(family, header.name)]:
+    ignored = () if family is None else family.ignored_tensors
+    if extra := [h for name, h in found.items() if not any(re.fullmatch(pattern, name) for pattern in ignored)]:
         raise CheckpointError(
             f"{extra[0].path}: tensor {extra[0].name} is not part of the model that config.json describes "
             f"({len(extra)} extra); use the config it was saved with"
@@ -71,8 +71,8 @@ def place_tensors(
     return placements
 
 
-def _find(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
-    """Return the tensors of all files by name, without the family's prefix."""
+def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
+    """Return the tensors of all files, by name without the family's prefix."""
     found: dict[str, TensorHeader] = {}
     for path in files:
         for name, header in read_headers(path).items():
@@ -104,22 +104,21 @@ def _short_name(family: ModelFamily | None, name: str) -> str:
     return family.aliases.get(short, short)
 
 
-def _is_ignored(family: ModelFamily | None, name: str) -> bool:
-    short = _short_name(family, name)
-    return family is not None and any(re.fullmatch(pattern, short) for pattern in family.ignored_tensors)
-
-
-def _check(part: Part, header: TensorHeader) -> None:
-    header.check_is_weight()
-    if header.shape != part.shape:
+def _check_tensor(header: TensorHeader, shape: tuple[int, ...]) -> None:
+    if header.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {part.shape}; "
+            f"{header.path}: tensor {header.name} is {header.dtype}, one of {', '.join(WEIGHT_DTYPES)} expected; "
+            "save it as one of these"
+        )
+    if header.shape != shape:
+        raise CheckpointError(
+            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {shape}; "
             "use the config it was saved with"
         )
 
 
 def _drop_tied_head(family: ModelFamily, found: dict[str, TensorHeader], embedding: Placement) -> None:
-    """Remove a stored head from `found` if it is tied. Raise CheckpointError unless it equals the embedding bitwise."""
+    """Remove a tied head from `found`. Raise CheckpointError unless the head equals the embedding bitwise."""
     head = found.pop(f"{family.names['lm_head'].modules[0]}.weight", None)
     if head is None or not embedding.parts:
         return
@@ -132,16 +131,11 @@ def _drop_tied_head(family: ModelFamily, found: dict[str, TensorHeader], embeddi
 
 
 def _are_equal(first: TensorHeader, second: TensorHeader) -> bool:
-    try:
-        with first.path.open("rb") as one, second.path.open("rb") as other:
-            one.seek(first.begin)
-            other.seek(second.begin)
-            left = first.end - first.begin
-            while left:
-                size = min(left, _CHUNK_BYTES)
-                if one.read(size) != other.read(size):
-                    return False
-                left -= size
-    except OSError as error:
-        raise CheckpointError(f"{first.path}: {read_problem(first.path, error)}") from error
+    with reading(first.path), first.path.open("rb") as one, second.path.open("rb") as other:
+        one.seek(first.begin)
+        other.seek(second.begin)
+        for start in range(first.begin, first.end, _CHUNK_BYTES):
+            size = min(first.end - start, _CHUNK_BYTES)
+            if one.read(size) != other.read(size):
+                return False
     return True

@@ -1,1 +1,1 @@
-"""Readers of files with clear errors."""
+"""Files of a checkpoint directory: readers with one-line errors, and the safetensors header."""

@@ -1,4 +1,4 @@
-"""Header of a safetensors file, read without torch and with bounded memory. The safetensors library validates the file.
+"""Header of a safetensors file, read with bounded memory; the safetensors library validates the file. Torch-free.
 
 A file is 8 bytes of header length, a JSON object of that length, and the tensors' bytes without gaps or overlaps.
 Source: https://github.com/huggingface/safetensors
@@ -6,16 +6,13 @@ Source: https://github.com/huggingface/safetensors
 
 import json
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from model.io.checkpoint_files import CheckpointError, check_is_file
-from model.io.permissions import read_problem
+from model.io.files import CheckpointError, check_is_file, reading
 
-WEIGHT_BYTES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2}  # the dtypes weights may have, and their sizes
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 MAX_TENSORS = 200_000  # per file; 10,000 layers have some 120,000 tensors
 # Counting braces, brackets and commas before parsing bounds the memory of the parsed JSON. A tensor's entry has one
@@ -26,7 +23,7 @@ _MAX_MARKS = 12 * MAX_TENSORS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHeader:
-    """One tensor's entry in a safetensors header: dtype, shape, and the range of its bytes from the file's start."""
+    """One tensor's entry in a safetensors header; `begin` and `end` count bytes from the start of the file."""
 
     path: Path
     name: str
@@ -35,48 +32,32 @@ class TensorHeader:
     begin: int
     end: int
 
-    def check_is_weight(self) -> None:
-        """Check that the dtype is supported for weights. Raises CheckpointError."""
-        if self.dtype not in WEIGHT_BYTES:
-            known = ", ".join(WEIGHT_BYTES)
-            raise CheckpointError(
-                f"{self.path}: tensor {self.name} is {self.dtype}, one of {known} expected; save it as one of these"
-            )
-
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
     """Read the tensor headers of a safetensors file, by name.
 
     Raises:
-        CheckpointError: the file cannot be read, has more than `MAX_TENSORS` tensors, or is rejected by the safetensors
-            library: the header is malformed, tensors overlap or leave holes, or the file is truncated.
+        CheckpointError: the file cannot be read, has more than `MAX_TENSORS` tensors, or is not valid.
     """
     check_is_file(path)
     try:
-        text = _read_header(path)
-        with safe_open(path, framework="np"):
-            pass
-    except OSError as error:
-        raise CheckpointError(f"{path}: {read_problem(path, error)}") from error
+        with reading(path):
+            text = _read_header(path)
+            with safe_open(path, framework="np"):
+                pass
     except (struct.error, SafetensorError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise CheckpointError(f"{path}: not a valid safetensors file ({reason}); copy it again") from error
+        raise CheckpointError(f"{path}: not a valid safetensors file ({reason}); copy the file again") from error
     entries = json.loads(text)
     entries.pop("__metadata__", None)
     if odd := next((name for name in entries if not name.isprintable()), None):
         raise CheckpointError(f"{path}: the tensor name {odd!r} cannot be shown; save the weights again")
-    data = 8 + len(text)
-    return {
-        name: TensorHeader(
-            path=path,
-            name=name,
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            begin=data + entry["data_offsets"][0],
-            end=data + entry["data_offsets"][1],
-        )
-        for name, entry in entries.items()
-    }
+    headers = {}
+    for name, entry in entries.items():
+        begin, end = (8 + len(text) + offset for offset in entry["data_offsets"])
+        shape = tuple(entry["shape"])
+        headers[name] = TensorHeader(path=path, name=name, dtype=entry["dtype"], shape=shape, begin=begin, end=end)
+    return headers
 
 
 def _read_header(path: Path) -> bytes:
@@ -85,7 +66,7 @@ def _read_header(path: Path) -> bytes:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > min(size, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path}: not a valid safetensors file (truncated header); copy it again")
+            raise CheckpointError(f"{path}: not a valid safetensors file (truncated header); copy the file again")
         header = file.read(length)
     braces = header.count(b"{")
     if braces > _MAX_BRACES or braces + header.count(b"[") + header.count(b",") > _MAX_MARKS:

@@ -27,8 +27,8 @@ from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeig
 from model.native.weight_packing import NUMBERS, pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
 from model.nn.transformer import Block, Transformer
+from model.system.c_library import trim_heap
 from model.system.memory_pages import HugePages
-from model.system.release_memory import trim_heap
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _MAX_ROW_SIZE = 65_536  # numbers in a row of a thread's scratch memory, see layers.cpp

@@ -9,14 +9,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from model.io.json_file import FileError, read_object
+from model.io.files import CheckpointError, read_json
 from model.sampling.params import REPETITION_RANGE
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-
-
-class GenerationConfigError(ValueError):
-    """Error of an unusable generation_config.json. One line: the file, the key, the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,23 +37,20 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     """Read generation_config.json; all values are None if there is no such file.
 
     Raises:
-        GenerationConfigError: the file is not a JSON object, or a value is out of its range.
+        CheckpointError: the file is not a JSON object, or a value is out of its range.
     """
     path = directory / GENERATION_CONFIG_FILE
-    try:
-        values = {key: value for key, value in read_object(path, optional=True).items() if value is not None}
-    except FileError as error:
-        raise GenerationConfigError(f"{path}: {error}") from error
+    values = {key: value for key, value in read_json(path, optional=True).items() if value is not None}
     used: dict[str, Any] = {}
     for key in _TYPES.keys() & values.keys():
         try:
             used[key] = msgspec.convert(values[key], _TYPES[key])
         except (msgspec.ValidationError, OverflowError) as error:
-            raise GenerationConfigError(f"{path}: {key}: {error}; correct the file") from error
+            raise CheckpointError(f"{path}: {key}: {error}; correct the file") from error
     try:
         used["eos_token_ids"] = token_ids(values.get("eos_token_id"))
     except ValueError as error:
-        raise GenerationConfigError(f"{path}: eos_token_id: {error}; correct the file") from error
+        raise CheckpointError(f"{path}: eos_token_id: {error}; correct the file") from error
     if used.pop("do_sample", True) is False:
         used["temperature"] = 0.0
     known = {*_TYPES, "eos_token_id", *_HARMLESS, *(key for key in _NEUTRAL if values.get(key) == _NEUTRAL[key])}

@@ -1,9 +1,8 @@
 """CPUs and memory that this process may use, torch-free.
 
-A container's limits are those of its control group (cgroup). Linux has two versions of control groups, and a machine
-may mount both. Version 2 has one tree (`cpu.max`, `memory.max`). Version 1 has one tree for each controller
-(`cpu.cfs_quota_us`, `memory.limit_in_bytes`). The limits of a group's parents apply too. Therefore every directory
-from the process's group up to the mount point is read.
+A container's limits are those of its control group (cgroup). Version 2 of control groups has one tree (`cpu.max`,
+`memory.max`). Version 1 has one tree for each controller (`cpu.cfs_quota_us`, `memory.limit_in_bytes`). A machine may
+mount both. A group's parents limit it too, so every directory from the process's group to the mount point is read.
 Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
 
 Every function reads files under `root`, which is / except in tests.
@@ -36,7 +35,7 @@ def usable_cpus(root: Path = _ROOT) -> int:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Return the CPU quota in CPUs, the smallest of all groups this process is in; None if no group has a quota."""
+    """Return the smallest CPU quota of all control groups of this process, in CPUs; None if no group has a quota."""
     found = [_words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us") for group in _groups("cpu", root)]
     found += [_words(group / "cpu.max") for group in _groups(None, root)]
     quotas = (int(words[0]) / int(words[1]) for words in found if len(words) == 2 and all(map(_is_positive, words)))
@@ -44,12 +43,12 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int | None:
-    """Return the smallest memory limit of all groups this process is in, in bytes; None if no group has a limit."""
+    """Return the smallest memory limit of all control groups of this process, in bytes; None without a limit."""
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the memory, in bytes, that can still be allocated on the machine and within every limit.
+    """Return the bytes that this process can still allocate on the machine and within every control group's limit.
 
     The page cache counts as available, because the kernel reclaims it before it kills a process. Swap does not count.
     """
@@ -58,15 +57,12 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def own_anonymous_bytes(root: Path = _ROOT) -> int:
-    """Return the resident anonymous memory of this process, in bytes (RssAnon).
-
-    No file backs this memory, so a separately started process cannot share it.
-    """
+    """Return the resident memory of this process that no file backs (RssAnon), in bytes; other processes share none."""
     return _sizes(root / "proc/self/status")["RssAnon"] * 1024
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield, for each group with a memory limit, the limit and the used bytes without page cache."""
+    """Yield the memory limit of each control group that has one, and its used bytes without page cache."""
     for controller, (limit_file, usage_file, page_cache) in _MEMORY_FILES.items():
         for group in _groups(controller, root):
             limit = _number(group / limit_file)
@@ -77,11 +73,7 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(controller: str | None, root: Path) -> Iterator[Path]:
-    """Yield the directories of this process's group and of its parents, up to the mount point.
-
-    Args:
-        controller: a controller of version 1; None: the tree of version 2.
-    """
+    """Yield the directories of this process's control group and its parents; controller None: the tree of version 2."""
     group = _own_group(controller, root)
     if group is None:
         return
@@ -96,7 +88,6 @@ def _groups(controller: str | None, root: Path) -> Iterator[Path]:
 
 
 def _own_group(controller: str | None, root: Path) -> PurePosixPath | None:
-    """Return the path of this process's group, from /proc/self/cgroup; None if the controller has no tree."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -106,11 +97,10 @@ def _own_group(controller: str | None, root: Path) -> PurePosixPath | None:
 
 
 def _mounts(controller: str | None, root: Path) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yield the root group and the mount point of each mount of a tree.
+    """Yield the root group and the mount point of each mount of a cgroup tree, from /proc/self/mountinfo.
 
-    A line of /proc/self/mountinfo has these fields: ID, parent, device, root, mount point, options, any number of
-    optional fields, a hyphen, file system type, source, file system options.
-    Source: https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
+    Fields of a line: ID, parent, device, root, mount point, options, any number of optional fields, a hyphen, file
+    system type, source, file system options. Source: https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
     """
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, file_system = line.partition(" - ")
@@ -119,21 +109,17 @@ def _mounts(controller: str | None, root: Path) -> Iterator[tuple[PurePosixPath,
             continue
         is_wanted = types[0] == "cgroup2" if controller is None else controller in types[2].split(",")
         if is_wanted and types[0] in ("cgroup", "cgroup2"):
-            yield PurePosixPath(_unescape(fields[3])), root / _unescape(fields[4]).lstrip("/")
-
-
-def _unescape(text: str) -> str:
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
+            group, mount_point = (_ESCAPE.sub(lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
+            yield PurePosixPath(group), root / mount_point.lstrip("/")
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Return the numbers of a file with lines such as "MemTotal: 4096 kB" or "active_file 4096", without units."""
+    """Return the numbers of a file such as /proc/meminfo by name, without units ("MemTotal: 4096 kB")."""
     lines = (line.split() for line in _lines(path))
     return {words[0].removesuffix(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if the file is missing or does not hold a positive number."""
     words = _words(path)
     return int(words[0]) if len(words) == 1 and _is_positive(words[0]) else None
 
@@ -147,7 +133,6 @@ def _is_positive(word: str) -> bool:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file; an empty list if it cannot be read."""
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,32 +1,29 @@
 """CPU memory: weights in pages of 2 MiB, the KV-cache in pages that are allocated at their first touch.
 
-A step reads all weights once. With pages of 4 KiB, nearly every page misses the TLB: a TLB has some thousand entries,
-and a model of 50 MB has 12,000 pages. Code that runs between two steps finds the TLB full of weights' pages too.
-
-A page of 2 MiB is allocated whole at its first touch. In a virtual machine that can take milliseconds, because guests
-return free pages of that size to the host and must ask for them again. Measured: 2.2 to 8.9 s per GB, against 0.5 s
-per GB in small pages. So weights are written to small pages, and a thread moves them to large pages while the model
-already serves. The KV-cache stays in small pages.
+A step reads all weights once. With pages of 4 KiB nearly every page misses the TLB: a model of 50 MB has 12,000 pages,
+a TLB some thousand entries. But a page of 2 MiB is allocated whole at its first touch, and a virtual machine must first
+get such a page from its host: 2.2 to 8.9 s per GB, against 0.5 s per GB in small pages. So weights are written to small
+pages, and a thread moves them to large pages while the model already serves. The KV-cache stays in small pages.
 """
 
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from model.system.c_library import collapse_pages
+
 PAGE = 2 * 2**20
 _CHUNK = 16 * PAGE
 _ALIGNMENT = 64  # bytes: a cache line, and the widest register
-_MADV_COLLAPSE = 25  # linux/mman.h, since 6.1; Python has no name for it
 
 
 class HugePages:
-    """Append-only memory, freed when this object and all its tensors are."""
+    """Append-only memory for tensors, freed when the `HugePages` object and all of its tensors are freed."""
 
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []
@@ -34,11 +31,7 @@ class HugePages:
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Copy a CPU tensor into contiguous memory; its pages are small until `enlarge`.
-
-        Raises:
-            torch.OutOfMemoryError: the system has too little memory.
-        """
+        """Copy a CPU tensor to small pages, which `enlarge` replaces later. Raises torch.OutOfMemoryError."""
         size = tensor.nbytes
         if self._used + size > len(self._chunk):
             self._chunks.append(_map(max(size, _CHUNK)))
@@ -51,23 +44,16 @@ class HugePages:
     def enlarge(self) -> None:
         """Move all kept tensors to pages of 2 MiB; takes seconds per GB, so run it in a thread.
 
-        A thread that reads the tensors meanwhile may wait for a page. If the kernel cannot collapse pages now, it may
-        do so later (MADV_HUGEPAGE). Without huge pages nothing happens.
+        Pages that the kernel cannot move now may follow later (MADV_HUGEPAGE).
         """
         for chunk in self._chunks:
             _advise(chunk, "MADV_HUGEPAGE")
             begin = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-            _madvise(begin, len(chunk), _MADV_COLLAPSE)
+            collapse_pages(begin, len(chunk))
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return `torch.zeros` on the CPU whose memory is allocated when it is first written.
-
-    Applies to tensors of at least 2 MiB; smaller ones are plain `torch.zeros`.
-
-    Raises:
-        torch.OutOfMemoryError: the system has too little memory.
-    """
+    """Return a CPU tensor of zeros whose pages take memory when first written. Raises torch.OutOfMemoryError."""
     size = math.prod(shape) * dtype.itemsize
     if size < PAGE:
         return torch.zeros(shape, dtype=dtype)
@@ -87,15 +73,3 @@ def _advise(memory: mmap.mmap, advice: str) -> None:
     if hasattr(mmap, advice):
         with suppress(OSError):
             memory.madvise(getattr(mmap, advice))
-
-
-def _madvise_of_system() -> Callable[[int, int, int], int]:
-    """Return the C library's madvise. It is called without the GIL; `mmap.madvise` holds the GIL."""
-    found: Any = getattr(ctypes.CDLL(None), "madvise", None)
-    if found is None:
-        return lambda begin, size, advice: -1
-    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return cast(Callable[[int, int, int], int], found)
-
-
-_madvise = _madvise_of_system()

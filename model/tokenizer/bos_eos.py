@@ -1,22 +1,18 @@
-"""BOS and EOS tokens, read from the files of a Hugging Face directory."""
+"""Special tokens of a checkpoint directory in Hugging Face's format, from the JSON files beside its tokenizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.io.json_file import read_object as read_file
-from model.sampling.generation_config import (
-    GENERATION_CONFIG_FILE,
-    GenerationConfigError,
-    read_generation_config,
-    token_ids,
-)
-from model.tokenizer.interface import TokenizerError, naming
+from model.io.files import CheckpointError, parsing, read_json
+from model.sampling.generation_config import GENERATION_CONFIG_FILE, read_generation_config, token_ids
+from model.tokenizer.interface import TokenizerError
 
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+TEMPLATE_FILE = "chat_template.jinja"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -24,11 +20,12 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 class TokenizerConfig:
     """Settings from tokenizer_config.json and special_tokens_map.json.
 
-    roles: token name of each role that the files define, such as bos_token.
+    roles: token name by role: every key that ends in `_token` and names a token, such as bos_token.
     special: names of all special tokens that the files define.
     adds_bos, adds_eos: True if the files ask for BOS before every text, or for EOS after every text.
     added_tokens: entries of `added_tokens_decoder`, by id.
     tokenizer_class: the class in `transformers`; None if the files name no class.
+    chat_template: the value of that key, unchecked.
     """
 
     roles: Mapping[str, str]
@@ -37,67 +34,57 @@ class TokenizerConfig:
     adds_eos: bool
     added_tokens: Mapping[int, dict[str, Any]]
     tokenizer_class: str | None
+    chat_template: object
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Read both files if they exist. A key of tokenizer_config.json overrides that of special_tokens_map.json.
-
-    Raises:
-        TokenizerError: a file is not a JSON object, or a key has a value of the wrong type.
-    """
-    config = read_object(directory / TOKENIZER_CONFIG_FILE, optional=True)
-    values = {**read_object(directory / SPECIAL_TOKENS_FILE, optional=True), **config}
-    roles = {role: name for role in _ROLES if (name := _token_name(values.get(role)))}
-    special = set(roles.values())
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        names = values.get(key) or []
-        special |= {
-            name for item in (names.values() if isinstance(names, dict) else names) if (name := _token_name(item))
-        }
-    for key in ("add_bos_token", "add_eos_token"):
-        if not isinstance(config.get(key), bool | None):
-            raise TokenizerError(f"{TOKENIZER_CONFIG_FILE}: {key} must be true or false, not {config[key]!r}")
-    try:
-        added = {int(key): dict(entry) for key, entry in (config.get("added_tokens_decoder") or {}).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise TokenizerError(
-            f"{TOKENIZER_CONFIG_FILE}: added_tokens_decoder is malformed; copy the file again"
-        ) from error
-    return TokenizerConfig(
-        roles=roles,
-        special=frozenset(special),
-        adds_bos=config.get("add_bos_token") is True,
-        adds_eos=config.get("add_eos_token") is True,
-        added_tokens=added,
-        tokenizer_class=config.get("tokenizer_class"),
-    )
+    """Read tokenizer_config.json, whose keys take precedence, and special_tokens_map.json; both may be missing."""
+    path = directory / TOKENIZER_CONFIG_FILE
+    config = read_json(path, optional=True)
+    values = read_json(directory / SPECIAL_TOKENS_FILE, optional=True)
+    values |= {key: value for key, value in config.items() if value is not None}
+    roles = {key: name for key, value in values.items() if key.endswith("_token") and (name := _token_name(value))}
+    special = {roles[role] for role in _ROLES if role in roles}
+    with parsing(path):
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            names = values.get(key) or []
+            items = names.values() if isinstance(names, dict) else names
+            special |= {name for item in items if (name := _token_name(item))}
+        for key in ("add_bos_token", "add_eos_token"):
+            if not isinstance(config.get(key), bool | None):
+                raise TokenizerError(f"{key} must be true or false, not {config[key]!r}; correct it")
+        added = config.get("added_tokens_decoder") or {}
+        return TokenizerConfig(
+            roles=roles,
+            special=frozenset(special),
+            adds_bos=config.get("add_bos_token") is True,
+            adds_eos=config.get("add_eos_token") is True,
+            added_tokens={int(key): dict(entry) for key, entry in added.items()},
+            tokenizer_class=config.get("tokenizer_class"),
+            chat_template=config.get("chat_template"),
+        )
 
 
 def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the EOS token ids of a Hugging Face directory; empty if no file defines them.
+    """Return the EOS token ids of a Hugging Face directory; empty if no file defines them. Raises CheckpointError.
 
-    The first of these sources that defines an id is used: `eos_token_id` of generation_config.json, `eos_token_id` of
-    config.json, `eos_token` of tokenizer_config.json.
-
-    Raises:
-        TokenizerError: a file is damaged, or an EOS token is not in the vocabulary.
+    Sources by precedence: generation_config.json, config.json, `eos_token` of tokenizer_config.json.
     """
-    file = GENERATION_CONFIG_FILE
-    try:
-        ids = read_generation_config(directory).eos_token_ids
-    except GenerationConfigError as error:
-        raise TokenizerError(str(error).removeprefix(f"{directory}/")) from error
+    path = directory / GENERATION_CONFIG_FILE
+    ids = read_generation_config(directory).eos_token_ids
     if not ids:
-        file, values = CONFIG_FILE, read_object(directory / CONFIG_FILE, optional=True)
+        path = directory / CONFIG_FILE
+        values = read_json(path, optional=True)
         try:
             ids = token_ids(values.get("eos_token_id"))
         except ValueError as error:
-            raise TokenizerError(f"{CONFIG_FILE}: eos_token_id: {error}; correct it") from error
+            raise CheckpointError(f"{path}: eos_token_id: {error}; correct it") from error
     if not ids and (name := config.roles.get("eos_token")) is not None:
-        ids = (_id_of(name, "eos_token", vocabulary),)
+        with parsing(directory / TOKENIZER_CONFIG_FILE):
+            ids = (_id_of(name, "eos_token", vocabulary),)
     known = set(vocabulary.values())
     if wrong := [token_id for token_id in ids if token_id not in known]:
-        raise TokenizerError(f"{file}: eos_token_id: {wrong[0]} is not in the vocabulary; correct it")
+        raise CheckpointError(f"{path}: eos_token_id: {wrong[0]} is not in the vocabulary; correct it")
     return ids
 
 
@@ -106,13 +93,12 @@ def read_bos_token_id(
 ) -> int | None:
     """Return the BOS token id that is put before a prompt, or None.
 
-    The post-processor template of tokenizer.json defines it. Without one in the template, `add_bos_token` of
-    tokenizer_config.json does. transformers 4 reads that key for some classes and transformers 5 for no class. It is
-    read here for all, because models with the key in their config were trained with the BOS token.
+    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. Kvasir reads that
+    key for all classes (transformers 4: for some), because models with the key were trained with the BOS token.
 
     Raises:
-        TokenizerError: the files put more than one special token before a text, or any after it. A text with a
-            special token after it cannot be continued.
+        TokenizerError: the files put more than one special token before a text, or any after the text, which then
+            could not be continued.
     """
     begins, ends = _template(post_processor)
     name = config.roles.get("bos_token")
@@ -126,16 +112,6 @@ def read_bos_token_id(
             f"served; correct post_processor, or add_eos_token in {TOKENIZER_CONFIG_FILE}"
         )
     return _id_of(begins[0], "bos_token", vocabulary) if begins else None
-
-
-def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """Read the JSON object of a file; return an empty object if `optional` and the file is missing.
-
-    Raises:
-        TokenizerError: the file cannot be read or does not hold a JSON object.
-    """
-    with naming(path.name):
-        return read_file(path, optional=optional)
 
 
 def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:

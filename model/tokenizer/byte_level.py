@@ -1,11 +1,24 @@
-"""Byte-level BPE with tiktoken, for tokenizers defined by a split pattern and a table of ranks. Torch-free."""
+"""Byte-level BPE with tiktoken, and the tokenizer files of Kvasir checkpoints. Torch-free.
 
+`tokenizer.tiktoken` has one `base64(bytes) rank` a line. `tokenizer_spec.json` holds the split pattern, the special
+tokens, and the BOS and EOS ids; `eos_token_id` is an integer, or a list if several tokens end a text.
+"""
+
+import base64
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import regex
 import tiktoken
+from msgspec import Meta
 
+from model.io.files import CheckpointError, parsing, read_bytes, read_json, write_json
 from model.tokenizer.interface import Tokenizer, TokenizerError
+
+RANKS_FILE = "tokenizer.tiktoken"
+SPEC_FILE = "tokenizer_spec.json"
 
 
 class ByteLevelTokenizer(Tokenizer):
@@ -14,8 +27,6 @@ class ByteLevelTokenizer(Tokenizer):
     Args:
         pattern: regular expression that splits a text into pieces; merges never cross the border of a piece.
         ranks: bytes and id of every ordinary token; pairs that join to a token with a lower id are merged first.
-        special_tokens: name and id of each special token.
-        eos_token_ids, bos_token_id: the EOS tokens, and the BOS token if there is one.
 
     Raises:
         TokenizerError: a byte has no token, tiktoken cannot use the pattern, or an id is wrong; see `Tokenizer`.
@@ -47,11 +58,6 @@ class ByteLevelTokenizer(Tokenizer):
             raise TokenizerError(f"the split pattern cannot be used: {error}; correct it") from error
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """See `Tokenizer`.
-
-        Raises:
-            TokenizerError: the splitter cannot handle the text, for example a million spaces in a row.
-        """
         if not parse_special or self._special_pattern is None:
             return self._encode_ordinary(text)
         token_ids: list[int] = []
@@ -72,3 +78,75 @@ class ByteLevelTokenizer(Tokenizer):
             raise TokenizerError(
                 "the text cannot be split into tokens: a run of spaces or letters is too long; shorten the run"
             ) from None
+
+
+def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
+    """Write the two tokenizer files of a Kvasir checkpoint.
+
+    Raises:
+        ValueError: the tokenizer has no EOS token, so no text would ever end.
+    """
+    if not (ends := tokenizer.eos_token_ids):
+        raise ValueError("the tokenizer has no EOS token; give it one in eos_token_ids")
+    lines = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
+    text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in lines)
+    (directory / RANKS_FILE).write_text(text)
+    spec = {
+        "pattern": tokenizer.pattern,
+        "special_tokens": dict(tokenizer.special_tokens),
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
+        "bos_token_id": tokenizer.bos_token_id,
+    }
+    write_json(directory / SPEC_FILE, spec)
+
+
+class _Spec(msgspec.Struct, forbid_unknown_fields=True):
+    """Content of tokenizer_spec.json."""
+
+    pattern: Annotated[str, Meta(min_length=1)]
+    special_tokens: dict[Annotated[str, Meta(min_length=1)], int]
+    eos_token_id: int | Annotated[list[int], Meta(min_length=1)]
+    bos_token_id: int | None
+
+
+def load_native(directory: Path) -> ByteLevelTokenizer:
+    """Load the tokenizer of a Kvasir checkpoint from its two files. Raises CheckpointError."""
+    ranks, path = read_ranks(directory / RANKS_FILE), directory / SPEC_FILE
+    try:
+        spec = msgspec.convert(read_json(path), _Spec)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: {error}; copy the file again") from error
+    ids = sorted([*ranks.values(), *spec.special_tokens.values()])
+    if ids != list(range(len(ids))):
+        raise CheckpointError(
+            f"{directory / RANKS_FILE}: token ids must be 0 to {len(ids) - 1} without gaps or repeats; "
+            "copy the file again"
+        )
+    ends = tuple(spec.eos_token_id) if isinstance(spec.eos_token_id, list) else (spec.eos_token_id,)
+    for token_id in (*ends, *([] if spec.bos_token_id is None else [spec.bos_token_id])):
+        if token_id not in spec.special_tokens.values() or ends.count(token_id) > 1:
+            raise CheckpointError(
+                f"{path}: the BOS or EOS id {token_id} is not a special token, or is listed twice; correct it"
+            )
+    with parsing(path):
+        return ByteLevelTokenizer(
+            pattern=spec.pattern,
+            ranks=ranks,
+            special_tokens=spec.special_tokens,
+            eos_token_ids=ends,
+            bos_token_id=spec.bos_token_id,
+        )
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read tokens and ranks from a file with one `base64(bytes) rank` a line. Raises CheckpointError."""
+    ranks: dict[bytes, int] = {}
+    for line in read_bytes(path).splitlines():
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:  # includes binascii.Error
+            raise CheckpointError(
+                f"{path}, line {len(ranks) + 1}: expected `base64 rank`; copy the file again"
+            ) from error
+    return ranks

@@ -1,9 +1,5 @@
 """Export of any served tokenizer as a Hugging Face tokenizer directory, so that other tools count the same tokens.
 
-    tokenizer.json            the checkpoint's own file if it has one, else written from ranks and pattern
-    tokenizer_config.json     the special tokens, and `add_bos_token`
-    special_tokens_map.json   the special tokens again
-
 One difference remains: `transformers` parses the name of a special token in a text as that token. The server treats
 such names in a prompt as ordinary text (see `interface.Tokenizer.encode`).
 """
@@ -17,9 +13,9 @@ from typing import Any
 
 import regex
 
-from model.tokenizer.bos_eos import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object
+from model.io.files import check_is_empty, write_json, writing
+from model.tokenizer.bos_eos import SPECIAL_TOKENS_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_tokenizer_config
 from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.decoders import to_characters
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.tokenizer_json import (
     BYTE_LEVEL_DECODER,
@@ -27,11 +23,8 @@ from model.tokenizer.tokenizer_json import (
     LibraryTokenizer,
     added_token,
     pre_tokenizer_for,
+    to_characters,
 )
-
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
-_OURS = {TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, CHAT_TEMPLATE_FILE}
-_SIGNATURE = {"exported_by": "kvasir"}
 
 # Constructs of a split pattern that fancy-regex (tiktoken) and Oniguruma (tokenizers) read alike. Oniguruma's Ruby
 # syntax differs elsewhere: `$` matches at the end of a line, `{1,3}+` is not possessive, and `(?i)` changes what `|`
@@ -53,13 +46,13 @@ _PORTABLE = regex.compile(
 
 
 def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path]:
-    """Write the tokenizer of the checkpoint directory `source` to the directory `out`. Return the files in `out`.
+    """Write the tokenizer of the checkpoint directory `source` to the empty directory `out`, and return its files.
 
     Raises:
-        TokenizerError: the tokenizer has no equivalent in Hugging Face's format, or `out` cannot be written, or `out`
-            holds files other than an earlier export.
+        TokenizerError: the tokenizer has no equivalent in Hugging Face's format.
+        CheckpointError: `out` is not empty or cannot be written.
     """
-    _check_writable(out)
+    check_is_empty(out)
     if isinstance(tokenizer, LibraryTokenizer):
         values = json.loads(tokenizer.to_json())
     else:
@@ -76,50 +69,29 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         **roles,
-        **_SIGNATURE,
     }
-    template = read_object(source / TOKENIZER_CONFIG_FILE, optional=True).get("chat_template")
-    if template is not None:
+    if (template := read_tokenizer_config(source).chat_template) is not None:
         config["chat_template"] = template
-    files = {
-        TOKENIZER_FILE: json.dumps(values, ensure_ascii=False),
-        SPECIAL_TOKENS_FILE: json.dumps(roles, indent=2, ensure_ascii=False) + "\n",
-        TOKENIZER_CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-    }
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (out / name).write_text(content, encoding="utf-8")
-        if (source / CHAT_TEMPLATE_FILE).is_file():
-            shutil.copyfile(source / CHAT_TEMPLATE_FILE, out / CHAT_TEMPLATE_FILE)
-    except OSError as error:
-        raise TokenizerError(f"{out}: {error.strerror}; choose another directory") from error
+        (out / TOKENIZER_FILE).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+        write_json(out / SPECIAL_TOKENS_FILE, roles)
+        write_json(out / TOKENIZER_CONFIG_FILE, config)
+        if (source / TEMPLATE_FILE).is_file():
+            shutil.copyfile(source / TEMPLATE_FILE, out / TEMPLATE_FILE)
     return sorted(out.iterdir())
 
 
 def pattern_for_oniguruma(pattern: str) -> str | None:
-    """Translate a tiktoken pattern to the syntax of `tokenizers`; return None if the engines may read it differently.
-
-    A possessive `{m,n}+` at the end of an alternative becomes greedy. No later element could make it backtrack, so
-    the meaning is the same.
-    """
+    """Translate tiktoken's split pattern to the syntax of `tokenizers`; None if the engines may read it differently."""
+    # A possessive `{m,n}+` at the end of an alternative may be greedy: no later element could make it backtrack.
     greedy = regex.sub(r"(\{\d+(?:,\d*)?\})\+(?=\||\)|$)", r"\1", pattern)
     translated = regex.sub(r"(?<!\\)\$(?=\||\)|$)", r"\\z", greedy)
     return translated if _PORTABLE.fullmatch(translated) else None
 
 
-def _check_writable(out: Path) -> None:
-    """Raise TokenizerError for a directory that holds anything but an earlier export."""
-    if out.exists() and not out.is_dir():
-        raise TokenizerError(f"{out}: not a directory; choose another one")
-    names = {path.name for path in out.iterdir()} if out.exists() else set()
-    is_export = names <= _OURS and _SIGNATURE.items() <= read_object(out / TOKENIZER_CONFIG_FILE, optional=True).items()
-    if names and not is_export:
-        raise TokenizerError(f"{out}: holds files other than an earlier export; choose a new or an empty directory")
-
-
 def _bos_template(name: str, token_id: int) -> dict[str, Any]:
-    """Return the `post_processor` that puts the BOS token before a text."""
+    """Return the `post_processor` object of a tokenizer.json that puts the BOS token before a text."""
     bos = {"SpecialToken": {"id": name, "type_id": 0}}
     first, second = ({"Sequence": {"id": part, "type_id": index}} for index, part in enumerate("AB"))
     return {
@@ -156,7 +128,7 @@ def _from_ranks(tokenizer: ByteLevelTokenizer) -> dict[str, Any]:
 
 
 def _last_merge(ranks: Mapping[bytes, int], token: bytes) -> tuple[bytes, bytes] | None:
-    """Return the pair that tiktoken merges last into a token; None if merging the token's bytes does not end in two."""
+    """Return the pair that tiktoken merges last into a token; None if merging ends with more than two parts."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         ranked = [(ranks.get(left + right), index) for index, (left, right) in enumerate(pairwise(parts))]

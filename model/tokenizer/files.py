@@ -1,43 +1,206 @@
-"""Loading of the tokenizer of a checkpoint directory, whichever format its files have."""
+"""Loading of a checkpoint directory's tokenizer in the format of Kvasir, Hugging Face, OpenAI or Meta.
 
+A bare `*.tiktoken` file holds only ranks. Its SHA-256 identifies the split pattern and the special tokens, which are
+from tiktoken's `openai_public.py` (MIT). Those of Llama 3's `tokenizer.model` are from Meta's `llama3/tokenizer.py`.
+"""
+
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from model.io.json_file import is_named
-from model.tokenizer.bos_eos import read_object, read_tokenizer_config
-from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.tokenizer.native import RANKS_FILE, SPEC_FILE, load_native
-from model.tokenizer.openai_files import find_ranks_file, load_merges, load_published_ranks, load_tokenizer_model
-from model.tokenizer.tokenizer_json import TOKENIZER_FILE, tokenizer_from_json
+from model.io.files import CheckpointError, check_is_file, file_digest, parsing, read_bytes, read_json, read_text
+from model.tokenizer.bos_eos import TokenizerConfig, read_eos_token_ids, read_tokenizer_config
+from model.tokenizer.byte_level import RANKS_FILE, SPEC_FILE, ByteLevelTokenizer, load_native, read_ranks
+from model.tokenizer.interface import Tokenizer
+from model.tokenizer.tokenizer_json import (
+    BYTE_LEVEL_DECODER,
+    TOKENIZER_FILE,
+    added_token,
+    pre_tokenizer_for,
+    tokenizer_from_json,
+)
+
+_END_OF_TEXT = "<|endoftext|>"
+_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_O200K_PATTERN = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Published:
+    """Name, split pattern and special tokens of a published file of ranks."""
+
+    name: str
+    pattern: str
+    special_tokens: Mapping[str, int]
+
+
+# Llama 3 has 256 special tokens, ids 128000 to 128255; a reserved token's name is for display only.
+_LLAMA3_NAMES = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+_RESERVED = [index for index in range(256) if index not in _LLAMA3_NAMES]
+_LLAMA3_NAMES |= {index: f"<|reserved_special_token_{number}|>" for number, index in enumerate(_RESERVED)}
+_LLAMA3 = _Published(
+    name="llama3",
+    pattern=_LLAMA3_PATTERN,
+    special_tokens={_LLAMA3_NAMES[index]: 128_000 + index for index in range(256)},
+)
+_PUBLISHED: Mapping[str, _Published] = {
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _Published(
+        name="r50k_base", pattern=_GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
+    ),
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": _Published(
+        name="p50k_base", pattern=_GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
+    ),
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": _Published(
+        name="cl100k_base",
+        pattern=_CL100K_PATTERN,
+        special_tokens={
+            _END_OF_TEXT: 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+    ),
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": _Published(
+        name="o200k_base", pattern=_O200K_PATTERN, special_tokens={_END_OF_TEXT: 199999, "<|endofprompt|>": 200018}
+    ),
+}
+_SAVE_FAST_TOKENIZER = (
+    "save the fast tokenizer beside it: transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+)
+_KNOWN = ", ".join(published.name for published in _PUBLISHED.values())
+# Split pattern and normalizer by `transformers` tokenizer class, because vocab.json and merges.txt contain neither.
+_QWEN_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+_SPLITS: Mapping[str, tuple[str, dict[str, str] | None]] = {
+    "GPT2Tokenizer": (_GPT2_PATTERN, None),
+    "Qwen2Tokenizer": (_QWEN_PATTERN, {"type": "NFC"}),
+}
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint directory in the format of Kvasir, Hugging Face, OpenAI or Meta.
-
-    Raises:
-        TokenizerError: a file is missing, unusable or unknown; the message names the file.
-    """
-    load = next((load for name, load in _LOADERS.items() if is_named(directory / name)), None)
-    try:
-        if load is not None:
+    """Load the tokenizer of a checkpoint directory; raise CheckpointError if its files are missing or unusable."""
+    for name, load in _LOADERS.items():
+        if os.path.lexists(directory / name):
             return load(directory)
-        if (ranks := find_ranks_file(directory)) is not None:
-            return load_published_ranks(ranks)
-    except TokenizerError as error:
-        raise TokenizerError(f"{directory}/{error}") from error
-    raise TokenizerError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)} or one *.tiktoken file")
+    if len(ranks := list(directory.glob("*.tiktoken"))) == 1:
+        return _load_published_ranks(ranks[0])
+    raise CheckpointError(f"{directory}: no tokenizer; expected one of {', '.join(_LOADERS)} or one *.tiktoken file")
 
 
 def _load_json(directory: Path) -> Tokenizer:
-    return tokenizer_from_json(directory, read_object(directory / TOKENIZER_FILE), read_tokenizer_config(directory))
+    path = directory / TOKENIZER_FILE
+    return tokenizer_from_json(path, read_json(path), read_tokenizer_config(directory))
+
+
+def _load_published_ranks(path: Path) -> Tokenizer:
+    """Load the tokenizer of a published file of ranks. Raises CheckpointError for a file with an unknown SHA-256."""
+    check_is_file(path)
+    digest = file_digest(path)
+    if (published := _PUBLISHED.get(digest)) is None:
+        raise CheckpointError(
+            f"{path}: the SHA-256 {digest[:16]}… matches no known file ({_KNOWN}), so the split pattern is "
+            "unknown; copy the file again, or add a tokenizer.json"
+        )
+    return _from_ranks(path, published)
+
+
+def _load_tokenizer_model(directory: Path) -> Tokenizer:
+    """Load the tokenizer of Llama 3's `tokenizer.model`. Raises CheckpointError, also for a SentencePiece model."""
+    path = directory / "tokenizer.model"
+    read_bytes(path)  # an unreadable file has its own error
+    try:
+        ranks = read_ranks(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path}: a SentencePiece model, which is not supported; {_SAVE_FAST_TOKENIZER}"
+        ) from error
+    if len(ranks) != 128_000:
+        raise CheckpointError(f"{path}: {len(ranks)} ranks, expected 128000 as in Llama 3; add a tokenizer.json")
+    return _from_ranks(path, _LLAMA3)
+
+
+def _load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> Tokenizer:
+    """Load the tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe."""
+    config, path = read_tokenizer_config(directory), directory / vocabulary_file
+    name = ("GPT2Tokenizer" if config.tokenizer_class is None else config.tokenizer_class).removesuffix("Fast")
+    if name not in _SPLITS:
+        raise CheckpointError(f"{path}: the split pattern of {name} is not in this file; {_SAVE_FAST_TOKENIZER}")
+    pattern, normalizer = _SPLITS[name]
+    vocabulary = read_json(path)
+    if _END_OF_TEXT in vocabulary:  # GPT-2's own files name no EOS token
+        config = replace(config, roles={"eos_token": _END_OF_TEXT, **config.roles})
+    merges_path = directory / merges_file
+    merges = [line for line in read_text(merges_path).split("\n") if line and not line.startswith("#version")]
+    if wrong := next((line for line in merges if line.count(" ") != 1), None):
+        raise CheckpointError(f"{merges_path}: expected two tokens a line, not {wrong!r}; copy the file again")
+    values = {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer_for(pattern),
+        "decoder": BYTE_LEVEL_DECODER,
+        "added_tokens": _special_tokens(directory, vocabulary, config),
+    }
+    return tokenizer_from_json(path, values, config)
+
+
+def _special_tokens(directory: Path, vocabulary: Mapping[str, int], config: TokenizerConfig) -> list[dict[str, Any]]:
+    """Return the special tokens as entries of `added_tokens`: GPT-2's, and those that the other files name."""
+    ids = {**vocabulary, **read_json(directory / "added_tokens.json", optional=True)}
+    names = {_END_OF_TEXT, *config.special, *(ids.keys() - vocabulary.keys())} & ids.keys()
+    return [added_token(name, ids[name]) for name in sorted(names, key=ids.__getitem__)]
+
+
+def _from_ranks(path: Path, published: _Published) -> Tokenizer:
+    special = published.special_tokens
+    ranks = read_ranks(path)
+    vocabulary = {**{str(rank): rank for rank in ranks.values()}, **special}
+    eos_token_ids = read_eos_token_ids(path.parent, read_tokenizer_config(path.parent), vocabulary)
+    default = tuple(special[name] for name in (_END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>") if name in special)
+    with parsing(path):
+        return ByteLevelTokenizer(
+            pattern=published.pattern,
+            ranks=ranks,
+            special_tokens=dict(special),
+            eos_token_ids=eos_token_ids or default,
+            bos_token_id=special.get("<|begin_of_text|>"),
+        )
 
 
 _LOADERS: Mapping[str, Callable[[Path], Tokenizer]] = {
     SPEC_FILE: load_native,
     RANKS_FILE: load_native,
     TOKENIZER_FILE: _load_json,
-    "vocab.json": partial(load_merges, vocabulary_file="vocab.json", merges_file="merges.txt"),
-    "encoder.json": partial(load_merges, vocabulary_file="encoder.json", merges_file="vocab.bpe"),
-    "tokenizer.model": load_tokenizer_model,
+    "vocab.json": partial(_load_merges, vocabulary_file="vocab.json", merges_file="merges.txt"),
+    "encoder.json": partial(_load_merges, vocabulary_file="encoder.json", merges_file="vocab.bpe"),
+    "tokenizer.model": _load_tokenizer_model,
 }

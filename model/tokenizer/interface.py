@@ -1,33 +1,21 @@
-"""Tokenizer base class: vocabulary, special tokens and decoding. Torch-free."""
+"""Tokenizer base class: vocabulary, special tokens and decoding, at once or as a stream. Torch-free."""
 
+import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
-from model.io.json_file import FileError
-from model.io.one_line_error import OneLineError
+from model.io.files import OneLineError
 
 # Ten times the largest published vocabulary. A file may name any id, and each id below the largest takes a list entry.
 MAX_IDS = 2**22
 
 
 class TokenizerError(OneLineError):
-    """A tokenizer file is missing, damaged, unknown or unsuitable, or a text cannot be encoded."""
-
-
-@contextmanager
-def naming(file: str) -> Iterator[None]:
-    """Put the file name before the message of an error, and turn errors of malformed content into a TokenizerError."""
-    try:
-        yield
-    except (TokenizerError, FileError) as error:
-        raise TokenizerError(f"{file}: {error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise TokenizerError(f"{file}: malformed: {error!r}; copy the file again") from error
+    """Error of an unsuitable definition of a tokenizer, or of a text that a tokenizer cannot encode."""
 
 
 class Tokenizer(ABC):
-    """Conversion of text to token ids and back.
+    """Conversion of text to token ids and back. An id outside the vocabulary raises IndexError.
 
     Attributes:
         vocab_size: the highest id plus one. Unused ids below `vocab_size` have no bytes and an empty name.
@@ -45,10 +33,7 @@ class Tokenizer(ABC):
         eos_token_ids: tuple[int, ...],
         bos_token_id: int | None,
     ) -> None:
-        """Build the table of token bytes.
-
-        Args:
-            token_bytes: each id with the bytes that the token adds to a text; special tokens excepted.
+        """Build the table of the bytes that each ordinary token adds to a text.
 
         Raises:
             TokenizerError: two tokens have the same id, an id is not in 0 to `MAX_IDS` - 1, or the BOS token or an EOS
@@ -76,45 +61,60 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Return the token ids of a text, without the BOS token.
-
-        Lone surrogates become U+FFFD. JSON can escape lone surrogates, but UTF-8 cannot encode them.
+        """Return the token ids of a text, without the BOS token. Lone surrogates become U+FFFD.
 
         Args:
-            parse_special: parse the name of a special token in the text as that token. By default such a name is
-                ordinary text, because a user must not be able to inject special tokens. Rendered chat templates
-                need True.
+            parse_special: parse the name of a special token in the text as that token, as rendered chat templates
+                need. By default such a name is ordinary text, because a user must not be able to inject special tokens.
 
         Raises:
-            TokenizerError: the tokenizer cannot encode the text.
+            TokenizerError: the tokenizer cannot encode the text, for example a million spaces in a row.
         """
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of these ids, with special tokens by name and invalid UTF-8 as U+FFFD.
-
-        Raises:
-            IndexError: an id is not in the vocabulary.
-        """
+        """Return the text of token ids, with special tokens by name and invalid UTF-8 as U+FFFD."""
         return self._joined_bytes(token_ids).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a non-empty text; b"" for a special token.
-
-        Raises:
-            IndexError: the id is not in the vocabulary.
-        """
+        """Return the bytes that a token adds to a non-empty text; b"" for a special token."""
         if token_id < 0:
             raise IndexError(token_id)
         return self._token_bytes[token_id]
 
     def format_token_name(self, token_id: int) -> str:
-        """Return the text to show for a single token: its text with invalid UTF-8 as U+FFFD, or its special name.
-
-        Raises:
-            IndexError: the id is not in the vocabulary.
-        """
+        """Return the text to show for a token: the name of a special token, else its text, invalid UTF-8 as U+FFFD."""
         return self._special_names.get(token_id) or self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _joined_bytes(self, token_ids: Iterable[int]) -> bytes:
         names = self._special_names
         return b"".join(names[i].encode() if i in names else self.token_bytes(i) for i in token_ids)
+
+
+class StreamDecoder:
+    """Incremental decoder of token ids that holds back the bytes of an incomplete character.
+
+    The joined texts of all pushes and the flush are the text that the ids add to a non-empty text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._holds = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Decode token ids and return the text that is complete."""
+        return "".join(map(self.push_one, token_ids))
+
+    def push_one(self, token_id: int) -> str:
+        """Decode one token id and return the text that is complete. ASCII takes a faster path."""
+        added = self._token_bytes(token_id)
+        if added.isascii() and not self._holds:
+            return added.decode("ascii")
+        text = self._decoder.decode(added)
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """Return U+FFFD if an incomplete character is held back, else an empty text."""
+        self._holds = False
+        return self._decoder.decode(b"", final=True)

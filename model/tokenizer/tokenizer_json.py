@@ -1,21 +1,29 @@
 """Tokenizers of the Hugging Face `tokenizers` library, described by a tokenizer.json. Torch-free.
 
-The library encodes. Decoding is implemented here, because the library's decoding cannot be streamed. Here, a token
-adds the same bytes to a text, whatever its neighbours are.
+The library encodes. Decoding is implemented here, because the library's decoding cannot be streamed. A decoder is
+supported if each token adds the same bytes to a text, whatever its neighbours are. The one exception is the removal of
+spaces at the start of a text. Supported decoders:
+
+    ByteLevel                                       every character stands for a byte (GPT-2)
+    Replace, ByteFallback, Fuse, Strip in sequence  ▁ is a space, <0xE2> a byte (Llama 2, Gemma)
+    Metaspace                                       ▁ is a space (Mistral, T5)
+    Fuse                                            tokens are text
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from model.io.files import parsing
 from model.tokenizer.bos_eos import TokenizerConfig, read_bos_token_id, read_eos_token_ids
-from model.tokenizer.decoders import CHARACTER_OF_BYTE, TokenDecoder, flatten_steps, read_decoder, to_characters
-from model.tokenizer.interface import Tokenizer, TokenizerError, naming
+from model.tokenizer.interface import Tokenizer, TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
 # NFC leaves at least a quarter of a text's bytes. The worst case known: U+0390 has 2 bytes, and its longest spelling
@@ -28,20 +36,108 @@ BYTE_LEVEL_DECODER = {"type": "ByteLevel", "add_prefix_space": False, "trim_offs
 _PLAIN_ADDED_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
-def tokenizer_from_json(
-    directory: Path, values: dict[str, Any], config: TokenizerConfig, *, file: str = TOKENIZER_FILE
-) -> "LibraryTokenizer":
-    """Make the tokenizer that a tokenizer.json and the other files of its directory describe.
+# GPT-2's printable characters for bytes (Radford et al. 2019). A byte that is printable in Latin-1 stands for itself.
+# The other bytes are numbered in order from U+0100.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_NOT_PRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+CHARACTER_OF_BYTE: dict[int, str] = {byte: chr(byte) for byte in _PRINTABLE} | {
+    byte: chr(0x100 + index) for index, byte in enumerate(_NOT_PRINTABLE)
+}
+_BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def to_characters(token: bytes) -> str:
+    """Return GPT-2's characters that stand for the bytes of a token."""
+    return token.decode("latin-1").translate(CHARACTER_OF_BYTE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenDecoder:
+    """Conversion of the tokens of a tokenizer.json to bytes.
+
+    byte_level: every character of a token stands for a byte.
+    byte_fallback: a token such as <0xE2> stands for one byte.
+    replacements: pairs of old and new text, replaced in a token in this order.
+    num_stripped: maximum number of spaces, put there by encoding, to remove from the start of a whole text.
+    """
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    num_stripped: int = 0
+
+    def token_bytes(self, token: str) -> bytes:
+        """Return the bytes that a token of the vocabulary adds to a non-empty text."""
+        if self.byte_level:
+            try:
+                return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+            except KeyError:  # an added token, which is plain text
+                return token.encode()
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token.encode("utf-8", "replace")
+
+
+def flatten_steps(values: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a decoder, normalizer or pre-tokenizer; `key` names the list of steps in a Sequence."""
+    if values is None:
+        return []
+    if values.get("type") != "Sequence":
+        return [values]
+    return [step for part in values[key] for step in flatten_steps(part, key)]
+
+
+def read_decoder(values: Mapping[str, Any] | None) -> TokenDecoder:
+    """Read the `decoder` of a tokenizer.json. Raises TokenizerError for unsupported steps or another order of steps."""
+    steps = flatten_steps(values, "decoders")
+    kinds = [str(step.get("type")) for step in steps]
+    if "ByteLevel" in kinds:
+        if not set(kinds) <= {"ByteLevel", "Fuse"} or kinds.count("ByteLevel") > 1:
+            raise TokenizerError("the decoder has steps besides ByteLevel, which is not supported; use ByteLevel alone")
+        return TokenDecoder(byte_level=True)
+    replacements: list[tuple[str, str]] = []
+    num_stripped = 0
+    for index, step in enumerate(steps):
+        match step:
+            case {"type": "Fuse" | "ByteFallback"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+                replacements.append((old, new))
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if "Fuse" in kinds[:index]:
+                num_stripped += start
+            case {"type": "Metaspace", "replacement": str(old)} if old:
+                replacements.append((old, " "))
+                # Files from before 2023 have add_prefix_space instead of prepend_scheme.
+                prepends = step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
+                num_stripped += bool(prepends)
+            case _:
+                raise TokenizerError(
+                    f"the decoder step {dict(step)!r} is not supported; "
+                    "supported are ByteLevel, Metaspace, and Replace, ByteFallback, Fuse, Strip in this order"
+                )
+    if not {"Fuse", "Metaspace"} & set(kinds):
+        raise TokenizerError(
+            f"the decoder ({', '.join(kinds) or 'none'}) joins tokens with spaces, which cannot be streamed; "
+            "add a Fuse decoder if tokens are joined without spaces"
+        )
+    return TokenDecoder(
+        byte_fallback="ByteFallback" in kinds, replacements=tuple(replacements), num_stripped=num_stripped
+    )
+
+
+def tokenizer_from_json(path: Path, values: dict[str, Any], config: TokenizerConfig) -> "LibraryTokenizer":
+    """Make a tokenizer from the values of a tokenizer.json and the other files of its directory.
 
     Args:
-        values: the object of the tokenizer.json.
-        config: the settings of tokenizer_config.json and special_tokens_map.json.
-        file: name of the file that `values` comes from, for error messages.
+        path: the file that an error names.
 
     Raises:
-        TokenizerError: a part of a file is malformed or not supported.
+        CheckpointError: a part of a file is malformed or not supported.
     """
-    with naming(file):
+    with parsing(path):
         decoder, vocabulary = read_decoder(values.get("decoder")), _read_vocabulary(values["model"])
         added_tokens = _read_added_tokens(values, config, vocabulary)
         vocabulary |= {token["content"]: token["id"] for token in added_tokens}
@@ -49,29 +145,23 @@ def tokenizer_from_json(
         bos_token_id = read_bos_token_id(config, values.get("post_processor"), vocabulary)
         if bos_token_id is not None:
             special |= {name: token_id for name, token_id in vocabulary.items() if token_id == bos_token_id}
-    eos_token_ids = read_eos_token_ids(directory, config, vocabulary)
-    with naming(file):
         return LibraryTokenizer(
             {**values, "added_tokens": added_tokens},
             decoder=decoder,
             special_tokens=special,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=read_eos_token_ids(path.parent, config, vocabulary),
             bos_token_id=bos_token_id,
         )
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library.
+    """Tokenizer of the `tokenizers` library.
 
     Args:
         values: the object of a tokenizer.json, with all added tokens.
-        decoder: the decoder that the file describes.
-        special_tokens: name and id of each special token.
-        eos_token_ids, bos_token_id: the EOS tokens, and the BOS token if there is one.
 
     Raises:
-        TokenizerError: the library rejects the file or would assign another id to a token, an added token normalizes
-            to nothing, or an id is wrong; see `Tokenizer`.
+        TokenizerError: the library rejects the values, or handles a token differently from them.
     """
 
     def __init__(
@@ -97,11 +187,6 @@ class LibraryTokenizer(Tokenizer):
         self.longest_token = _max_covered_bytes(values, decoder, max(map(len, self._token_bytes)))
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """See `Tokenizer`.
-
-        Raises:
-            TokenizerError: the library cannot encode the text, for example a character without a token.
-        """
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -113,19 +198,18 @@ class LibraryTokenizer(Tokenizer):
         return token_ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """See `Tokenizer`. Remove the space that such tokenizers put before a text."""
-        return self._decoder.strip_start(self._joined_bytes(token_ids)).decode("utf-8", "replace")
+        text = self._joined_bytes(token_ids)
+        for _ in range(self._decoder.num_stripped):
+            text = text.removeprefix(b" ")
+        return text.decode("utf-8", "replace")
 
     def to_json(self) -> str:
-        """Return the tokenizer.json that the library writes."""
+        """Return the text of a tokenizer.json for this tokenizer."""
         return str(self._library.to_str())
 
     @cached_property
     def _special_parser(self) -> tokenizers.Tokenizer:
-        """A second library tokenizer, which parses special tokens in a text.
-
-        Threads share both tokenizers, so the setting of one tokenizer cannot be switched per call.
-        """
+        """Second library tokenizer, which parses special tokens in a text: threads share a tokenizer's settings."""
         library = tokenizers.Tokenizer.from_str(self.to_json())
         library.encode_special_tokens = False
         return library
@@ -159,12 +243,12 @@ class LibraryTokenizer(Tokenizer):
 
 
 def added_token(content: str, token_id: int) -> dict[str, Any]:
-    """Return an entry of `added_tokens` for a special token."""
+    """Return the entry of a special token in the `added_tokens` of a tokenizer.json."""
     return {**_PLAIN_ADDED_TOKEN, "id": token_id, "content": content}
 
 
 def pre_tokenizer_for(pattern: str) -> dict[str, Any]:
-    """Return the `pre_tokenizer` of a tokenizer.json that splits by a pattern and writes bytes as characters."""
+    """Return the `pre_tokenizer` object of a tokenizer.json that splits by a pattern and writes bytes as characters."""
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "Sequence", "pretokenizers": [split, byte_level]}
@@ -190,9 +274,9 @@ def _read_vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
 def _read_added_tokens(
     values: Mapping[str, Any], config: TokenizerConfig, vocabulary: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return the added tokens of tokenizer.json and tokenizer_config.json, sorted by id.
+    """Return the added tokens of tokenizer.json, which has precedence, and tokenizer_config.json, sorted by id.
 
-    tokenizer.json has precedence. Tokens that the config names as special tokens become special.
+    Tokens that the config names as special tokens become special.
     """
     by_id = {vocabulary[name]: added_token(name, vocabulary[name]) for name in config.special & vocabulary.keys()}
     listed = [{"id": token_id, **entry} for token_id, entry in config.added_tokens.items()]
@@ -207,11 +291,7 @@ def _read_added_tokens(
 
 
 def _alphabet(model: Mapping[str, Any], decoder: TokenDecoder) -> frozenset[str] | None:
-    """Return the characters that have tokens, if the library drops or rejects all other characters, else None.
-
-    For a BPE model, these are the characters that merging begins with. For a WordLevel model of single characters,
-    they are its whole vocabulary.
-    """
+    """Return the characters that have tokens, if the library drops or rejects all other characters, else None."""
     vocabulary, unknown = model["vocab"], model.get("unk_token")
     if model.get("type") == "WordLevel" and unknown not in vocabulary:
         return frozenset(vocabulary) if all(len(token) == 1 for token in vocabulary) else None
@@ -224,32 +304,31 @@ def _alphabet(model: Mapping[str, Any], decoder: TokenDecoder) -> frozenset[str]
 def _max_covered_bytes(values: Mapping[str, Any], decoder: TokenDecoder, longest_token: int) -> int | None:
     """Return the maximum number of text bytes that one token covers; None if there is no limit.
 
-    A text far longer than the context is rejected by this limit before the slow tokenization. There is no limit if one
-    token can cover a run of any length: unknown characters fused into one token, words outside the vocabulary, spaces
-    that an added token or a pre-tokenizer removes, or characters that a normalizer removes.
+    By this number a text far longer than the context is rejected before it is tokenized. There is no limit if one token
+    can cover unknown characters or words of any length, or if a step of the tokenizer removes characters.
     """
-    keeps: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-        **dict.fromkeys(("ByteLevel", "Metaspace", "Digits", "Prepend", "NFC"), lambda step: True),
-        "Split": lambda step: step.get("behavior") != "Removed",
-        "Replace": lambda step: _replaces_by_as_much(step, decoder),
-    }
     steps = [
         *flatten_steps(values.get("normalizer"), "normalizers"),
         *flatten_steps(values.get("pre_tokenizer"), "pretokenizers"),
     ]
-    if not all(step.get("type") in keeps and keeps[step["type"]](step) for step in steps):
+    if not all(_keeps_length(step, decoder) for step in steps) or not _covers_known_text(values["model"], decoder):
         return None
     if any(token[key] for token in values["added_tokens"] for key in ("single_word", "lstrip", "rstrip")):
-        return None
-    if not _covers_known_text(values["model"], decoder):
         return None
     shrinks = NFC_SHRINKS if any(step["type"] == "NFC" for step in steps) else 1
     return shrinks * max(_MAX_CHARACTER_BYTES, longest_token)
 
 
-def _replaces_by_as_much(step: Mapping[str, Any], decoder: TokenDecoder) -> bool:
-    old = step.get("pattern", {}).get("String")
-    return isinstance(old, str) and len(decoder.token_bytes(step["content"])) >= len(old.encode())
+def _keeps_length(step: Mapping[str, Any], decoder: TokenDecoder) -> bool:
+    """Return True if a step of a normalizer or pre-tokenizer never removes text, except that NFC shortens text."""
+    match step:
+        case {"type": "ByteLevel" | "Metaspace" | "Digits" | "Prepend" | "NFC"}:
+            return True
+        case {"type": "Split"}:
+            return step.get("behavior") != "Removed"
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return len(decoder.token_bytes(new)) >= len(old.encode())
+    return False
 
 
 def _covers_known_text(model: Mapping[str, Any], decoder: TokenDecoder) -> bool:

@@ -28,7 +28,7 @@ from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import MANIFEST_FILE
 from model.evaluation.samples import Complete, complete_one_by_one
 from model.nn.transformer import Transformer
-from model.tokenizer.native import save_native
+from model.tokenizer.byte_level import save_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config, write_recipe
 from model.training.data.bpe import train_bpe
 from model.training.optimizer import Optimizers

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.chat.chatml import supports_chatml
-from model.tokenizer.byte_level import ByteLevelTokenizer
-from model.tokenizer.native import SPEC_FILE, load_native, save_native
+from model.tokenizer.byte_level import SPEC_FILE, ByteLevelTokenizer, load_native, save_native
 from model.training.config import TrainConfig
 from model.training.data.batches import ROUND_BATCHES, Batches, Ids, Mixture, TokenizedSource
 from model.training.data.bpe import train_bpe

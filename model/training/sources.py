@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.chat.chatml import END, ROLES, START
-from model.checkpoint.manifest import file_digest
+from model.io.files import file_digest
 from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig
 

@@ -27,13 +27,13 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import check_writable, load_model, save_checkpoint
 from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
-from model.checkpoint.shards import remove_shards
+from model.checkpoint.weights import remove_shards
 from model.evaluation.evaluation import evaluate_checkpoint
 from model.evaluation.likelihood import evaluate
 from model.evaluation.samples import Complete, Sample, Sampler, complete_one_by_one
 from model.nn.transformer import Block, Transformer
 from model.sampling.params import SamplingParams
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, read_corpus

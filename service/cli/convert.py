@@ -1,8 +1,7 @@
 """Command `kvasir convert`."""
 
-from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.hugging_face import convert_pickles, export_checkpoint
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
-from model.checkpoint.conversion.pickles import convert_pickles
 from service.cli.main import program
 from service.config.settings import ConvertSettings
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from model.attention.backends import ATTENTION_BACKENDS, RoundedAttention
 from model.checkpoint.loading import load_model
-from model.checkpoint.manifest import Manifest, file_digest, read_manifest
+from model.checkpoint.manifest import Manifest, read_manifest
 from model.config import ModelConfig
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.harness import PAIRS_NAME, export_tasks
@@ -20,6 +20,7 @@ from model.evaluation.likelihood import rolling_log_likelihoods
 from model.evaluation.minimal_pairs import accuracy, by_group, read_pairs
 from model.evaluation.samples import Sampler
 from model.gpu.quantization import Quantization
+from model.io.files import file_digest
 from model.nn.transformer import Transformer
 from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from model.io.one_line_error import error_line, first_line
+from model.io.files import error_line, first_line
 from service.config import settings as config
 from service.config.flags import CommandSettings
 from service.supervisor.worker_process import WorkerProcess

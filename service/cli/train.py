@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 from safetensors import SafetensorError
 
-from model.io.one_line_error import first_line
+from model.io.files import first_line
 from model.system.limits import usable_cpus
 from model.training.autopilot import RECIPE_FILE, Wish, train_own_text
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config

@@ -276,7 +276,7 @@ class ExportTokenizerSettings(CheckpointSettings):
     """
 
     out: Path = option("result")
-    """directory to write: a new or empty directory, or an earlier export"""
+    """directory to write: new or empty"""
 
 
 class TrainSettings(CommandSettings):

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.sampling.params import SamplingParams
-from model.tokenizer.interface import Tokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder, Tokenizer
 from service.engine.scheduling.sequence import SequenceState
 from service.ipc.messages import Finish, TokenDelta, TokenLogprob
 

@@ -12,7 +12,7 @@ from ctypes import c_double, c_int, c_long
 from enum import IntEnum
 from pathlib import Path
 
-from model.system.parent_death import end_with_parent
+from model.system.c_library import end_with_parent
 
 # A longer gap between two checks means that the checking process itself was paused, as with a paused container.
 _MAX_CHECK_GAP_SECONDS = 1.0

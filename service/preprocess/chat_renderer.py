@@ -83,7 +83,7 @@ class ChatPrompts:
 
     def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
         try:
-            (*messages, extra), breaker = self._escaper.shield([*variables["messages"], more])
+            (*messages, extra), breaker = self._escaper.escape([*variables["messages"], more])
             text = self._process.render({**variables, "messages": messages, **extra})
             return self._escaper.encode(text, breaker)
         except TemplateFailure as failure:

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.chat.template import (
-    PLAIN_SOURCE,
-    ChatTemplate,
-    ChatTemplateError,
-    load_chat_template,
-    read_special_tokens,
-    read_text,
-)
+from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
 from model.chat.template_sandbox import TemplateFailure
 from model.checkpoint.manifest import Manifest
-from model.sampling.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, GenerationConfigError
+from model.io.files import CheckpointError, read_text
+from model.sampling.generation_config import GENERATION_CONFIG_FILE, GenerationConfig
 from model.sampling.generation_config import read_generation_config as read_file
 from model.sampling.params import SamplingParams
+from model.tokenizer.bos_eos import read_tokenizer_config
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import ModelSettings, ServeSettings, context_length
 from service.preprocess.template_process import TemplateProcess
@@ -92,11 +87,11 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
     """Read and check the checkpoint's files other than the weights.
 
     Raises:
-        SettingsError, ChatTemplateError, GenerationConfigError: a setting or file cannot be used.
+        SettingsError, CheckpointError: a setting or file cannot be used.
     """
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
-    texts |= read_special_tokens(manifest.directory)  # the files take precedence over the tokenizer
+    texts |= read_tokenizer_config(manifest.directory).roles  # the files take precedence over the tokenizer
     return ServedModel(
         manifest=manifest,
         tokenizer=tokenizer,
@@ -109,20 +104,20 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
 
 
 def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
-    """Read the checkpoint's request defaults, or none with --no-generation-config. Raises GenerationConfigError."""
+    """Read the checkpoint's request defaults, or none with --no-generation-config. Raises `CheckpointError`."""
     config = read_file(directory) if settings.generation_config else GenerationConfig()
     sampling = {name: value for name in _SAMPLING if (value := getattr(config, name)) is not None}
     try:
         SamplingParams(max_tokens=0, **sampling)
     except ValueError as error:
-        raise GenerationConfigError(
+        raise CheckpointError(
             f"{directory / GENERATION_CONFIG_FILE}: {error}; correct the file, or ignore it with --no-generation-config"
         ) from None
     return RequestDefaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
 
 
 def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """Return the chat template that --chat-template selects, or None for "none". Raises ChatTemplateError."""
+    """Return the chat template that --chat-template selects, or None for "none". Raises `CheckpointError`."""
     origin = settings.chat_template
     template = None
     if origin == "none":
@@ -131,7 +126,7 @@ def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> Cha
         template, origin = load_chat_template(settings.checkpoint), "plain: the checkpoint has none"
     elif origin != "plain":
         if not Path(origin).is_file():
-            raise ChatTemplateError(f"--chat-template {origin}: no such file; give auto, plain, none or a Jinja file")
+            raise CheckpointError(f"--chat-template {origin}: no such file; give auto, plain, none or a Jinja file")
         template = ChatTemplate(source=read_text(Path(origin)), origin=origin)
     template = template or ChatTemplate(source=PLAIN_SOURCE, origin=origin)
     template = dataclasses.replace(template, special_tokens=special_tokens)
@@ -139,7 +134,7 @@ def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> Cha
         with closing(TemplateProcess(template.source)) as process:
             process.render(None)
     except TemplateFailure as failure:
-        raise ChatTemplateError(
+        raise CheckpointError(
             f"{template.origin}: {failure}; correct it, or choose another with --chat-template plain, none or FILE"
         ) from None
     return template

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from model.tokenizer.interface import Tokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder, Tokenizer
 from service.ipc.messages import TokenLogprob
 from service.protocol import responses
 

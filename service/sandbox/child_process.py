@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from model.system.parent_death import end_with_parent
+from model.system.c_library import end_with_parent
 
 # Timeout of a reply. The child's own limits are of CPU time, which a stopped child does not use.
 ANSWER_SECONDS: Final = 60.0

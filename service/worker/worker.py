@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from model.checkpoint.manifest import Manifest
-from model.system.parent_death import end_with_parent
+from model.system.c_library import end_with_parent
 from service.config import log_setup
 from service.config.settings import ServeSettings, SettingsError, effective_values
 from service.ipc.channel import WorkerChannel

@@ -9,7 +9,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer
 
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder
 from tests.families.models import CASES
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
 from tests.model.chat_templates import CHATML, LLAMA_2

@@ -11,7 +11,7 @@ from model.checkpoint.manifest import read_manifest
 from model.nn.reference_generate import generate
 from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder
 
 
 class Oracle:

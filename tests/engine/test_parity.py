@@ -14,7 +14,7 @@ import torch
 from model.attention.metadata import AttentionMetadata
 from model.nn.reference_generate import generate
 from model.sampling.params import SamplingParams
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
 from service.engine.scheduling.scheduler import EngineConfig

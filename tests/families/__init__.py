@@ -1,1 +1,1 @@
-"""Other people's checkpoints, against the transformers library: the independent implementation of every family."""
+"""Tests of checkpoints in Hugging Face's and nanoGPT's formats, against the transformers library."""

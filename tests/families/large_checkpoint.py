@@ -1,4 +1,4 @@
-"""Directories of half a gigabyte, and a process that loads one and says what memory that took."""
+"""Checkpoints of half a gigabyte, and a child process that measures the memory of loading one."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ print(manifest.num_weight_bytes, baseline * 1024, kilobytes("VmHWM") * 1024, kil
 
 
 def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_shards: int, num_bytes: int) -> None:
-    """A checkpoint of about `num_bytes`: the vocabulary is as large as it takes."""
+    """Write a random checkpoint of about `num_bytes`; the vocabulary makes up the size."""
     directory.mkdir()
     values = {"model_type": family_name, **CONFIGS[family_name], "vocab_size": 1}
     _, config = read_family_config(directory / "config.json", values)
@@ -61,13 +61,13 @@ def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_sh
     values["vocab_size"] = rows
     (directory / "config.json").write_text(json.dumps(values))
     family, config = read_family_config(directory / "config.json", values)
-    parts = [part for source in sources(config, family).values() for part in source.parts]
+    parts = [part for source in sources(config, family).values() for part in source.shapes.items()]
     generator = torch.Generator().manual_seed(0)
     names = [f"model-{n:05}-of-{num_shards:05}.safetensors" for n in range(1, num_shards + 1)]
     weight_map: dict[str, str] = {}
     for number, name in enumerate(names if num_shards > 1 else ["model.safetensors"]):
         mine = parts[number::num_shards]
-        tensors = {p.name: torch.empty(p.shape).uniform_(-1, 1, generator=generator).to(dtype) for p in mine}
+        tensors = {part: torch.empty(shape).uniform_(-1, 1, generator=generator).to(dtype) for part, shape in mine}
         save_file(tensors, directory / name)
         weight_map |= dict.fromkeys(tensors, name)
     if num_shards > 1:
@@ -75,7 +75,7 @@ def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_sh
 
 
 def measure(directory: Path, dtype: str) -> tuple[int, int, int, int]:
-    """Bytes: of the weight files, and of a fresh process before loading, at its peak, and with the model loaded."""
+    """Return four numbers of bytes: weight files, child process before loading, at its peak, and after loading."""
     command = [sys.executable, "-W", "ignore", "-c", _LOAD, str(directory), dtype]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Small random models made by the transformers library, one for each turn a family's config can take."""
+"""Small random models made by the transformers library: one for each branch of a family's config."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -57,15 +57,15 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A family and what its config says beyond the sizes above."""
+    """Model family and the config values of a test case, besides the sizes above."""
 
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int = 0, *, spread: float = 0.2, **changes: Any) -> transformers.PreTrainedModel:
-        """The library's model in float32: no weight is zero, no norm is one, and attention is far from uniform.
+        """Build the transformers library's model in float32, with no weight of zero and no norm weight of one.
 
-        The wider the spread of the weights, the surer the model of its tokens, and the more it amplifies rounding.
+        A wider spread of the weights makes the probabilities sharper and amplifies rounding errors.
         """
         name, sizes = CLASSES[self.family]
         config = getattr(transformers, f"{name}Config")(**(_NO_IDS | sizes | self.changes | changes))
@@ -131,13 +131,13 @@ CASES: dict[str, Case] = {
 
 
 def load(directory: Path, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Transformer:
-    """What `kvasir serve` would load."""
+    """Load a checkpoint as `kvasir serve` does."""
     manifest = read_manifest(directory)
     return load_model(manifest, device="cpu", dtype=dtype, attention=BACKENDS[attention])
 
 
 def read_by_library(directory: Path) -> transformers.PreTrainedModel:
-    """The same directory as the library reads it, in float32, with its attention written out."""
+    """Load a checkpoint with the transformers library, in float32 with eager attention."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )

@@ -1,4 +1,4 @@
-"""nanoGPT's model, written independently of ours: the names and formulas of its model.py, one tensor at a time."""
+"""Independent implementation of nanoGPT's model, with the names and formulas of its model.py."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ ARGUMENTS: Arguments = {
 
 
 def random_state(arguments: Arguments, seed: int = 0) -> dict[str, Tensor]:
-    """A state_dict as train.py saves it, lm_head sharing the embedding's memory."""
+    """Return a random state_dict as nanoGPT's train.py saves one: lm_head shares the embedding's memory."""
     generator = torch.Generator().manual_seed(seed)
     width, vocabulary = arguments["n_embd"], arguments["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -45,7 +45,7 @@ def random_state(arguments: Arguments, seed: int = 0) -> dict[str, Tensor]:
 
 
 def logits(arguments: Arguments, state: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Next-token logits of one text, (positions, vocabulary)."""
+    """Return the next-token logits of one text, of shape (positions, vocabulary)."""
     heads, width, length = arguments["n_head"], arguments["n_embd"], len(ids)
 
     def norm(name: str, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def logits(arguments: Arguments, state: dict[str, Tensor], ids: Tensor) -> Tenso
 
 
 def write_checkpoint(path: Path, arguments: Arguments, state: dict[str, Any], **more: Any) -> Path:
-    """A ckpt.pt with everything train.py puts into it."""
+    """Write a ckpt.pt with all entries that nanoGPT's train.py writes."""
     optimizer = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(5)}}, "param_groups": [{"lr": 6e-4}]}
     values = {
         "model": state,

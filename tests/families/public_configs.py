@@ -1,4 +1,4 @@
-"""config.json of public checkpoints as they stand on the hub, and the parameters their model cards count."""
+"""Copies of config.json of public checkpoints, and the number of parameters on their model cards."""
 
 from typing import Any
 

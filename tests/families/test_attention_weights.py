@@ -1,4 +1,4 @@
-"""What is shown of attention is what the transformers library shows (`output_attentions`), for every family."""
+"""Attention weights of every family equal those of the transformers library (`output_attentions`)."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ LENGTH = 31
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_the_library(tmp_path: Path, case: str) -> None:
+def test_attention_weights_equal_those_of_transformers(tmp_path: Path, case: str) -> None:
     CASES[case].build().save_pretrained(tmp_path)
     token_ids = torch.randint(VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():

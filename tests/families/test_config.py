@@ -1,4 +1,4 @@
-"""config.json: the library's defaults, both spellings of positions, public files, and every refusal in one line."""
+"""Reading of config.json: defaults, old and new spellings of keys, public files, and one-line errors."""
 
 import json
 import pickle
@@ -10,7 +10,7 @@ import pytest
 from model.config import ModelConfig
 from model.config_enums import RopeScaling, RopeScalingKind
 from model.huggingface.family_table import FAMILIES, read_family_config
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from tests.families.models import CASES, transformers
 from tests.families.public_configs import PUBLIC
 
@@ -34,7 +34,7 @@ def test_a_family_can_be_sent_to_the_worker(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_checkpoints_are_described_to_the_parameter(name: str) -> None:
+def test_public_checkpoints_have_their_number_of_parameters(name: str) -> None:
     num_parameters, values = PUBLIC[name]
     assert read_family_config(PATH, values)[1].num_parameters == num_parameters
 
@@ -80,7 +80,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_old_and_new_spelling_mean_the_same(name: str) -> None:
+def test_old_and_new_spellings_of_keys_give_the_same_config(name: str) -> None:
     model_type, old, new = SPELLINGS[name]
     assert read(model_type, **old) == read(model_type, **new) != read(model_type)
 
@@ -146,7 +146,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "two types": ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "'linear and llama3': supported are"),
     "rope key": ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "rope_scaling.mscale=1: not a key of"),
     "rope a layer": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention={}: not a key"),
-    "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling: rope_scaling factor must be a positive number"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "config.json: rope_scaling factor must be a positive number"),
     "no frequencies": ({"rope_scaling": {"type": "llama3", "factor": 2}}, "low_freq_factor must be a positive number"),
     "rope is a word": ({"rope_scaling": "linear"}, "rope_scaling='linear': expected a JSON object or null"),
     "two ropes": (
@@ -206,7 +206,7 @@ def test_an_error_names_the_config_key_of_a_missing_feature(name: str) -> None:
 
 
 def test_every_case_of_the_grid_keeps_its_config(tmp_path: Path) -> None:
-    """Written by the library and read by us, no two cases of a family are the same model."""
+    """Configs that transformers wrote differ between all cases of a family after Kvasir has read them."""
     configs: dict[str, list[ModelConfig]] = {}
     for case in CASES.values():
         values = json.loads(case.build().config.to_json_string())

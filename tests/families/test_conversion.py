@@ -1,4 +1,4 @@
-"""Checkpoints of ours for the transformers library, and pickles as safetensors: nothing changes on the way."""
+"""Conversion keeps every tensor: export to Hugging Face's format, and pickles to safetensors."""
 
 import json
 import shutil
@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.hugging_face import convert_pickles, export_checkpoint
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
-from model.checkpoint.conversion.pickles import convert_pickles
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
 from service.cli.main import main
 from tests.families.models import CASES, load, read_by_library, transformers
@@ -29,8 +28,8 @@ STORY = "Once upon a time, there was a little dog named Max. He loved to run in 
 PICKLE = "pytorch_model.bin"
 
 
-def test_the_library_computes_the_shipped_model_alike(tmp_path: Path) -> None:
-    """Our own training, our own tokenizer, and another implementation of both: the same ids, the same logits."""
+def test_transformers_computes_the_same_logits_for_an_export(tmp_path: Path) -> None:
+    """The transformers library gives the same ids and logits for the exported shipped model."""
     manifest = export_checkpoint(SHIPPED, tmp_path / "exported")
     assert manifest.config == read_manifest(SHIPPED).config
     ids = load_tokenizer(SHIPPED).encode(STORY)
@@ -47,7 +46,7 @@ def test_the_library_computes_the_shipped_model_alike(tmp_path: Path) -> None:
 def test_an_exported_checkpoint_reads_back_as_the_same_model(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.checkpoint.shards.MAX_SHARD_BYTES", 30_000)
+    monkeypatch.setattr("model.checkpoint.weights.MAX_SHARD_BYTES", 30_000)
     CASES[case].build().bfloat16().save_pretrained(tmp_path / "first")
     write_byte_level(tmp_path / "first", 300)
     second = export_checkpoint(tmp_path / "first", tmp_path / "second")
@@ -69,7 +68,7 @@ def test_exporting_a_model_of_no_family_is_rejected(tmp_path: Path, capsys: pyte
 
 
 def write_pickles(directory: Path, case: str, *, num_shards: int = 1) -> dict[str, torch.Tensor]:
-    """As transformers wrote them before safetensors: tied heads share memory."""
+    """Write pickles as transformers did before safetensors: tied heads share memory."""
     model = CASES[case].build()
     model.config.save_pretrained(directory)
     write_byte_level(directory, 300)
@@ -87,7 +86,7 @@ def write_pickles(directory: Path, case: str, *, num_shards: int = 1) -> dict[st
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("case", ["gpt2", "llama mha"])
-def test_pickles_become_safetensors(
+def test_pickles_convert_to_equal_safetensors(
     tmp_path: Path, case: str, num_shards: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = write_pickles(tmp_path / "old", case, num_shards=num_shards)

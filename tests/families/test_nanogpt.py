@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt becomes one of our checkpoints: the same logits, its characters, and nothing in it is executed."""
+"""Conversion of nanoGPT's ckpt.pt: equal logits, a tokenizer of characters, and no execution of code."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ import torch
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.conversion.nanogpt import convert_nanogpt
 from model.checkpoint.manifest import read_manifest
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from service.cli.main import main
@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def meta(path: Path, **more: Any) -> Path:
-    """As data/shakespeare_char/prepare.py writes it."""
+    """Write a meta.pkl as nanoGPT's data/shakespeare_char/prepare.py does."""
     stoi = {character: index for index, character in enumerate(CHARACTERS)}
     values = {"vocab_size": len(stoi), "itos": {index: c for c, index in stoi.items()}, "stoi": stoi}
     path.write_bytes(pickle.dumps(values | more))
@@ -41,7 +41,7 @@ def meta(path: Path, **more: Any) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_nanogpt(tmp_path: Path, case: str) -> None:
+def test_a_converted_model_has_the_logits_of_nanogpt(tmp_path: Path, case: str) -> None:
     arguments = ARGUMENTS | CASES[case]
     state = random_state(arguments)
     ids = IDS % arguments["vocab_size"]
@@ -57,7 +57,7 @@ def test_logits_are_those_of_nanogpt(tmp_path: Path, case: str) -> None:
 
 
 def test_the_reference_for_nanogpt_is_gpt2_with_exact_gelu() -> None:
-    """The small implementation above, against the library's: with gelu_new the logits would be others."""
+    """The small implementation of nanoGPT equals the transformers library's GPT-2 with exact GELU only."""
     state = random_state(ARGUMENTS)
     config = transformers.GPT2Config(
         **{key: ARGUMENTS[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")},
@@ -75,7 +75,7 @@ def test_the_reference_for_nanogpt_is_gpt2_with_exact_gelu() -> None:
     assert float((mine - theirs).abs().max() / theirs.abs().max()) <= TOLERANCE
 
 
-def test_names_of_compiled_models_and_masks_of_old_ones(tmp_path: Path) -> None:
+def test_compiled_names_and_old_masks_are_accepted(tmp_path: Path) -> None:
     state = random_state(ARGUMENTS)
     plain = write_checkpoint(tmp_path / "plain.pt", ARGUMENTS, state)
     renamed = {f"_orig_mod.{name}": tensor for name, tensor in state.items()}
@@ -125,7 +125,7 @@ def test_a_converted_tokenizer_keeps_its_eos_token(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Runs a command when it is unpickled by a careless reader."""
+    """Object whose unpickling would run a command."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""Logits equal to the transformers library's, for each family over its grid: whole texts and cached chunks.
+"""Logits of every family equal those of the transformers library, for whole texts and cached chunks.
 
 Equal means: the largest absolute difference is at most 1e-5 of the largest absolute logit, in float32.
 """
@@ -36,13 +36,13 @@ def texts() -> list[Tensor]:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """max |ours - theirs| / max |theirs|."""
+    """Return max |ours - theirs| / max |theirs|."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def expected(case: str, directory: Path, storage: str) -> list[Tensor]:
-    """The logits of the texts by the library, which reads its own files; they are left in the directory."""
+    """Save a model to the directory, and return the texts' logits by the transformers library."""
     dtype, shard_bytes = STORAGES[storage]
     model = cast(Any, CASES[case].build()).to(dtype)
     model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
@@ -54,7 +54,7 @@ def expected(case: str, directory: Path, storage: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_the_library(tmp_path: Path, case: str, storage: str) -> None:
+def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, storage: str) -> None:
     theirs = expected(case, tmp_path, storage)
     for attention in BACKENDS:
         model = load(tmp_path, attention)
@@ -117,8 +117,8 @@ TIED = [name for name, case in CASES.items() if case.build().config.tie_word_emb
 
 
 @pytest.mark.parametrize("case", TIED)
-def test_names_without_the_prefix_of_the_bare_model(tmp_path: Path, case: str) -> None:
-    """As the first GPT-2 files are: saved from the model without its head, which is the embedding."""
+def test_tensor_names_without_the_family_prefix_are_read(tmp_path: Path, case: str) -> None:
+    """The first GPT-2 files were saved from the model without its head, which is the embedding."""
     model = cast(Any, CASES[case].build())
     model.base_model.save_pretrained(tmp_path)
     manifest = read_manifest(tmp_path)

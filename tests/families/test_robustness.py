@@ -1,4 +1,4 @@
-"""Whatever stands in config.json, an index or a header: it is read or refused in one line, and never a crash."""
+"""Random content of config.json, an index or a header is read or rejected in one line."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from model.huggingface.directory import INDEX_FILE, find_weight_files
 from model.huggingface.family_table import FAMILIES, read_family_config
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
 from tests.families.models import CASES
 
@@ -25,8 +25,8 @@ ROPE_KEYS = ["rope_type", "type", "rope_theta", "factor", "partial_rotary_factor
 ROPES = st.dictionaries(st.sampled_from(ROPE_KEYS), JSON, max_size=4)
 
 
-def refusal(call: Callable[[], object]) -> str:
-    """What a call is refused with; nothing if it is not."""
+def error_of(call: Callable[[], object]) -> str:
+    """Return the CheckpointError's message that a call raises, or an empty text."""
     try:
         call()
     except CheckpointError as error:
@@ -44,7 +44,7 @@ def test_any_config_is_read_or_gives_one_error_line(
     model_type: str, values: dict[str, Any], rope: dict[str, Any] | None
 ) -> None:
     named = {"rope_scaling": rope, **values, "model_type": model_type}
-    assert "\n" not in refusal(lambda: read_family_config(Path("config.json"), named))
+    assert "\n" not in error_of(lambda: read_family_config(Path("config.json"), named))
 
 
 @settings(
@@ -76,7 +76,6 @@ def test_any_header_is_read_or_gives_one_error_line(
 
     def read() -> None:
         for header in read_headers(path).values():
-            header.check_is_weight()
             assert header.end <= path.stat().st_size
 
-    assert "\n" not in refusal(read)
+    assert "\n" not in error_of(read)

@@ -1,6 +1,6 @@
-"""Rotary frequencies of public checkpoints: the library's to the bit, so that the last position turns as it should.
+"""Rotary frequencies of public checkpoints equal those of the transformers library bit for bit.
 
-One ulp of a frequency is an angle of 0.01 at position 131,071; small models and short texts would not show it.
+One ulp of a frequency is an angle of 0.01 at position 131,071, which small models and short texts would not show.
 """
 
 import copy
@@ -20,7 +20,7 @@ ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] !
 
 
 @pytest.mark.parametrize("name", ROTARY)
-def test_frequencies_are_the_librarys_to_the_bit(name: str) -> None:
+def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> None:
     _, values = PUBLIC[name]
     _, config = read_family_config(Path("config.json"), values)
     assert config.position is PositionKind.ROTARY

@@ -1,8 +1,7 @@
-"""64 greedy tokens of each family by our engine are those of the library's `generate`; through the HTTP service, too.
+"""Greedy tokens of every family equal those of the transformers library, in the engine and over HTTP.
 
-Over HTTP, where one family is as another, it is one with each kind of tokenizer. What a client is told is compared: the
-tokens' names, and their log-probabilities, which differ between any two tokens that share a name. The models are such
-that the library's own choices are clear ones.
+Over HTTP, each kind of tokenizer has one family. Token names and logprobs are compared, because two tokens may share a
+name. The models' best token is always far ahead of the second.
 """
 
 from pathlib import Path
@@ -53,7 +52,7 @@ SERVED: dict[str, tuple[Case, Any]] = {
 
 
 def expected(model: Any, prompt_ids: list[int]) -> tuple[list[int], Tensor]:
-    """The library's tokens, and the log-probabilities of the best and second-best token at each step."""
+    """Return transformers' tokens, and the logprobs of the best and second-best token at each step."""
     ids = torch.tensor([prompt_ids])
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
     with torch.no_grad():
@@ -62,7 +61,7 @@ def expected(model: Any, prompt_ids: list[int]) -> tuple[list[int], Tensor]:
 
 
 def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> None:
-    """The first random model whose every choice is a clear one, and whose text is not a few tokens over and over."""
+    """Save the first random model whose best token is always far ahead and whose text does not repeat."""
     positions = "n_positions" if case.family == "gpt2" else "max_position_embeddings"
     for seed in range(30):
         model = case.build(seed, spread=0.3, vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
@@ -74,7 +73,7 @@ def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> No
 
 
 def saved(directory: Path) -> list[int]:
-    """The family that the directory is named by, and its tokenizer, in it; the prompt's ids, by the library."""
+    """Save a model and its tokenizer in a directory, and return the prompt's ids by the tokenizers library."""
     case, write_tokenizer = SERVED[directory.name]
     prompt_ids: list[int] = write_tokenizer(directory, VOCAB_SIZE).encode(PROMPT).ids
     save_decided_model(case, directory, prompt_ids)
@@ -82,7 +81,7 @@ def saved(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_greedy_tokens_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     prompt_ids = saved(tmp_path / name)
     tokens, _ = expected(read_by_library(tmp_path / name), prompt_ids)
     tokenizer = load_tokenizer(tmp_path / name)
@@ -94,7 +93,7 @@ def test_greedy_tokens_are_those_of_the_library(tmp_path: Path, name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mistral"])
-def test_greedy_tokens_over_http_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+def test_greedy_tokens_over_http_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     directory = tmp_path / name
     prompt_ids = saved(directory)
     tokens, best = expected(read_by_library(directory), prompt_ids)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory that cannot be served says so before anything is loaded: one line, file, tensor, remedy."""
+"""Unusable Hugging Face directories are rejected before loading, in one line with file, tensor and remedy."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from tests.families.models import CASES
 from tests.families.tokenizer_files import write_byte_level
 
@@ -25,7 +25,7 @@ SHARD_1, SHARD_2 = "model-00001-of-00004.safetensors", "model-00002-of-00004.saf
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory a kind: llama (untied) and gpt2 (tied) in one file, shards of llama."""
+    """Write a directory of each kind: llama (untied) and gpt2 (tied) in one file, llama in shards."""
     root = tmp_path_factory.mktemp("checkpoints")
     CASES["llama mha"].build().save_pretrained(root / "llama")
     CASES["gpt2"].build().save_pretrained(root / "gpt2")
@@ -76,7 +76,7 @@ def shorten(name: str, num_bytes: int) -> Damage:
 
 
 def declared(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """Change a header, as no honest tool would."""
+    """Return a damage that changes the header of the weight file and leaves the data."""
 
     def damage(directory: Path) -> None:
         data = (directory / SINGLE_FILE).read_bytes()
@@ -90,7 +90,7 @@ def declared(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 
 def _pipe(name: str) -> Damage:
-    """A file that would be read for ever: nobody writes into it."""
+    """Return a damage that replaces a file by a pipe without a writer, whose reading would block forever."""
 
     def damage(directory: Path) -> None:
         (directory / name).unlink()
@@ -192,9 +192,9 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "shard that is a pickle": (
         "shards",
         index(lambda m: m.update({Q: "x.bin"})),
-        "'x.bin', which is not a safetensors",
+        "'x.bin', which is not a .safetensors",
     ),
-    "index of numbers": ("shards", index(lambda m: m.update({Q: 3})), "in 3, which is not a safetensors file"),
+    "index of numbers": ("shards", index(lambda m: m.update({Q: 3})), "in 3, which is not a .safetensors file"),
     "index without a map": ("shards", in_json(INDEX_FILE, lambda v: v.clear()), "index.json: no weight_map"),
     "index not JSON": ("shards", lambda d: (d / INDEX_FILE).write_text("{"), f"{INDEX_FILE}: not JSON"),
     "two sets of weights": ("shards", lambda d: shutil.copy(d / SHARD_1, d / SINGLE_FILE), "exists too; remove the"),
@@ -232,7 +232,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         in_json("config.json", lambda v: v.update(num_hidden_layers=2)),
         r"tensor model.layers.2.* is not part of the model that config.json describes \(9 extra\)",
     ),
-    "more layers than anybody has": (
+    "ten thousand layers": (
         "llama",
         in_json("config.json", lambda v: v.update(num_hidden_layers=9_999)),
         "config.json: 9999 layers, but only 30 tensors in all files; use the config",
@@ -294,7 +294,7 @@ def test_extra_files_of_real_directories_are_ignored(checkpoints: Path, tmp_path
     assert manifest.place_tensors().keys() == before
 
 
-def test_names_of_directories(checkpoints: Path, tmp_path: Path) -> None:
+def test_the_model_name_is_that_of_the_directory_or_of_the_hub_cache(checkpoints: Path, tmp_path: Path) -> None:
     assert read_manifest(checkpoints / "llama").name == "llama"
     cached = tmp_path / "models--owner--my-model" / "snapshots" / "0123abc"
     cached.mkdir(parents=True)

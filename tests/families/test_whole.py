@@ -1,4 +1,4 @@
-"""`kvasir convert` writes a whole directory or none: what stood there stays, what failed leaves nothing."""
+"""`kvasir convert` writes a whole directory or nothing, and never changes existing files."""
 
 import json
 from collections.abc import Callable
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from model.checkpoint.conversion.atomic_directory import written_whole
 from model.checkpoint.manifest import read_manifest
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError, written_whole
 from service.cli.main import main
 from tests.families.nanogpt import ARGUMENTS, random_state, write_checkpoint
 from tests.families.test_conversion import PICKLE, SHIPPED, write_pickles
@@ -54,7 +53,7 @@ def test_a_checkpoint_is_never_written_over(tmp_path: Path, source: Source, caps
 def test_a_conversion_that_fails_late_leaves_no_files(
     tmp_path: Path, source: Source, exists: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All files are there, and then they are found wrong; the message names the directory that was asked for."""
+    """The error of the final check names the requested directory, not the temporary one."""
     flags = source(tmp_path)
     out = tmp_path / "new"
     if exists:
@@ -87,7 +86,7 @@ def test_an_empty_directory_is_filled_and_a_new_one_is_made(tmp_path: Path) -> N
     inode = (tmp_path / "empty").stat().st_ino
     assert main(["convert", *flags, "--out", str(tmp_path / "link")]) == 0
     assert main(["convert", *flags, "--out", str(tmp_path / "deep" / "new")]) == 0
-    assert (tmp_path / "empty").stat().st_ino == inode, "it may be a mount, or where somebody stands"
+    assert (tmp_path / "empty").stat().st_ino == inode, "an existing directory may be a mount point"
     filled, made = contents(tmp_path / "empty"), contents(tmp_path / "deep" / "new")
     assert filled.keys() == made.keys()
     assert (read_manifest(tmp_path / "link").name, read_manifest(tmp_path / "deep" / "new").name) == ("link", "new")

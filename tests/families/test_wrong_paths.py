@@ -1,4 +1,4 @@
-"""What is given to --checkpoint and is no checkpoint directory: said so, with what to give instead."""
+"""Errors for a --checkpoint that is not a checkpoint directory name the path to give instead."""
 
 import re
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.manifest import CheckpointError, read_manifest
+from model.checkpoint.manifest import read_manifest
+from model.io.files import CheckpointError
 
 
 def _file(name: str) -> Callable[[Path], Path]:

@@ -1,4 +1,4 @@
-"""tokenizer.json as families have it, made by the tokenizers library: byte-level BPE, and the SentencePiece style."""
+"""Small tokenizer.json files made by the tokenizers library: byte-level BPE and SentencePiece style."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ END = "<|endoftext|>"
 
 
 def write_byte_level(directory: Path, vocab_size: int) -> Tokenizer:
-    """GPT-2's kind: every byte is a token, and nothing is put before a text."""
+    """Write a tokenizer of GPT-2's kind: every byte is a token, and no token precedes a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -26,7 +26,7 @@ def write_byte_level(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def write_sentence_piece(directory: Path, vocab_size: int) -> Tokenizer:
-    """Llama 2's kind: spaces are ▁, unknown characters fall back to bytes, <s> begins a text."""
+    """Write a tokenizer of Llama 2's kind: spaces are ▁, byte fallback, and <s> before a text."""
     marks = ["<unk>", "<s>", "</s>"]
     tokens = [*marks, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))

@@ -12,11 +12,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import TokenizerError
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder
 from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
 from service.protocol.completions import CompletionRequest, DetokenizeRequest
 from service.protocol.embeddings import EmbeddingRequest
@@ -101,7 +100,7 @@ def native(data: bytes) -> None:
     for read in (lambda: read_manifest(directory).verify(), lambda: load_tokenizer(directory)):
         try:
             read()
-        except (CheckpointError, TokenizerError) as error:
+        except CheckpointError as error:
             _is_line(error)
 
 
@@ -122,7 +121,7 @@ def tokenizer(data: bytes) -> None:
     (directory / "tokenizer.json").write_bytes(data)
     try:
         found = load_tokenizer(directory)
-    except TokenizerError as error:
+    except CheckpointError as error:
         _is_line(error)
     else:
         found.decode(found.encode("a story 😀"))

@@ -1,4 +1,4 @@
-"""One server for all tests here: API keys, debug log, short timeouts and few slots."""
+"""Server of all hostile tests: API keys, debug log, short timeouts and few slots."""
 
 from collections.abc import Iterator
 

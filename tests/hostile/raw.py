@@ -1,4 +1,4 @@
-"""Raw bytes on a socket, and the bytes that come back."""
+"""Raw bytes sent to a server's socket, and the bytes of the response."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _KEY = f"host: a\r\nauthorization: Bearer {ALICE}\r\n".encode()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came before the connection was closed, or before nothing more came for as long as we wait."""
+    """Bytes that a server sent before it closed the connection or the wait timed out."""
 
     text: bytes
     is_closed: bool
@@ -46,13 +46,13 @@ def connect(service: Service) -> socket.socket:
 def request(
     *fields: bytes, line: bytes = b"POST /v1/completions HTTP/1.1", body: bytes = b"", is_last: bool = True
 ) -> bytes:
-    """A request with a key and these fields more. After the last one the server closes the connection."""
+    """Return the bytes of a request with an API key and more header fields, after which the server closes."""
     lines = [line, _KEY + (b"connection: close" if is_last else b"a: b"), *fields, b"", body]
     return b"\r\n".join(lines)
 
 
 def exchange(service: Service, sent: bytes) -> Answer:
-    """Send, and read until the other side closes, as it does after the last request and after a refusal."""
+    """Send bytes, and read until the server closes the connection."""
     with connect(service) as connection:
         with suppress(OSError):  # it may close before it has read everything
             connection.sendall(sent)
@@ -72,5 +72,5 @@ def post(service: Service, body: bytes, path: str = "/v1/completions", **fields:
 
 
 def is_well(service: Service) -> bool:
-    """It answers a completion with one."""
+    """Return True if the server answers a completion request."""
     return post(service, b'{"prompt": "once", "max_tokens": 2}').status_code == 200

@@ -21,7 +21,7 @@ LONG = {"prompt": "once", "n": 32, "max_tokens": 500, "logprobs": 20, "ignore_eo
 
 @contextmanager
 def crowd(service: Service, number: int, sent: bytes) -> Iterator[list[socket.socket]]:
-    """So many connections, on each of which that much was sent."""
+    """Open this number of connections, and send the same bytes on each."""
     with ExitStack() as stack:
         connections = []
         for _ in range(number):
@@ -31,7 +31,7 @@ def crowd(service: Service, number: int, sent: bytes) -> Iterator[list[socket.so
 
 
 def rest(connection: socket.socket) -> Answer:
-    """All that comes until the other side closes."""
+    """Return all bytes until the server closes the connection."""
     text = b""
     try:
         while piece := connection.recv(65536):
@@ -74,7 +74,7 @@ def test_a_client_that_sends_byte_by_byte_times_out(
 
 
 def test_idle_connections_over_the_limit_make_room(service: Service) -> None:
-    """Three times as many connections as there may be: the idle ones make room for whoever has something to say."""
+    """With three times the allowed connections open, idle ones are closed for clients that send a request."""
     for sent in (b"", b"GET / HTTP/1.1\r\nhost: ", request(b"content-length: 1000")):
         with crowd(service, 3 * MAX_CONNECTIONS, sent):
             for _ in range(5):
@@ -102,7 +102,7 @@ def test_a_connection_gets_503_while_all_connections_wait_for_responses(service:
 
 
 def num_asked(service: Service) -> int:
-    """Requests that have been read so far, by the log."""
+    """Return the number of requests that the server has read so far, from its log."""
     return service.log.read_text().count("POST /v1/completions: API key alice")
 
 
@@ -113,7 +113,7 @@ def rest_is_refused(service: Service) -> bool:
 
 
 def test_a_client_that_reads_nothing_is_disconnected_and_slows_no_other_client(service: Service) -> None:
-    """What is written waits for such a client no longer than it may, and what was computed for it is given up."""
+    """The write timeout ends the connection, and its request is cancelled."""
     body = json.dumps(LONG).encode()
     before, cancelled = service.api.memory_info().rss, service.metric("llm_requests_cancelled_total")
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def test_a_client_that_reads_nothing_is_disconnected_and_slows_no_other_client(s
 
 
 def test_the_last_bytes_of_a_response_time_out(service: Service) -> None:
-    """The answer is one body, written at once, to a client that closes nothing and reads nothing."""
+    """The response is one body for a client that neither reads nor closes."""
     body = json.dumps({"prompt": "a" * 1_900_000}).encode()
     idle = service.api.num_fds()
     with socket.socket() as connection:
@@ -154,7 +154,7 @@ def test_a_disconnect_at_any_moment_leaves_no_state(service: Service) -> None:
 
 
 def test_an_idle_keep_alive_connection_does_not_time_out_as_slow(service: Service) -> None:
-    """A connection that has been answered may be silent for longer than a request may take."""
+    """An answered connection may be idle for longer than the timeout of a request."""
     sent = request(b"content-length: %d" % len(BODY), body=BODY, is_last=False)
     with connect(service) as connection:
         connection.sendall(sent)
@@ -166,7 +166,7 @@ def test_an_idle_keep_alive_connection_does_not_time_out_as_slow(service: Servic
 
 
 def answered(connection: socket.socket) -> int:
-    """Read an answer to its end, after which the connection stays open; its status."""
+    """Read a response to its end on a connection that stays open, and return its status."""
     response = HTTPResponse(connection)
     response.begin()
     assert response.read()

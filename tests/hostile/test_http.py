@@ -91,7 +91,7 @@ def test_malformed_http_gets_a_client_error(service: Service, name: str) -> None
 
 
 def test_a_smuggled_request_gets_no_response(service: Service) -> None:
-    """Whatever a proxy in front takes for the body, we do not take it for a request."""
+    """Bytes that a proxy takes for a body are never parsed as a request."""
     inner = request(line=b"GET /version HTTP/1.1")
     for fields in ((LENGTH, CHUNKED), (CHUNKED, LENGTH), (LENGTH, b"content-length: 0"), (CHUNKED, CHUNKED)):
         answer = exchange(service, request(*fields, body=b"0\r\n\r\n" + inner, is_last=False))

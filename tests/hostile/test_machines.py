@@ -82,7 +82,7 @@ def test_the_service_survives_a_full_disk_behind_its_log(tiny_checkpoint: Path, 
 
 
 def test_existing_connections_are_served_at_the_limit_of_open_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """The limit is lowered under the service, so that connections are refused by the system, not by it."""
+    """The limit is lowered in the running service, so the system rejects connections, not the service."""
     with (
         serving(tiny_checkpoint, tmp_path) as service,
         httpx.Client(base_url=service.url, timeout=PATIENCE_SECONDS) as client,

@@ -17,7 +17,7 @@ BODY = b'{"prompt": "a", "max_tokens": 2}'
 
 
 def attempts() -> list[dict[str, str]]:
-    """Keys as they are sent by those who know how, and by those who do not."""
+    """Return headers that send API keys in valid and in invalid ways."""
     keys = (ALICE, BOB, CAROL, STRANGE)
     return [
         *({"authorization": f"Bearer {key}"} for key in keys),
@@ -60,7 +60,7 @@ def test_a_key_appears_nowhere(service: Service) -> None:
 
 
 def die_and_fail(service: Service) -> str:
-    """Requests that end badly: a template that fails, and a worker that dies. What their clients are told."""
+    """Return the responses to requests that fail: a template error, and the death of a worker."""
     boom = {"messages": [{"role": "user", "content": "boom"}]}
     failed = post(service, json.dumps(boom).encode(), "/v1/chat/completions")
     assert failed.status_code == 500

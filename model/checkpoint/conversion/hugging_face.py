@@ -1,72 +1,160 @@
-"""Export of a Kvasir checkpoint as a Hugging Face directory that the transformers library can run."""
+"""Export of a checkpoint as a Hugging Face directory, and conversion of a Hugging Face directory of pickles.
 
-import json
+Pickles are read without running code.
+"""
+
 import math
+import pickle
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.atomic_directory import written_whole
-from model.checkpoint.conversion.pickles import METADATA
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
-from model.checkpoint.shards import write_shards
-from model.checkpoint.weights import part_views, read_weights
+from model.checkpoint.weights import DTYPES, part_views, read_weights, save_shard, write_shards
 from model.config import ModelConfig
-from model.huggingface.export import describe
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE, read_weight_map
 from model.huggingface.families.family import ModelFamily, full_name, sources
-from model.io.checkpoint_files import read_json
+from model.huggingface.family_table import hugging_face_config
+from model.io.files import (
+    CheckpointError,
+    OneLineError,
+    parsing,
+    read_json,
+    reading,
+    write_json,
+    written_whole,
+)
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NO_CODE = "it would run code when read, which is not allowed; save only tensors and plain values"
+_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
 
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:
-    """Export a checkpoint as a Hugging Face directory: config, weights, tokenizer, EOS tokens, generation defaults.
+    """Export a checkpoint as a Hugging Face directory: config, weights, tokenizer and generation defaults.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, no family can express its model, or `out` is not empty.
-        TokenizerError: the tokenizer has no equivalent in Hugging Face's format.
+        CheckpointError: the checkpoint is damaged or has no equivalent in this format, or `out` is not empty.
     """
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
-    family, values = describe(manifest.config)
-    asked = directory / GENERATION_CONFIG_FILE
-    defaults = read_json(asked) if asked.exists() else {}
+    family, values = hugging_face_config(manifest.config)
+    defaults = read_json(directory / GENERATION_CONFIG_FILE, optional=True)
     ends = list(tokenizer.eos_token_ids)
-    marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    special_ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     with written_whole(out) as new:
         export_tokenizer(tokenizer, directory, new)
         dtype = _export_weights(manifest, family, new)
-        _write_json(new / CONFIG_FILE, {**values, **marks, "dtype": str(dtype).removeprefix("torch.")})
-        known = {key: value for key, value in marks.items() if value is not None}
-        _write_json(new / GENERATION_CONFIG_FILE, {**defaults, **known})
+        write_json(new / CONFIG_FILE, {**values, **special_ids, "dtype": str(dtype).removeprefix("torch.")})
+        known = {key: value for key, value in special_ids.items() if value is not None}
+        write_json(new / GENERATION_CONFIG_FILE, {**defaults, **known})
         read_manifest(new).verify()
     return read_manifest(out)
 
 
 def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch.dtype:
-    """Write the weights under the family's names, in their stored dtype; float32 if they have several dtypes."""
+    """Write weights under a family's tensor names, in their stored dtype; float32 if they have several dtypes."""
     placements = manifest.place_tensors()
     stored = {header.dtype for place in placements.values() for header in place.parts}
-    dtype = _DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
+    dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
     tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
-    parts = [part for source in sources(manifest.config, family).values() for part in source.parts]
-    num_bytes = {full_name(family, part.name): math.prod(part.shape) * dtype.itemsize for part in parts}
-    write_shards(out, num_bytes, _taken_apart(tensors, manifest.config, family), metadata=METADATA)
+    shapes = {name: s for source in sources(manifest.config, family).values() for name, s in source.shapes.items()}
+    num_bytes = {full_name(family, name): math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    write_shards(out, num_bytes, _family_tensors(tensors, manifest.config, family))
     return dtype
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _taken_apart(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
-    """Yield the family's tensors, in the order of `sources`."""
+def _family_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
+    """Yield the family's tensors, cut from the model's, in the order of `sources`."""
     for name, source in sources(config, family).items():
-        views = part_views(tensors[name], source.layout, (part.shape[0] for part in source.parts), config)
-        for part, view in zip(source.parts, views, strict=True):
-            yield view.reshape(part.shape).contiguous()
+        shapes = source.shapes.values()
+        views = part_views(tensors[name], source.layout, (shape[0] for shape in shapes), config)
+        for shape, view in zip(shapes, views, strict=True):
+            yield view.reshape(shape).contiguous()
+
+
+def read_torch_file(path: Path) -> Mapping[str, Any]:
+    """Read a dictionary of plain values and mapped tensors that `torch.save` wrote in the zip format.
+
+    Raises:
+        CheckpointError: the file cannot be read, would run code, or holds something else.
+    """
+    try:
+        with reading(path):
+            values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: {_NO_CODE}") from error
+    except CheckpointError:
+        raise
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: not a complete file of torch.save (version 1.6 or later); copy the file again"
+        ) from error
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise CheckpointError(f"{path}: expected a dictionary; save the model's state_dict")
+    return values
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """Read a pickle. Raises CheckpointError if the pickle names a class or a function, or cannot be read."""
+    try:
+        with parsing(path), reading(path), path.open("rb") as file:
+            return _PlainUnpickler(file).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise CheckpointError(f"{path}: not a complete pickle; copy the file again") from error
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler that rejects every class and function; numbers, strings, lists and dictionaries need none."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise OneLineError(_NO_CODE)
+
+
+def convert_pickles(directory: Path, out: Path) -> Manifest:
+    """Convert a Hugging Face directory of pickles to safetensors, and verify the result. Raises CheckpointError."""
+    names = _pickle_names(directory)
+    with written_whole(out) as new:
+        for pattern in _KEPT:
+            for path in directory.glob(pattern):
+                if path.name not in (_PICKLE_INDEX, INDEX_FILE):
+                    shutil.copyfile(path, new / path.name)
+        weight_map: dict[str, str] = {}
+        for name in names:
+            values = read_torch_file(directory / name)
+            tensors = {key: tensor for key, tensor in values.items() if isinstance(tensor, Tensor)}
+            new_name = SINGLE_FILE if len(names) == 1 else f"{name.removesuffix('.bin')}.safetensors"
+            save_shard(_unshared(tensors), new / new_name)
+            weight_map |= dict.fromkeys(tensors, new_name)
+        if len(names) > 1:
+            write_json(new / INDEX_FILE, {"weight_map": weight_map})
+        read_manifest(new).verify()
+    return read_manifest(out)
+
+
+def _pickle_names(directory: Path) -> list[str]:
+    index = directory / _PICKLE_INDEX
+    if not index.is_file():
+        if not (directory / _PICKLE).is_file():
+            raise CheckpointError(f"{directory}: neither {_PICKLE} nor {_PICKLE_INDEX}; download the weights too")
+        return [_PICKLE]
+    return sorted(set(read_weight_map(index, ".bin").values()))
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without shared memory, as safetensors requires: a tied head shares that of its embedding."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        shares = tensor.untyped_storage().data_ptr() in seen
+        result[name] = tensor.clone() if shares else tensor.contiguous()
+        seen.add(tensor.untyped_storage().data_ptr())
+    return result

@@ -1,7 +1,6 @@
-"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint. Code in the file is never run, see `pickles`.
+"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint.
 
-nanoGPT is GPT-2 with exact GELU and optional biases. Source of names and defaults: `GPT` and `GPTConfig` in model.py of
-github.com/karpathy/nanoGPT.
+nanoGPT is GPT-2 with exact GELU and optional biases. Source: model.py of github.com/karpathy/nanoGPT.
 """
 
 import dataclasses
@@ -9,26 +8,22 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.atomic_directory import written_whole
-from model.checkpoint.conversion.pickles import read_plain_pickle, read_torch_file
+from model.checkpoint.conversion.hugging_face import read_plain_pickle, read_torch_file
 from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from model.checkpoint.weights import DTYPES
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import ModelFamily, plain, sources
-from model.huggingface.families.gpt2 import GPT2
-from model.huggingface.families.llama_like import size_of_heads
+from model.huggingface.families.family import convert_config, plain, sources
+from model.huggingface.families.gpt import GPT2
 from model.huggingface.families.reader import ConfigReader
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError, written_whole
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import TokenizerError
 
 _COMPILED = "_orig_mod."  # prefix of every name after torch.compile
 # Files of a tokenizer in all formats that `load_tokenizer` supports, besides *.tiktoken.
@@ -36,53 +31,17 @@ _TOKENIZER_FILES = (
     *("tokenizer_spec.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "vocab.bpe", "encoder.json", "added_tokens.json", "tokenizer.model"),
 )
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
-def _read_config(reader: ConfigReader) -> ModelConfig:
-    width, heads = reader.size("n_embd", 768), reader.size("n_head", 12)
-    bias = reader.flag("bias", True)
-    reader.take("dropout")
-    return ModelConfig(
-        vocab_size=reader.size("vocab_size", 50304),
-        max_context_length=reader.size("block_size", 1024),
-        num_layers=reader.size("n_layer", 12),
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=size_of_heads(reader, width, heads),
-        mlp_size=4 * width,
-        position=PositionKind.LEARNED,
-        rope_theta=10000.0,
-        norm=NormKind.LAYER_NORM,
-        norm_eps=1e-5,
-        norm_bias=bias,
-        mlp=MlpKind.GELU_EXACT,
-        attention_bias=bias,
-        mlp_bias=bias,
-        qk_norm=False,
-        tie_embeddings=True,
-    )
-
-
-_NANOGPT = ModelFamily(
-    model_type="nanogpt",
-    architectures=("GPT",),
-    read_config=_read_config,
-    # GPT-2's names; nanoGPT stores all weights as (out, in).
+# Keys of model_args, and the keys of GPT-2's config that mean the same. `dropout` matters in training only.
+_ARGUMENTS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+_ARGUMENTS |= {"block_size": "n_positions", "dropout": "resid_pdrop"}
+# GPT-2's names; nanoGPT stores all weights as (out, in).
+_NANOGPT = dataclasses.replace(
+    GPT2,
     names={module: plain(names.modules[0]) for module, names in GPT2.names.items()},
-    prefix="transformer.",
     ignored_tensors=(r"h\.\d+\.attn\.bias",),  # the causal mask of versions without flash attention
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NanoGpt:
-    """Content of a ckpt.pt: the architecture, the tensors under Kvasir's names, and facts about the training."""
-
-    config: ModelConfig
-    tensors: dict[str, Tensor]
-    training: dict[str, Any]
 
 
 def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
@@ -93,37 +52,25 @@ def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
             meta.pkl, a character vocabulary.
 
     Raises:
-        CheckpointError: a file is damaged or would run code, the tensors or the tokenizer do not fit, or `out` is not
-            empty. Nothing is written then.
+        CheckpointError: a file is damaged or would run code, the tokenizer does not fit, or `out` is not empty.
     """
     with written_whole(out) as directory:
-        source = read_nanogpt(path)
+        config, tensors, facts = _read_checkpoint(path)
         files = _write_tokenizer(tokenizer, directory)
-        write_weights(directory, source.config, source.tensors)
-        training = {**source.training, "source": path.name}
+        write_weights(directory, config, tensors)
+        training = {**facts, "source": path.name}
         write_manifest(directory, name=out.absolute().name, training=training, tokenizer_files=files)
         read_manifest(directory).verify()
     return read_manifest(out)
 
 
-def read_nanogpt(path: Path) -> NanoGpt:
-    """Read a ckpt.pt.
-
-    Raises:
-        CheckpointError: the file is damaged, would run code, or its tensors do not match its model_args.
-    """
+def _read_checkpoint(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, float]]:
+    """Return the architecture, the tensors under Kvasir's names, and facts about the training, from a ckpt.pt."""
     values = read_torch_file(path)
     arguments, state = values.get("model_args"), values.get("model")
     if not isinstance(arguments, Mapping) or not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: no model and model_args; give the ckpt.pt that nanoGPT's train.py wrote")
-    reader = ConfigReader(path, arguments)
-    try:
-        config = _NANOGPT.read_config(reader)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path}: model_args: {error}; correct them") from error
-    reader.finish()
+    config = _read_config(path, arguments)
     found = {_short_name(str(name)): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     head, embedding = found.get("lm_head.weight"), found.get("wte.weight")
     if head is not None and embedding is not None:
@@ -131,30 +78,45 @@ def read_nanogpt(path: Path) -> NanoGpt:
         config = dataclasses.replace(config, tie_embeddings=tied)
     facts = {"steps": values.get("iter_num"), "best_val_loss": values.get("best_val_loss")}
     training = {name: fact.item() if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
-    plain = {name: fact for name, fact in training.items() if isinstance(fact, (int, float))}
-    return NanoGpt(config=config, tensors=_place(path, config, found), training=plain)
+    numbers = {name: fact for name, fact in training.items() if isinstance(fact, (int, float))}
+    return config, _place_tensors(path, config, found), numbers
+
+
+def _read_config(path: Path, arguments: Mapping[str, Any]) -> ModelConfig:
+    """Return the ModelConfig of model_args: that of GPT-2 with exact GELU and, if `bias` is false, without biases."""
+    values = {"vocab_size": 50304, **arguments}
+    bias = values.pop("bias", True)
+    reader = ConfigReader(path, {})
+    for key in values.keys() - _ARGUMENTS.keys():
+        reader.reject(str(key), values[key], "unknown key; give the ckpt.pt of an unmodified nanoGPT")
+    if not isinstance(bias, bool):
+        reader.reject("bias", bias, "expected true or false; correct model_args")
+    named = {_ARGUMENTS[key]: value for key, value in values.items()}
+    config = convert_config(GPT2, ConfigReader(path, {**named, "activation_function": "gelu"}))
+    return dataclasses.replace(
+        config, norm_bias=bias, attention_bias=bias, attention_out_bias=bias, mlp_bias=bias, tie_embeddings=True
+    )
 
 
 def _short_name(name: str) -> str:
     return name.removeprefix(_COMPILED).removeprefix(_NANOGPT.prefix)
 
 
-def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under Kvasir's names. Raise CheckpointError for a missing, unsuitable or extra tensor."""
+def _place_tensors(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a ckpt.pt's tensors under Kvasir's names; raise CheckpointError for a missing, unsuitable or extra one."""
     tensors = {}
     for name, source in sources(config, _NANOGPT).items():
-        (part,) = source.parts
-        tensor = found.pop(part.name, None)
+        ((part, shape),) = source.shapes.items()
+        tensor = found.pop(part, None)
         if tensor is None:
-            raise CheckpointError(f"{path}: tensor {part.name} is missing; model_args describe another model")
-        if tuple(tensor.shape) != part.shape or tensor.dtype not in _DTYPES:
-            shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise CheckpointError(f"{path}: tensor {part} is missing; model_args describe another model")
+        if tuple(tensor.shape) != shape or tensor.dtype not in DTYPES.values():
             raise CheckpointError(
-                f"{path}: tensor {part.name} is {shape}, but model_args require floats of shape {part.shape}; "
-                "use the model_args of its training"
+                f"{path}: tensor {part} is {tensor.dtype} of shape {tuple(tensor.shape)}, but model_args require "
+                f"floats of shape {shape}; use the model_args of its training"
             )
         tensors[name] = tensor
-    found.pop("lm_head.weight", None)  # tied; read_nanogpt compared it with the embedding
+    found.pop("lm_head.weight", None)  # tied; `_read_checkpoint` compared the head with the embedding
     ignored = [name for name in found if any(re.fullmatch(pattern, name) for pattern in _NANOGPT.ignored_tensors)]
     if extra := sorted(found.keys() - set(ignored)):
         raise CheckpointError(
@@ -165,7 +127,7 @@ def _place(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[st
 
 
 def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
-    """Write the tokenizer's files to the directory, and return their names."""
+    """Write the tokenizer's files to the directory `out`, and return their names."""
     if source.suffix == ".pkl":
         (out / "tokenizer.json").write_text(json.dumps(_tokenizer_json(_read_characters(source)), ensure_ascii=False))
         return ("tokenizer.json",)
@@ -183,15 +145,13 @@ def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
             # The EOS token comes from a file that was not copied, such as the config.json of another model.
             (out / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
             names.append("generation_config.json")
-    except TokenizerError as error:
-        raise CheckpointError(str(error)) from error
     except OSError as error:
         raise CheckpointError(f"{source}: {error}; give the tokenizer in a directory of its own") from error
     return tuple(names)
 
 
 def _read_characters(path: Path) -> dict[str, int]:
-    """Read the id of each character from `stoi` of a meta.pkl."""
+    """Return the id of each character, from `stoi` of a meta.pkl."""
     values = read_plain_pickle(path)
     ids = values.get("stoi") if isinstance(values, dict) else None
     if not isinstance(ids, dict) or not ids:
@@ -206,7 +166,7 @@ def _read_characters(path: Path) -> dict[str, int]:
 
 
 def _tokenizer_json(ids: dict[str, int]) -> dict[str, Any]:
-    """Return the object of a tokenizer.json with one token for each character; it rejects all other characters."""
+    """Return a tokenizer.json that has one token for each character and rejects all other characters."""
     return {
         "version": "1.0",
         "truncation": None,

@@ -1,4 +1,4 @@
-"""Definition of a model family: its config reader, its tensor names and its tensor layouts."""
+"""Definition of a model family, and the checkpoint tensors that make up each tensor of Kvasir's model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,10 +6,11 @@ from enum import StrEnum
 
 from model.config import ModelConfig
 from model.huggingface.families.reader import ConfigReader
+from model.io.files import CheckpointError
 
 
 class Layout(StrEnum):
-    """Layout of the checkpoint tensors that make up one model tensor."""
+    """Layout of the checkpoint tensors that make up one tensor of Kvasir's model."""
 
     AS_IS = "as is"
     TRANSPOSED = "transposed"  # (in, out) instead of (out, in): GPT-2's Conv1D
@@ -17,9 +18,9 @@ class Layout(StrEnum):
     INTERLEAVED_HEADS = "interleaved heads"  # q, k and v of head 0, then those of head 1, ...: GPT-NeoX
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Names:
-    """Checkpoint modules that make up one model module, in the order of its rows.
+    """Names of the checkpoint modules that make up one module of Kvasir's model, in the order of its rows.
 
     modules: names, with `#` for the layer number.
     layout: layout of the weight. A bias is never transposed.
@@ -29,29 +30,20 @@ class Names:
     layout: Layout = Layout.AS_IS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """A checkpoint tensor: its name and its required shape."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Source:
-    """The checkpoint tensors that make up one model tensor, and their layout."""
+    """Checkpoint tensors that make up one tensor of Kvasir's model: layout, and required shape by name, in order."""
 
     layout: Layout
-    parts: tuple[Part, ...]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
-    """One `model_type` of Hugging Face.
+    """Model family: config reader, tensor names and tensor layouts of one `model_type` in config.json.
 
-    model_type: value of the config key `model_type`.
     architectures: `transformers` classes with supported checkpoints; the class with the language model head is first.
-    read_config: converts config.json to ModelConfig; raises CheckpointError for features that are not implemented.
+    read_config: converts config.json to ModelConfig; raises ValueError for features that are not implemented.
     names: module of Kvasir's model -> modules of the checkpoint, without `prefix`.
     prefix: beginning of tensor names, which checkpoints of the bare model (without the head) lack.
     ignored_tensors: regular expressions for constants in old files: masks and rotary frequencies.
@@ -68,20 +60,32 @@ class ModelFamily:
 
 
 def plain(module: str) -> Names:
-    """Map a module of ours to one checkpoint module whose tensors have the same layout."""
-    return Names(modules=(module,))
+    """Return the name of a checkpoint module whose tensors have Kvasir's layout."""
+    return Names((module,))
 
 
 def concatenated(*modules: str) -> Names:
-    """Map a module of ours to several checkpoint modules, whose tensors are concatenated along the rows."""
-    return Names(modules=modules, layout=Layout.CONCATENATED)
+    """Return the names of checkpoint modules whose tensors are concatenated along the rows."""
+    return Names(modules, Layout.CONCATENATED)
+
+
+def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
+    """Convert a checkpoint's config to a ModelConfig. Raises CheckpointError for a key that is not supported."""
+    try:
+        config = family.read_config(reader)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{reader.path}: {error}; correct the config") from error
+    reader.check_unread()
+    return config
 
 
 def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source]:
-    """Return the checkpoint tensors for each model tensor, by its name. `family` None: Kvasir's own format."""
+    """Return the checkpoint tensors of each model tensor, by the model tensor's name; family None: Kvasir's format."""
     shapes = config.parameter_shapes()
     if family is None:
-        return {name: Source(layout=Layout.AS_IS, parts=(Part(name=name, shape=s),)) for name, s in shapes.items()}
+        return {name: Source(Layout.AS_IS, {name: shape}) for name, shape in shapes.items()}
     return {name: _source(config, family, name, shape) for name, shape in shapes.items()}
 
 
@@ -90,24 +94,23 @@ def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[in
     first, _, rest = module.partition(".")
     layer, _, inner = rest.partition(".")
     names = family.names[f"{first}.#.{inner}" if first == "layers" else module]
-    theirs = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
+    parts = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
     if names.layout is Layout.CONCATENATED:
         rows = _rows(config, inner)
-        parts = tuple(Part(name=part, shape=(row, *shape[1:])) for part, row in zip(theirs, rows, strict=True))
-        return Source(layout=names.layout, parts=parts)
-    transposed = names.layout is Layout.TRANSPOSED
-    layout = Layout.AS_IS if transposed and len(shape) == 1 else names.layout
-    return Source(layout=layout, parts=(Part(name=theirs[0], shape=shape[::-1] if transposed else shape),))
+        return Source(names.layout, {part: (row, *shape[1:]) for part, row in zip(parts, rows, strict=True)})
+    if names.layout is Layout.TRANSPOSED:
+        return Source(Layout.AS_IS if len(shape) == 1 else names.layout, {parts[0]: shape[::-1]})
+    return Source(names.layout, {parts[0]: shape})
 
 
 def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
-    """Return the number of rows of each part of a concatenated matrix."""
+    """Return the number of rows of each checkpoint tensor in a concatenated matrix of Kvasir's model."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
 
 
 def full_name(family: ModelFamily | None, name: str) -> str:
-    """Return a tensor's name with the family's prefix. The head has no prefix: it is not part of the bare model."""
+    """Return a checkpoint tensor's name with the family's prefix, which all tensors except the head have."""
     if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
         return name
     return family.prefix + name

@@ -1,4 +1,4 @@
-"""Llama, and the families that are defined by their differences from Llama: Mistral, Qwen2, Qwen3, Gemma, OLMo 2.
+"""Llama, and families defined by their differences from Llama: Mistral, Qwen2, Qwen3, Gemma, OLMo 2.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
@@ -10,8 +10,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.huggingface.families.family import ModelFamily, Names, concatenated, plain
-from model.huggingface.families.reader import ConfigReader
-from model.huggingface.families.rope import read_rope
+from model.huggingface.families.reader import ConfigReader, read_rope
 
 _ACTIVATIONS = {
     "silu": MlpKind.SWIGLU,
@@ -62,21 +61,21 @@ def _family(
     activations: Mapping[str, MlpKind] = _ACTIVATIONS,
     **defaults: Any,
 ) -> ModelFamily:
-    """Return a family with Llama's layers.
+    """Return a model family with Llama's layers.
 
     Args:
-        class_prefix: beginning of the names of its `transformers` classes.
-        read_own_fields: reads the fields of ModelConfig that differ from Llama's; gets the fields read before.
+        class_prefix: beginning of the names of the family's `transformers` classes.
+        read_own_fields: returns the fields of ModelConfig that differ from Llama's, given Llama's.
         renamed: modules whose checkpoint names differ from Llama's.
         activations: values of `hidden_act`, the default first.
-        defaults: default values for absent keys that differ from Llama's.
+        defaults: values of absent keys that differ from Llama's.
     """
     return ModelFamily(
         model_type=model_type,
         architectures=(f"{class_prefix}ForCausalLM", f"{class_prefix}Model"),
         # Main sends the family to the worker, so its functions are those of modules, which pickle by name.
         read_config=partial(
-            _read_config, sizes={**_DEFAULTS, **defaults}, activations=activations, read_own_fields=read_own_fields
+            _read_config, defaults={**_DEFAULTS, **defaults}, activations=activations, read_own_fields=read_own_fields
         ),
         names={**_NAMES, **(renamed or {})},
         prefix="model.",
@@ -87,19 +86,10 @@ def _family(
 def _read_config(
     reader: ConfigReader,
     *,
-    sizes: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     activations: Mapping[str, MlpKind],
     read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
 ) -> ModelConfig:
-    fields = _read_sizes(reader, sizes, activations)
-    return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
-
-
-def _read_sizes(
-    reader: ConfigReader, defaults: Mapping[str, Any], activations: Mapping[str, MlpKind]
-) -> dict[str, Any]:
-    """Return the fields of ModelConfig that all Llama-like families read alike."""
-
     def size(name: str) -> int:
         return reader.size(name, defaults[name])
 
@@ -107,10 +97,10 @@ def _read_sizes(
     kv_heads = reader.optional_size("num_key_value_heads", defaults["num_key_value_heads"])
     head_dim = reader.optional_size("head_dim", defaults["head_dim"])
     rope = read_rope(reader, max_positions=positions)
-    return {
+    fields = {
         "vocab_size": size("vocab_size"),
         "max_context_length": positions,
-        "num_layers": reader.layers("num_hidden_layers", defaults["num_hidden_layers"]),
+        "num_layers": reader.num_layers("num_hidden_layers", defaults["num_hidden_layers"]),
         "hidden_size": width,
         "num_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
@@ -127,31 +117,26 @@ def _read_sizes(
         "qk_norm": False,
         "tie_embeddings": reader.flag("tie_word_embeddings", defaults["tie_word_embeddings"]),
     }
+    return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
 
 
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
-    """Return the size of a head: width / heads. Raise CheckpointError if the width is not a multiple of heads."""
+    """Return the size of an attention head: width / heads. Raises CheckpointError if heads do not divide the width."""
     if width % heads:
-        reader.refuse("num_attention_heads", heads, f"the width of {width} is not a multiple of it; correct the config")
+        reader.reject("num_attention_heads", heads, f"the width of {width} is not a multiple of it; correct the config")
     return width // heads
 
 
 def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
-    """Return the sliding-window fields of ModelConfig for Qwen2 and Qwen3.
-
-    `layer_types` names the layers with a window. If it is absent, layers from `max_window_layers` on have a window.
-
-    Raises:
-        CheckpointError: a layer type is unsupported, or a layer needs a window but the config sets no window.
-    """
+    """Return the sliding-window fields of ModelConfig for Qwen2 and Qwen3, whose upper layers may have a window."""
     window = reader.optional_size("sliding_window", 4096)
     if not reader.flag("use_sliding_window", False):
         window = None
-    first = reader.take("max_window_layers")
+    first = reader.value("max_window_layers")
     if first is None:
         first = 28
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        reader.refuse("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
+        reader.reject("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
     return _read_layer_types(reader, num_layers, window=window, first=first)
 
 
@@ -161,22 +146,19 @@ def _read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | No
     Args:
         window: the size of the window in tokens; None: no window.
         first: the first layer with a window, if the config has no `layer_types`.
-
-    Raises:
-        CheckpointError: a layer type is unsupported, or a layer needs a window but `window` is None.
     """
     known = ("full_attention", "sliding_attention")
-    types = reader.take("layer_types")
+    types = reader.value("layer_types")
     if types is None:
         types = [known[window is not None and layer >= first] for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        reader.refuse(
+        reader.reject(
             "layer_types", types, f"expected a list of {num_layers}, each {' or '.join(known)}; correct the config"
         )
     if "sliding_attention" not in types:
         return {}
     if window is None:
-        reader.refuse(
+        reader.reject(
             "layer_types", types, "sliding_attention needs a sliding_window that is enabled; correct the config"
         )
     global_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
@@ -188,14 +170,13 @@ def _read_llama(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _read_mistral(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the window of all layers; with `layer_types`, as `MinistralForCausalLM` does, of some layers."""
     window = reader.optional_size("sliding_window", 4096)
     return _read_layer_types(reader, fields["num_layers"], window=window, first=0)
 
 
 def _read_qwen2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     if not reader.flag("attention_bias", True):
-        reader.refuse("attention_bias", False, "Qwen2 has biases of q, k and v; correct the config")
+        reader.reject("attention_bias", False, "Qwen2 has biases of q, k and v; correct the config")
     windows = _read_upper_layer_windows(reader, fields["num_layers"])
     return {"attention_bias": True, "attention_out_bias": False, **windows}
 
@@ -206,9 +187,9 @@ def _read_qwen3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _read_gemma(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    other = reader.take("hidden_activation")
+    other = reader.value("hidden_activation")
     if other is not None and (other != "gelu_pytorch_tanh" or fields["mlp"] is not MlpKind.GEGLU):
-        reader.refuse("hidden_activation", other, "hidden_act has another value; keep the correct one")
+        reader.reject("hidden_activation", other, "hidden_act has another value; keep the correct one")
     scale = float(fields["hidden_size"]) ** 0.5
     return {
         "attention_bias": reader.flag("attention_bias", False),

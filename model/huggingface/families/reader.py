@@ -1,13 +1,14 @@
-"""Strict reader of config.json. Every key is used, known to be harmless, or rejected by name with a remedy."""
+"""Strict reader of a Hugging Face config.json: every key is used, known to be harmless, or rejected by name."""
 
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from model.config import MAX_LAYERS
-from model.config_enums import check_number, check_size
-from model.io.checkpoint_files import CheckpointError
+from model.config_enums import RopeScaling, RopeScalingKind, check_number, check_size
+from model.io.files import CheckpointError
 
 T = TypeVar("T")
 
@@ -28,6 +29,9 @@ _HARMLESS_KEYS = """
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens reorder_and_upcast_attn
 """
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxlist = 8
 HARMLESS = frozenset(_HARMLESS_KEYS.split())
 _NOT_COMPUTED = "not implemented; use a checkpoint without it"
 # Allowed values and remedy of keys that a family may leave unread. null is always allowed.
@@ -52,118 +56,169 @@ MUST_BE: Mapping[str, tuple[tuple[object, ...], str]] = {
     "per_layer_config": (({},), _NOT_COMPUTED),
     "chunk_size_feed_forward": ((0,), _NOT_COMPUTED),
 }
+DEFAULT_THETA = 10_000.0
+_TYPES = ("default", *RopeScalingKind)
 
 
 class ConfigReader:
-    """Reader of one config.json. Each key is read once; `finish` checks that all unread keys are harmless."""
+    """Reader of one config.json. The value of a key that is not of the expected kind raises ValueError."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
-        self._left = dict(values)
-        self._asked: set[str] = set()
+        self._unread = dict(values)
+        self._read_keys: set[str] = set()
 
-    def take(self, name: str) -> Any:
-        """Return the value of a key and count the key as read; None if it is absent or null."""
-        self._asked.add(name)
-        return self._left.pop(name, None)
+    def value(self, name: str) -> Any:
+        """Return the value of a key, unchecked; None if the key is absent or null."""
+        self._read_keys.add(name)
+        return self._unread.pop(name, None)
 
     def size(self, name: str, default: int) -> int:
-        """Read a positive integer. Raise CheckpointError for another value."""
-        value = self._left.pop(name, default)
-        self._check(check_size, name, value)
+        """Return the value of a key that must be a positive integer."""
+        value = self._unread.pop(name, default)
+        check_size(name, value)
         return int(value)
 
-    def layers(self, name: str, default: int) -> int:
-        """Read a number of layers. Raise CheckpointError for another value, or for more than MAX_LAYERS.
-
-        The limit is checked here because families make lists of all layers before ModelConfig checks the number.
-        """
+    def num_layers(self, name: str, default: int) -> int:
+        """Return the value of a key that must be a number of layers up to MAX_LAYERS: families list all layers."""
         count = self.size(name, default)
         if count > MAX_LAYERS:
-            self.refuse(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
+            self.reject(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
         return count
 
     def optional_size(self, name: str, default: int | None) -> int | None:
-        """Read a positive integer or null. Raise CheckpointError for another value."""
-        self._asked.add(name)
-        value = self._left.pop(name, default)
+        """Return the value of a key that must be a positive integer or null."""
+        self._read_keys.add(name)
+        value = self._unread.pop(name, default)
         if value is not None:
-            self._check(check_size, name, value)
+            check_size(name, value)
         return None if value is None else int(value)
 
     def number(self, name: str, default: float) -> float:
-        """Read a positive number. Raise CheckpointError for another value."""
-        value = self._left.pop(name, default)
-        self._check(check_number, name, value)
+        """Return the value of a key that must be a positive number."""
+        value = self._unread.pop(name, default)
+        check_number(name, value)
         return float(value)
 
-    def echo(self, name: str, value: float, source: str) -> None:
-        """Check a key that the family ignores: raise CheckpointError if it is present with another value.
-
-        Args:
-            value: the value that the model uses.
-            source: the key that sets this value.
-        """
-        if self._left.get(name) is not None and (said := self.number(name, value)) != value:
-            self.refuse(name, said, f"this family ignores this key and uses {value}; set {source} instead")
+    def check_ignored(self, name: str, value: float, source: str) -> None:
+        """Reject the value of a key that the family ignores if the key `source` has set another value."""
+        if self._unread.get(name) is not None and (found := self.number(name, value)) != value:
+            self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 
     def flag(self, name: str, default: bool) -> bool:
-        """Read true or false. Raise CheckpointError for another value."""
-        value = self._left.pop(name, default)
+        """Return the value of a key that must be true or false."""
+        value = self._unread.pop(name, default)
         if not isinstance(value, bool):
-            self.refuse(name, value, "expected true or false; correct the config")
+            self.reject(name, value, "expected true or false; correct the config")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """Return the item of `choices` that the value names. Raise CheckpointError for an unknown name."""
-        value = self._left.pop(name, default)
+        """Return the item of `choices` that the value of a key names."""
+        value = self._unread.pop(name, default)
         if not isinstance(value, str) or value not in choices:
-            self.refuse(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
+            self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
         return choices[value]
 
-    def refuse(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Raise CheckpointError: one line with the file, the key, its value and the remedy."""
+    def reject(self, name: str, value: object, remedy: str) -> NoReturn:
+        """Raise CheckpointError for the value of a key."""
         shown = name if name.isprintable() and len(name) < 80 else _short(name)
         raise CheckpointError(f"{self.path}: {shown}={_short(value)}: {remedy}")
 
-    def finish(self) -> None:
-        """Check every key that was not read.
-
-        Raises:
-            CheckpointError: a key is unknown, or its value requires a feature that is not implemented.
-        """
-        for name, value in self._left.items():
+    def check_unread(self) -> None:
+        """Reject an unread key that is unknown, or whose value requires a feature that is not implemented."""
+        for name, value in self._unread.items():
             if value is None or name in HARMLESS:
                 continue
-            if name == "layer_types" and self._has_no_window and _are_full(value):
+            # A family that reads `sliding_window` must read `layer_types` too.
+            is_full = isinstance(value, list) and all(kind == "full_attention" for kind in value)
+            if name == "layer_types" and "sliding_window" not in self._read_keys and is_full:
                 continue
             if name not in MUST_BE:
-                self.refuse(name, value, "unknown key; remove it if the model computes the same without it")
+                self.reject(name, value, "unknown key; remove it if the model computes the same without it")
             allowed, remedy = MUST_BE[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-                self.refuse(name, value, remedy)
-
-    @property
-    def _has_no_window(self) -> bool:
-        """True if the family did not read `sliding_window`. A family that reads it must read `layer_types` too."""
-        return "sliding_window" not in self._asked
-
-    def _check(self, check: Any, name: str, value: object) -> None:
-        try:
-            check(name, value)
-        except ValueError as error:
-            raise CheckpointError(f"{self.path}: {_short(str(error), quoted=False)}") from error
+                self.reject(name, value, remedy)
 
 
-def _are_full(types: object) -> bool:
-    return isinstance(types, list) and all(kind == "full_attention" for kind in types)
+def _short(value: object) -> str:
+    return _REPR.repr(value)[:200]
 
 
-def _short(value: object, *, quoted: bool = True) -> str:
-    """Return a value's text for an error message, shortened to at most 200 characters."""
-    return (_REPR.repr(value) if quoted else str(value))[:200]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Rotary embedding: base and scaling of the frequencies, and the fraction of each head that is rotated."""
+
+    theta: float
+    scaling: RopeScaling | None
+    partial: float
 
 
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
-_REPR.maxlist = 8
+def read_rope(
+    reader: ConfigReader,
+    *,
+    max_positions: int,
+    theta_names: tuple[str, ...] = ("rope_theta",),
+    partial_names: tuple[str, ...] = (),
+    partial: float = 1.0,
+) -> Rope:
+    """Read all keys of the rotary embedding. Several keys for the same value must agree.
+
+    Args:
+        max_positions: original context length, if the config does not set one.
+        theta_names, partial_names: the family's top-level keys for `theta` and `partial`.
+    """
+    name, values = _scaling_values(reader)
+    kind = _kind(reader, name, values)
+    theta = _agreed(reader, (f"{name}.rope_theta", values.pop("rope_theta", None)), theta_names, DEFAULT_THETA)
+    inner = (f"{name}.partial_rotary_factor", values.pop("partial_rotary_factor", None))
+    fraction = _agreed(reader, inner, partial_names, partial)
+    if not partial_names and fraction != 1.0:
+        reader.reject(inner[0], fraction, "this family rotates whole heads; use a checkpoint without it")
+    if fraction > 1.0:
+        reader.reject(inner[0], fraction, "at most 1.0 is possible; correct the config")
+    original = values.pop("original_max_position_embeddings", max_positions)
+    if kind == "default":
+        scaling = None
+    else:
+        fields = {"kind": kind, "factor": values.pop("factor", None)}
+        if kind == RopeScalingKind.LLAMA3:
+            fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
+            fields["original_context_length"] = original
+        scaling = RopeScaling.from_dict(fields)
+    if values:
+        key = sorted(values)[0]
+        reader.reject(f"{name}.{key}", values[key], f"not a key of rope type {kind}; use a checkpoint without it")
+    return Rope(theta=theta, scaling=scaling, partial=fraction)
+
+
+def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
+    """Return the key that holds the rope dictionary, and the dictionary without null entries."""
+    found = [(name, reader.value(name)) for name in ("rope_scaling", "rope_parameters")]
+    for name, value in found:
+        if not isinstance(value, Mapping | None):
+            reader.reject(name, value, "expected a JSON object or null; correct the config")
+    filled = [(name, value) for name, value in found if value]
+    if len(filled) == 2 and filled[0][1] != filled[1][1]:
+        reader.reject("rope_scaling", filled[0][1], "rope_parameters has another value; keep the correct one")
+    name, value = filled[0] if filled else ("rope_parameters", {})
+    return name, {key: entry for key, entry in value.items() if entry is not None}
+
+
+def _kind(reader: ConfigReader, name: str, values: dict[str, Any]) -> str:
+    kinds = {str(values.pop(key)) for key in ("rope_type", "type") if key in values} or {"default"}
+    if len(kinds) > 1 or not kinds <= set(_TYPES):
+        kind = " and ".join(sorted(kinds))
+        reader.reject(
+            f"{name}.rope_type", kind, f"supported are {', '.join(_TYPES)}; use a checkpoint with one of these"
+        )
+    return kinds.pop()
+
+
+def _agreed(reader: ConfigReader, inner: tuple[str, Any], names: tuple[str, ...], default: float) -> float:
+    """Return the number that a key in the rope dictionary and top-level keys set; reject keys that disagree."""
+    values = [(name, value) for name, value in (inner, *((n, reader.value(n)) for n in names)) if value is not None]
+    for name, value in values:
+        check_number(name, value)
+        if value != values[0][1]:
+            reader.reject(name, value, f"{values[0][0]} is {values[0][1]}; keep the correct one")
+    return float(values[0][1]) if values else default

@@ -12,12 +12,14 @@ import transformers
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.chat.chatml import END, START, TEMPLATE, supports_chatml
-from model.chat.template import TEMPLATE_FILE, load_chat_template
+from model.chat.template import load_chat_template
 from model.chat.template_sandbox import TemplateFailure
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 from model.checkpoint.loading import load_model
-from model.checkpoint.manifest import CheckpointError, read_manifest
+from model.checkpoint.manifest import read_manifest
+from model.io.files import CheckpointError
 from model.sampling.generation_config import GENERATION_CONFIG_FILE, read_generation_config
+from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.training.data.bpe import END_OF_TEXT
 from model.training.sources import Turn, encode_conversation
 from tests.chatml_model import GENERATION, chatml_tokenizer, save_chatml_checkpoint

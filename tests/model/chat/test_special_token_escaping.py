@@ -37,8 +37,8 @@ CONTROL = SpecialTokenEscaper(TOKENIZER)
 
 
 def encoded(template: ChatTemplate, *contents: str, control: SpecialTokenEscaper = CONTROL) -> list[int]:
-    shielded, breaker = control.shield([{"role": "user", "content": content} for content in contents])
-    return control.encode(template.render(shielded), breaker)
+    escaped, breaker = control.escape([{"role": "user", "content": content} for content in contents])
+    return control.encode(template.render(escaped), breaker)
 
 
 def test_special_tokens_of_the_template_become_ids() -> None:
@@ -73,16 +73,16 @@ def test_any_message_is_encoded_as_text_without_loss(pieces: list[list[str]]) ->
 @given(st.text())
 def test_a_message_without_special_tokens_is_unchanged(content: str) -> None:
     messages = [{"role": "user", "content": content.replace("<", "").replace("[", "").replace("a", "")}]
-    assert CONTROL.shield(messages) == (messages, None)
+    assert CONTROL.escape(messages) == (messages, None)
 
 
 def test_all_texts_of_a_message_are_escaped_and_other_values_are_unchanged() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "<s>"}], "name": "</s>", "number": 7, "none": None}
-    (shielded,), breaker = CONTROL.shield([message])
+    (escaped,), breaker = CONTROL.escape([message])
     assert breaker == "\ufdd0"
-    assert shielded["content"][0]["text"] == "<\ufdd0s>"
-    assert shielded["name"] == "<\ufdd0/s>"
-    assert (shielded["number"], shielded["none"]) == (7, None)
+    assert escaped["content"][0]["text"] == "<\ufdd0s>"
+    assert escaped["name"] == "<\ufdd0/s>"
+    assert (escaped["number"], escaped["none"]) == (7, None)
 
 
 def test_messages_that_cannot_be_escaped_are_rejected() -> None:

@@ -10,8 +10,10 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from model.chat.template import PLAIN_SOURCE, ChatTemplate, ChatTemplateError, load_chat_template, read_special_tokens
+from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
 from model.chat.template_sandbox import TemplateFailure, compile_template, render
+from model.io.files import CheckpointError
+from model.tokenizer.bos_eos import read_tokenizer_config
 from tests.model.chat_templates import CONVERSATIONS, TEMPLATES
 
 MARKS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -117,7 +119,7 @@ def test_unused_templates_are_listed(tmp_path: Path) -> None:
     ],
 )
 def test_an_unreadable_template_gives_one_error_line(tmp_path: Path, files: dict[str, Any], said: str) -> None:
-    with pytest.raises(ChatTemplateError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         load_chat_template(write(tmp_path, **files))
     assert said in str(caught.value)
     assert str(tmp_path) in str(caught.value)
@@ -130,7 +132,7 @@ def test_special_tokens_are_read_as_strings_or_objects(tmp_path: Path) -> None:
         tmp_path,
         **{CONFIG: config, "special_tokens_map_DOT_json": {"eos_token": "other", "pad_token": {"content": "<pad>"}}},
     )
-    assert read_special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert read_tokenizer_config(tmp_path).roles == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 from model.checkpoint.loading import load_model, write_weights
 from model.checkpoint.manifest import read_manifest, write_manifest
-from model.io.checkpoint_files import CheckpointError
+from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
-from model.tokenizer.native import save_native
+from model.tokenizer.byte_level import save_native
 from model.training.data.bpe import train_bpe
 from tests.families.models import CASES, load
 from tests.model.configs import VARIANTS, build

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import load_model, save_checkpoint
-from model.checkpoint.manifest import MANIFEST_FILE, CheckpointError, read_manifest, write_manifest
-from model.checkpoint.shards import plan_shards, write_shards
+from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from model.checkpoint.weights import plan_shards, write_shards
+from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
-from model.tokenizer.native import RANKS_FILE, save_native
+from model.tokenizer.byte_level import RANKS_FILE, save_native
 from model.training.data.bpe import train_bpe
 from tests.model.configs import VARIANTS, build
 
@@ -107,7 +108,7 @@ def test_a_save_leaves_one_file_or_shards_and_their_index(tmp_path: Path, monkey
     save(tmp_path)
     assert [path.name for path in sorted(tmp_path.glob("model*"))] == ["model.safetensors"]
     with monkeypatch.context() as smaller:
-        smaller.setattr("model.checkpoint.shards.MAX_SHARD_BYTES", 20_000)
+        smaller.setattr("model.checkpoint.weights.MAX_SHARD_BYTES", 20_000)
         tensors = save(tmp_path)
     manifest = read_manifest(tmp_path)
     manifest.verify()
@@ -138,7 +139,7 @@ def test_shards_hold_up_to_5_gigabytes() -> None:
 
 def test_a_shard_is_written_before_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one shard of converted tensors is in memory."""
-    monkeypatch.setattr("model.checkpoint.shards.MAX_SHARD_BYTES", 8)
+    monkeypatch.setattr("model.checkpoint.weights.MAX_SHARD_BYTES", 8)
     num_written: list[int] = []
 
     def tensors() -> Iterator[torch.Tensor]:
@@ -243,7 +244,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a format of many letters": (_manifest(lambda v: v.update(format="x" * 10**5)), "'kvasir-checkpoint-1' expected"),
     "a size of many digits": (
         _manifest(lambda v: v["files"]["config.json"].update(bytes=10**4000)),  # type: ignore[index]
-        "config.json: .* the copy is incomplete, copy it again",
+        "config.json: .* the copy is incomplete, copy the file again",
     ),
     "a key of lines": (_config('{"a\\nb": 1}'), "config.json: unknown model config keys: a\ufffdb"),
     "a key of many letters": (_config(json.dumps({"x" * 10**5: 1})), "config.json: unknown model config keys: xxx"),
@@ -255,14 +256,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard that is a pipe": (_pipe(SHARD), f"{SHARD}: not a regular file"),
     "config not JSON": (_config("{"), "config.json: not JSON"),
     "config unknown key": (_config('{"colour": 1}'), "config.json: unknown model config keys: colour"),
-    "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: No such file"),
+    "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: missing; copy"),
     "manifest of another format": (_manifest(lambda v: v.update(format="x")), "format 'x'"),
     "manifest without files": (_manifest(lambda v: v.pop("files")), "malformed"),
     "path trick": (
         _manifest(lambda v: v.update(files={"../x.safetensors": {"bytes": 1, "sha256": ""}})),
         "is not a plain file name",
     ),
-    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "config.json is not in the list of files"),  # type: ignore[attr-defined]
+    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "no config.json is in the list of files"),  # type: ignore[attr-defined]
 }
 
 

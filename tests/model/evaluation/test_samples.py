@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from model.chat.template import ChatTemplateError
 from model.chat.template_sandbox import TemplateFailure
 from model.config import ModelConfig
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
@@ -13,6 +12,7 @@ from model.evaluation.likelihood import evaluate
 from model.evaluation.minimal_pairs import Pair, score_pairs
 from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
 from model.evaluation.samples import TEMPERATURES, Sampler, complete_one_by_one, measure_diversity
+from model.io.files import CheckpointError
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
@@ -87,7 +87,7 @@ def test_a_failing_template_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(TemplateFailure, match="no"):
         Sampler(model, tokenizer, tmp_path, complete_one_by_one)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja"):
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
         Sampler(model, tokenizer, tmp_path, complete_one_by_one)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from model.io.permissions import read_problem
+from model.io.files import CheckpointError, reading
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "checkpoints" / "kvasir-9m"
@@ -26,7 +26,8 @@ SHARD = "model-00001-of-00002.safetensors"
 READ = f"""
 import os, sys
 from pathlib import Path
-from model.checkpoint.manifest import CheckpointError, read_manifest
+from model.checkpoint.manifest import read_manifest
+from model.io.files import CheckpointError
 import numpy  # safetensors imports numpy later, when this user cannot read the packages
 
 if os.geteuid() == 0:
@@ -113,13 +114,18 @@ def test_a_hugging_face_directory_gives_the_same_error(directory: Path) -> None:
     assert f"{directory}: permission denied by {directory}, " in read(directory)
 
 
+def error_of(path: Path, error: OSError) -> str:
+    with pytest.raises(CheckpointError) as caught, reading(path):
+        raise error
+    return str(caught.value).removeprefix(f"{path}: ")
+
+
 def test_modes_that_allow_reading_point_to_other_causes(directory: Path) -> None:
     """An ACL or SELinux may deny what the modes allow; a test can set up neither."""
-    error = PermissionError(13, "Permission denied")
-    problem = read_problem(directory / "config.json", error)
+    problem = error_of(directory / "config.json", PermissionError(13, "Permission denied"))
     assert problem.startswith("permission denied although the file modes allow it (this process has uid ")
     assert problem.endswith("an ACL or SELinux, or in a container for the mount option :z")
 
 
 def test_other_read_errors_quote_the_operating_system(tmp_path: Path) -> None:
-    assert read_problem(tmp_path, OSError(5, "Input/output error")) == "Input/output error; is the checkpoint complete?"
+    assert error_of(tmp_path, OSError(5, "Input/output error")) == "Input/output error; is the checkpoint complete?"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig as TheirConfig
 
+from model.io.files import CheckpointError
 from model.sampling.generation_config import (
     GENERATION_CONFIG_FILE,
     GenerationConfig,
-    GenerationConfigError,
     read_generation_config,
 )
 
@@ -98,7 +98,7 @@ def test_the_defaults_of_transformers_are_harmless(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_value_is_a_one_line_error(tmp_path: Path, values: Any, message: str) -> None:
-    with pytest.raises(GenerationConfigError, match=message) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         read(tmp_path, values)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
@@ -107,5 +107,5 @@ def test_an_invalid_value_is_a_one_line_error(tmp_path: Path, values: Any, messa
 
 def test_a_damaged_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / GENERATION_CONFIG_FILE).write_bytes(b"\xff{")
-    with pytest.raises(GenerationConfigError, match="not JSON"):
+    with pytest.raises(CheckpointError, match="not JSON"):
         read_generation_config(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.tokenizer.openai_files import _LLAMA3_PATTERN, _O200K_PATTERN, _QWEN_PATTERN
+from model.tokenizer.files import _LLAMA3_PATTERN, _O200K_PATTERN, _QWEN_PATTERN
 from tests.model.tokenizer.texts import ADVERSARIAL, stories
 
 VOCAB_SIZE = 700

@@ -10,9 +10,9 @@ from hypothesis import given
 from tokenizers import Tokenizer as Library
 from tokenizers import pre_tokenizers
 
-from model.tokenizer.decoders import TokenDecoder, to_characters
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer
+from model.tokenizer.tokenizer_json import TokenDecoder, to_characters
 from tests.model.tokenizer import makers
 from tests.model.tokenizer.texts import all_texts, any_text
 

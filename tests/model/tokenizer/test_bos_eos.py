@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import Tokenizer, TokenizerError
+from model.tokenizer.interface import Tokenizer
 from tests.model.tokenizer import makers
 
 
@@ -97,14 +98,14 @@ def test_a_token_named_special_in_tokenizer_config_is_special(tmp_path: Path) ->
         ({}, {"bos_token": "<nowhere>", "add_bos_token": True}, "bos_token '<nowhere>' is not in the vocabulary"),
         ({}, {"add_eos_token": True, "eos_token": "</s>"}, "at most one before and none after can be served"),
         ({}, {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
-        ({}, {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder is malformed"),
+        ({}, {"added_tokens_decoder": {"x": {}}}, "tokenizer_config.json: malformed: ValueError"),
         ({}, {"added_tokens_decoder": {"900": {}}}, "an added token needs an id and a content"),
     ],
 )
 def test_invalid_bos_and_eos_tokens_give_one_error_line(
     files: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(TokenizerError, match=message) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load(tmp_path, files, **config)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path}/")

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
 from model.tokenizer.export import export_tokenizer
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import Tokenizer, TokenizerError
-from model.tokenizer.native import save_native
 from model.training.data.bpe import train_bpe
 from service.cli.main import main
 from tests.model.tokenizer import makers, real_files
@@ -94,17 +93,10 @@ def test_a_reloaded_export_gives_the_same_ids(name: str, tmp_path: Path) -> None
         assert again.encode(text) == ours.encode(text)
 
 
-def test_the_export_command_replaces_an_earlier_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "new" / "tokenizer"
-    for _ in range(2):
-        assert main(["export-tokenizer", "--checkpoint", str(SHIPPED), "--out", str(out)]) == 0
-        written = [Path(line).name for line in capsys.readouterr().out.splitlines()]
-        assert written == [
-            "chat_template.jinja",
-            "special_tokens_map.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-        ]
+def test_the_export_command_lists_the_written_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export-tokenizer", "--checkpoint", str(SHIPPED), "--out", str(tmp_path / "new" / "tokenizer")]) == 0
+    written = [Path(line).name for line in capsys.readouterr().out.splitlines()]
+    assert written == ["chat_template.jinja", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
 
 
 def test_the_chat_template_is_exported(tmp_path: Path) -> None:
@@ -121,7 +113,7 @@ def test_a_directory_with_other_files_is_not_changed(
     (tmp_path / foreign).write_text("{}")
     assert main(["export-tokenizer", "--checkpoint", str(SHIPPED), "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert "files other than an earlier export" in error
+    assert "holds files; choose an empty or a new directory" in error
     assert error.count("\n") == 1
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(foreign, "{}")]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from model.tokenizer.tokenizer_json import LibraryTokenizer
@@ -41,7 +42,7 @@ def test_a_panic_of_the_library_becomes_an_error_and_the_next_text_is_encoded(tm
     ],
 )
 def test_an_added_token_that_normalizes_to_nothing_is_rejected(normalizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"tokenizer.json: the added token '\\n\\n' is empty after normalization"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: the added token '\\n\\n' is empty after normalization"):
         load_tokenizer(makers.write(tmp_path, library(normalizer, AddedToken("\n\n", normalized=True))))
     ours = load_tokenizer(makers.write(tmp_path, library(normalizer, AddedToken("\n\n", normalized=False))))
     assert ours.encode("a\n\nb") == [0, 4, 1]
@@ -53,7 +54,7 @@ def test_an_added_token_that_would_get_another_id_is_rejected(tmp_path: Path) ->
     values = json.loads((directory / "tokenizer.json").read_text())
     values["added_tokens"][1]["id"] = 7
     (directory / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(TokenizerError, match="'<y>' has the id 7, but the tokenizers library assigns 5") as caught:
+    with pytest.raises(CheckpointError, match="'<y>' has the id 7, but the tokenizers library assigns 5") as caught:
         load_tokenizer(directory)
     assert str(caught.value).startswith(f"{tmp_path}/tokenizer.json: ")
 
@@ -80,5 +81,5 @@ def test_continuing_subword_prefix_is_rejected(tmp_path: Path) -> None:
     values = json.loads(makers.gpt2().to_str())
     values["model"].update(continuing_subword_prefix="##", merges=[["a", "b"]])
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(TokenizerError, match="the continuing_subword_prefix '##'"):
+    with pytest.raises(CheckpointError, match="the continuing_subword_prefix '##'"):
         load_tokenizer(tmp_path)

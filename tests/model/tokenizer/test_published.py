@@ -11,9 +11,9 @@ import tiktoken
 from tiktoken_ext import openai_public
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from model.tokenizer.decoders import TokenDecoder
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import TokenizerError
+from model.tokenizer.tokenizer_json import TokenDecoder
 from tests.model.tokenizer import makers, real_files
 from tests.model.tokenizer.texts import all_texts, stories
 
@@ -99,7 +99,7 @@ def test_published_ranks_give_tiktokens_tokens(name: str, tmp_path: Path, monkey
 def test_an_unknown_tiktoken_file_is_rejected(tmp_path: Path) -> None:
     real_files.write_ranks(tmp_path / "mine.tiktoken", {bytes([byte]): byte for byte in range(256)})
     with pytest.raises(
-        TokenizerError, match=r"mine\.tiktoken: the SHA-256 [0-9a-f]{16}… matches no known file \(r50k_base"
+        CheckpointError, match=r"mine\.tiktoken: the SHA-256 [0-9a-f]{16}… matches no known file \(r50k_base"
     ) as caught:
         load_tokenizer(tmp_path)
     assert "add a tokenizer.json" in str(caught.value)
@@ -123,7 +123,7 @@ def test_tokenizer_model_of_llama3_is_read(tmp_path: Path) -> None:
 
 def test_a_sentencepiece_model_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    with pytest.raises(TokenizerError, match="a SentencePiece model") as caught:
+    with pytest.raises(CheckpointError, match="a SentencePiece model") as caught:
         load_tokenizer(tmp_path)
     assert "save_pretrained" in str(caught.value)
     assert "\n" not in str(caught.value)

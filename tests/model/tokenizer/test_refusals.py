@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from tests.model.tokenizer import makers
@@ -57,7 +58,7 @@ def test_an_unsupported_tokenizer_json_gives_one_error_line(name: str, tmp_path:
     values = json.loads(makers.gpt2().to_str())
     change(values)
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(TokenizerError, match=message) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path}/tokenizer.json: ")
@@ -82,7 +83,7 @@ def test_an_unsupported_tokenizer_json_gives_one_error_line(name: str, tmp_path:
 def test_unreadable_tokenizer_files_give_one_error_line(files: dict[str, str], message: str, tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    with pytest.raises(TokenizerError, match=message) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(str(tmp_path))

@@ -5,7 +5,7 @@ import tiktoken
 from tokenizers import Regex, pre_tokenizers
 
 from model.tokenizer.export import pattern_for_oniguruma
-from model.tokenizer.openai_files import (
+from model.tokenizer.files import (
     _CL100K_PATTERN,
     _GPT2_PATTERN,
     _LLAMA3_PATTERN,

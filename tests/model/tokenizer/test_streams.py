@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.tokenizer.files import load_tokenizer
-from model.tokenizer.interface import Tokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder, Tokenizer
 from tests.model.tokenizer import makers
 from tests.model.tokenizer.texts import ADVERSARIAL, any_text, stories
 

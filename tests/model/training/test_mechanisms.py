@@ -12,7 +12,7 @@ from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.nn.reference_generate import generate
-from model.tokenizer.native import load_native
+from model.tokenizer.byte_level import load_native
 from model.training.config import TrainConfig
 from model.training.state import read_log
 from model.training.train import RunSettings, train

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import load_model
-from model.checkpoint.manifest import CheckpointError, read_manifest
+from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.evaluation.likelihood import evaluate
+from model.io.files import CheckpointError
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
+from model.tokenizer.byte_level import load_native
 from model.tokenizer.interface import Tokenizer
-from model.tokenizer.native import load_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
 from model.training.state import locked, read_log

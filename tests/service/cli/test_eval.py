@@ -10,9 +10,10 @@ import torch
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model, save_checkpoint
-from model.checkpoint.manifest import file_digest, read_manifest
+from model.checkpoint.manifest import read_manifest
 from model.evaluation.prompts import PROMPTS
-from model.tokenizer.native import load_native
+from model.io.files import file_digest
+from model.tokenizer.byte_level import load_native
 from service.cli.main import main
 
 Run = Callable[..., tuple[int, str, str]]

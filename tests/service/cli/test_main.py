@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from model.tokenizer.native import load_native
+from model.tokenizer.byte_level import load_native
 from service.cli.main import COMMANDS, main
 
 SHIPPED = Path(__file__).parents[3] / "checkpoints/kvasir-9m"

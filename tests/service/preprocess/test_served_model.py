@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.chat.template import PLAIN_SOURCE, ChatTemplateError
+from model.chat.template import PLAIN_SOURCE
 from model.checkpoint.manifest import read_manifest
-from model.sampling.generation_config import GenerationConfigError
+from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer
 from service.cli.main import main
 from service.config.settings import ServeSettings, SettingsError
@@ -122,14 +122,14 @@ def test_the_start_up_listing_shows_the_checkpoints_facts(checkpoint: Path) -> N
 @pytest.mark.parametrize(
     ("name", "value", "error", "said"),
     [
-        ("chat_template.jinja", "\n{% if %}", ChatTemplateError, "chat_template.jinja: line 2: Expected an expression"),
-        ("chat_template.jinja", "{{ a | no }}", ChatTemplateError, "--chat-template plain, none or FILE"),
-        ("tokenizer_config.json", "{", ChatTemplateError, "tokenizer_config.json: not JSON"),
-        ("generation_config.json", "{", GenerationConfigError, "generation_config.json: not JSON"),
+        ("chat_template.jinja", "\n{% if %}", CheckpointError, "chat_template.jinja: line 2: Expected an expression"),
+        ("chat_template.jinja", "{{ a | no }}", CheckpointError, "--chat-template plain, none or FILE"),
+        ("tokenizer_config.json", "{", CheckpointError, "tokenizer_config.json: not JSON"),
+        ("generation_config.json", "{", CheckpointError, "generation_config.json: not JSON"),
         (
             "generation_config.json",
             {"temperature": 1e9},
-            GenerationConfigError,
+            CheckpointError,
             "temperature must be between 0 and 100",
         ),
     ],
@@ -151,7 +151,7 @@ def test_a_context_length_over_the_models_positions_is_rejected(checkpoint: Path
 
 
 def test_the_error_names_a_missing_template_file(checkpoint: Path) -> None:
-    with pytest.raises(ChatTemplateError, match="--chat-template nowhere: no such file; give"):
+    with pytest.raises(CheckpointError, match="--chat-template nowhere: no such file; give"):
         served(checkpoint, chat_template="nowhere")
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tokenizer.interface import Tokenizer
-from model.tokenizer.stream import StreamDecoder
+from model.tokenizer.interface import StreamDecoder, Tokenizer
 from service.ipc.messages import TokenLogprob
 from service.protocol.logprobs import (
     LogprobFormat,

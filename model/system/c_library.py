@@ -1,0 +1,31 @@
+"""Calls to the C library that Python has no function for. Torch-free."""
+
+import ctypes
+import signal
+from contextlib import suppress
+
+_LIBRARY = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MADV_COLLAPSE = 25  # linux/mman.h
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when the thread that started this process ends; other systems do nothing."""
+    if (prctl := getattr(_LIBRARY, "prctl", None)) is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def trim_heap() -> None:
+    """Return whole free pages of the heap to the system, in milliseconds; without glibc nothing happens.
+
+    A worker keeps the memory that one step frees for the next step. Memory that only the start of the worker needed,
+    such as unpacked matrices, is returned by this call.
+    """
+    with suppress(AttributeError):
+        _LIBRARY.malloc_trim(0)
+
+
+def collapse_pages(begin: int, size: int) -> None:
+    """Have Linux 6.1 or later move memory to huge pages. Unlike `mmap.madvise`, this call releases the GIL."""
+    if (madvise := getattr(_LIBRARY, "madvise", None)) is not None:
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(_MADV_COLLAPSE))
