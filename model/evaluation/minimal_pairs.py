@@ -1,9 +1,7 @@
 """Accuracy on minimal pairs: a grammatical and an ungrammatical sentence that differ in one point of grammar.
 
-A model is right on a pair if the grammatical sentence has the higher probability. Chance is one half.
-
-BLiMP (Warstadt et al. 2020, arXiv 1912.00582) is the standard collection. Pairs are read in its file format: JSON Lines
-with `sentence_good`, `sentence_bad` and an optional `UID` or `field`, by which pairs are grouped.
+A model is right on a pair if the grammatical sentence has the higher probability. Chance is one half. BLiMP (Warstadt
+et al. 2020, arXiv 1912.00582) is the standard collection.
 """
 
 import json
@@ -21,15 +19,12 @@ _GROUP_KEYS = ("UID", "field")
 
 
 class PairsError(OneLineError):
-    """A file of pairs cannot be used. The message is one line with the file, the line number and the problem."""
+    """File of minimal pairs that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A grammatical and an ungrammatical sentence.
-
-    group: the grammatical phenomenon; "" if the file does not name it.
-    """
+    """Minimal pair of sentences. group: the grammatical phenomenon; "" if the file of pairs does not name it."""
 
     good: str
     bad: str
@@ -38,7 +33,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairScore:
-    """Total log-probability of each sentence of a pair, in nats."""
+    """Log-likelihood of each sentence of a minimal pair, in nats."""
 
     pair: Pair
     good: float
@@ -50,7 +45,7 @@ class PairScore:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Read the pairs of a JSON Lines file, which may be compressed as .xz.
+    """Read minimal pairs from JSON Lines in BLiMP's format, plain or .xz; "UID" or "field" is the group of a pair.
 
     Raises:
         PairsError: the file cannot be read, has no pairs, or has a line that is not a pair.
@@ -85,9 +80,9 @@ def _read_pair(path: Path, number: int, line: str) -> Pair:
 
 
 def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[PairScore]:
-    """Score both sentences of each pair, predicted from the id of `begin_of_text`, without an EOS token after them.
+    """Score both sentences of each minimal pair after `begin_of_text`, without an EOS token at the end.
 
-    This equals `loglikelihood` of lm-evaluation-harness with an empty context.
+    The scores equal `loglikelihood` of lm-evaluation-harness with an empty context.
 
     Raises:
         ValueError: a sentence is longer than the model's context.
@@ -100,18 +95,12 @@ def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair])
 
 
 def accuracy(scores: Sequence[PairScore]) -> float:
-    """Return the share of pairs in which the grammatical sentence has the higher probability.
-
-    Raises:
-        ValueError: there are no pairs.
-    """
-    if not scores:
-        raise ValueError("no pairs")
+    """Return the share of minimal pairs, at least one, whose grammatical sentence has the higher probability."""
     return sum(score.is_right for score in scores) / len(scores)
 
 
 def by_group(scores: Sequence[PairScore]) -> dict[str, list[PairScore]]:
-    """Group the scores by phenomenon, sorted by its name."""
+    """Group the scores of minimal pairs by phenomenon, in alphabetical order."""
     groups: dict[str, list[PairScore]] = {}
     for score in scores:
         groups.setdefault(score.pair.group, []).append(score)

@@ -10,7 +10,7 @@ from model.tokenizer.interface import Tokenizer
 
 
 class PromptKind(StrEnum):
-    """Kind of a prompt: a text to continue, or for CHAT a user message to reply to."""
+    """Kind of a fixed prompt: CHAT is a user message to reply to, other kinds are texts to continue."""
 
     STORY = "story"
     FACT = "fact"
@@ -20,9 +20,9 @@ class PromptKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt text; for kind CHAT, the content of a user message."""
+    """Text to complete for a model card, or a user message to reply to. kind: None if the prompt is not fixed."""
 
-    kind: PromptKind
+    kind: PromptKind | None
     text: str
 
 
@@ -52,9 +52,7 @@ PROMPTS = (
 
 
 def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Load the chat template of a checkpoint directory, with the special tokens that it may use.
-
-    Without a template in the directory, return the plain template, as the service does.
+    """Load the chat template of a checkpoint directory; without one, return the plain template, as the service does.
 
     Raises:
         ChatTemplateError: a file cannot be read or is malformed.
@@ -68,12 +66,7 @@ def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
-    """Return a prompt's token ids as the service encodes them: a text after the BOS token, a message by the template.
-
-    Raises:
-        TemplateFailure: the template rejected the message, or failed.
-        TokenizerError: the tokenizer cannot encode the text.
-    """
+    """Return the token ids of a prompt as the service encodes it: a text after BOS, a message by the chat template."""
     if prompt.kind is PromptKind.CHAT:
         rendered = template.render([{"role": "user", "content": prompt.text}])
         return tokenizer.encode(rendered, parse_special=True)

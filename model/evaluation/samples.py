@@ -1,8 +1,7 @@
-"""Completions of the fixed prompts: a few to show, and many to measure diversity.
+"""Completions of sample prompts: one of each to show, and many to measure diversity.
 
-Diversity counts words instead of tokens, so that models with different tokenizers can be compared. A word is a
-lower-case run of letters, digits and underscores; "don't" is one word. Text in a script without spaces is not split
-into words.
+Diversity counts words instead of tokens, so that models with different tokenizers can be compared. A text in a script
+without spaces is not split into words.
 """
 
 import itertools
@@ -21,7 +20,6 @@ from model.tokenizer.stream import StreamDecoder
 TEMPERATURES = (0.5, 0.8, 1.0)
 SHOWN_TEMPERATURE, SHOWN_TOP_P, SHOWN_TOKENS = 0.8, 0.95, 200
 COUNTED_TOKENS, DRAWS = 128, 4
-REPEATED_N = 4
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 
 # Function that returns the token ids of each prompt's completion, including the stop token.
@@ -30,10 +28,7 @@ Complete = Callable[[Transformer, Tokenizer, Sequence[Sequence[int]], Sequence[S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A prompt and its completion.
-
-    kind: kind of a fixed prompt; None for any other prompt.
-    """
+    """Prompt with its completion, for a model card or `kvasir eval`. kind: None if the prompt is not fixed."""
 
     prompt: str
     completion: str
@@ -42,12 +37,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diversity:
-    """Diversity of the samples at one temperature.
+    """Diversity of the samples at one temperature. A value is None if no sample has enough words for it.
 
-    distinct: distinct-1, distinct-2 and distinct-3.
-    repetition: mean of `repetition` over the samples that have enough words.
-
-    A value is None if no sample has enough words for it.
+    distinct: distinct-1, distinct-2 and distinct-3 over all samples. repetition: mean over the samples.
     """
 
     temperature: float
@@ -60,68 +52,62 @@ class Diversity:
 def complete_one_by_one(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[list[int]]:
-    """Reference implementation of `Complete`: slow, without a KV cache. An engine must return equal completions."""
+    """Complete prompts with the reference implementation: slow, without a KV-cache. An engine must return equal ids."""
     eos = tokenizer.eos_token_ids
     return [generate(model, ids, wanted, eos_token_ids=eos) for ids, wanted in zip(prompts, params, strict=True)]
 
 
 class Sampler:
-    """Sampler of completions of the fixed prompts.
+    """Sampler of completions. Prompts without tokens, or without room for a new token in the context, are skipped.
 
-    Prompts that leave no room in the context for a new token are skipped, and so are prompts without tokens.
-
-    Args:
-        directory: the checkpoint directory, which may have a chat template.
-        complete: makes the completions.
-        draws: number of completions of each prompt at each temperature, for `diversity`.
+    directory: checkpoint directory, which may have a chat template. draws: number of completions of each prompt at each
+    temperature for `diversity`; 0 if diversity is not measured.
 
     Raises:
         ChatTemplateError, TemplateFailure: the checkpoint's chat template cannot be used.
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, directory: Path, complete: Complete, *, draws: int = DRAWS
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        directory: Path,
+        complete: Complete,
+        *,
+        prompts: Sequence[Prompt] = PROMPTS,
+        draws: int = DRAWS,
     ) -> None:
         self._model = model
-        self._draws = draws
+        self.draws = draws
         self._tokenizer = tokenizer
         self._complete = complete
         template = read_template(directory, tokenizer)
-        encoded = ((prompt, prompt_ids(prompt, tokenizer, template)) for prompt in PROMPTS)
+        encoded = ((prompt, prompt_ids(prompt, tokenizer, template)) for prompt in prompts)
         context = model.config.max_context_length
         self._prompts: list[tuple[Prompt, list[int]]] = [(p, ids) for p, ids in encoded if 0 < len(ids) < context]
 
     def shown(self) -> list[Sample]:
         """Return one completion of each prompt, sampled with the `SHOWN_*` parameters and seed 0."""
-        texts = self._draw(
-            [
-                (ids, self._params(ids, SHOWN_TOKENS, temperature=SHOWN_TEMPERATURE, top_p=SHOWN_TOP_P, seed=0))
-                for _, ids in self._prompts
-            ]
-        )
-        drawn = zip(self._prompts, texts, strict=True)
-        return [Sample(prompt=prompt.text, completion=text, kind=prompt.kind) for (prompt, _), text in drawn]
+        texts = self._completions([0] * len(self._prompts), SHOWN_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P)
+        shown = zip(self._prompts, texts, strict=True)
+        return [Sample(prompt=prompt.text, completion=text, kind=prompt.kind) for (prompt, _), text in shown]
 
     def diversity(self, temperature: float) -> Diversity:
         """Measure the diversity of completions sampled at this temperature, without top_p or top_k."""
-        asked = [
-            (ids, self._params(ids, COUNTED_TOKENS, temperature=temperature, top_p=1.0, seed=draw * len(PROMPTS) + i))
-            for draw in range(self._draws)
-            for i, (_, ids) in enumerate(self._prompts)
+        seeds = [draw * len(PROMPTS) + i for draw in range(self.draws) for i in range(len(self._prompts))]
+        return measure_diversity(temperature, self._completions(seeds, COUNTED_TOKENS, temperature, top_p=1.0))
+
+    def _completions(self, seeds: Sequence[int], max_tokens: int, temperature: float, top_p: float) -> list[str]:
+        """Return one completion for each seed: of the prompts in order, then again of the prompts in order."""
+        prompts = [self._prompts[number % len(self._prompts)][1] for number in range(len(seeds))]
+        context = self._model.config.max_context_length
+        params = [
+            SamplingParams(
+                max_tokens=min(max_tokens, context - len(ids)), temperature=temperature, top_p=top_p, seed=seed
+            )
+            for ids, seed in zip(prompts, seeds, strict=True)
         ]
-        return measure_diversity(temperature, self._draw(asked))
-
-    def _params(
-        self, ids: list[int], max_tokens: int, *, temperature: float, top_p: float, seed: int
-    ) -> SamplingParams:
-        room = self._model.config.max_context_length - len(ids)
-        return SamplingParams(max_tokens=min(max_tokens, room), temperature=temperature, top_p=top_p, seed=seed)
-
-    def _draw(self, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[str]:
-        """Return the text of each completion. The EOS token at its end has no text."""
-        prompts, params = [ids for ids, _ in asked], [wanted for _, wanted in asked]
-        completions = self._complete(self._model, self._tokenizer, prompts, params)
-        return [self._text(ids) for ids in completions]
+        return [self._text(ids) for ids in self._complete(self._model, self._tokenizer, prompts, params)]
 
     def _text(self, token_ids: list[int]) -> str:
         decoder = StreamDecoder(self._tokenizer)
@@ -129,7 +115,7 @@ class Sampler:
 
 
 def measure_diversity(temperature: float, texts: Sequence[str]) -> Diversity:
-    """Measure the diversity of samples that were made at one temperature."""
+    """Measure the diversity of sampled texts."""
     samples = [words(text) for text in texts]
     repeated = [share for sample in samples if (share := repetition(sample)) is not None]
     return Diversity(
@@ -142,25 +128,21 @@ def measure_diversity(temperature: float, texts: Sequence[str]) -> Diversity:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
+    """Return the words of a text in lower case: runs of letters, digits and underscores; "don't" is one word."""
     return _WORD.findall(text.lower())
 
 
 def distinct(samples: Iterable[Sequence[str]], n: int) -> float | None:
-    """Return distinct-n over all samples together: unique n-grams / n-grams; None without n-grams.
+    """Return distinct-n over all samples: unique word n-grams / word n-grams; None without n-grams.
 
-    Source: Li et al. 2016 (arXiv 1510.03055), section 5.2. The value falls as the amount of text grows, so compare only
-    equal numbers of samples.
+    Source: Li et al. 2016 (arXiv 1510.03055), section 5.2. The value falls as the amount of text grows.
     """
     grams = [gram for sample in samples for gram in _grams(sample, n)]
     return len(set(grams)) / len(grams) if grams else None
 
 
-def repetition(sample: Sequence[str], n: int = REPEATED_N) -> float | None:
-    """Return the share of repeated n-grams in a sample: 1 - unique n-grams / n-grams; None without n-grams.
-
-    Source: seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319), section 6.1.
-    """
+def repetition(sample: Sequence[str], n: int = 4) -> float | None:
+    """Return seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319), section 6.1: the share of repeated word n-grams."""
     unique = distinct([sample], n)
     return None if unique is None else 1 - unique
 

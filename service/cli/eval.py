@@ -163,7 +163,7 @@ def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None)
         columns = ["held out", "documents", "tokens", "bits/byte", "nats/token", "top-1"]
         table = _table(title, *columns, *([] if plain is None else ["change in bits/byte by quantization"]))
         for name, held_out in evaluation.held_out.items():
-            counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
+            counts = f"{len(held_out.documents):,}", f"{held_out.total.num_tokens:,}"
             losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
             before = None if plain is None else plain.held_out[name].bits_per_byte
             effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
@@ -205,7 +205,12 @@ def _documents(
     for name, held_out in evaluation.held_out.items():
         rolling = rolling_log_likelihoods(model, tokenizer, splits[name], max_length=length)
         for number, (ours, theirs) in enumerate(zip(held_out.documents, rolling, strict=True)):
-            yield {"split": name, "index": number, "log_likelihood": ours, "loglikelihood_rolling": theirs}
+            yield {
+                "split": name,
+                "index": number,
+                "log_likelihood": ours.log_likelihood,
+                "loglikelihood_rolling": theirs,
+            }
     for number, score in enumerate(evaluation.pairs):
         yield {"split": PAIRS_NAME, "index": number, "good": score.good, "bad": score.bad}
 
