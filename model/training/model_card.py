@@ -75,7 +75,7 @@ def _data(config: TrainConfig, training: Mapping[str, Any]) -> str:
     rows = []
     for source in training["sources"]:
         chat_repeats = source.get("chat_repeats", 0) if config.chat_steps else 0
-        repeats = f"{source['repeats']}" + (f", {chat_repeats} in the chat phase" if chat_repeats else "")
+        repeats = f"{source['repeats']:g}" + (f", {chat_repeats:g} in the chat phase" if chat_repeats else "")
         counts = (f"{source['documents']:,}", repeats, f"{source['held_out_documents']:,}")
         attribution = source.get("attribution", "").replace("|", "\\|").replace("\n", " ")
         rows.append((source["name"], *counts, source["licence"], attribution, f"`{source['sha256'][:16]}`"))

@@ -144,5 +144,5 @@ def test_each_architecture_option_is_a_row(tmp_path: Path, change: dict[str, Any
 
 
 def test_a_description_is_a_text() -> None:
-    with pytest.raises(ValueError, match="description must be a string"):
+    with pytest.raises(ValueError, match="description: Expected `str`"):
         dataclasses.replace(config(), description=3)  # type: ignore[arg-type]

@@ -144,7 +144,7 @@ def test_of_a_document_longer_than_a_round_every_part_comes(tmp_path: Path) -> N
 
 
 def test_more_tokens_than_two_bytes_can_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="vocab_size must be at most 65,536, not 65,537"):
+    with pytest.raises(ValueError, match="vocab_size: Expected `int` <= 65536"):
         config(vocab_size=65_537)
 
 
