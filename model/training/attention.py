@@ -1,8 +1,8 @@
 """Training attention over packed documents: causal attention within each document.
 
-A GPU runs varlen flash attention (Dao et al. 2022, arXiv 2205.14135). A CPU runs matrix products over 256 queries,
-about twice as fast as PyTorch's flash attention on CPUs (docs/training-log.md). Both share one operator. The shapes of
-its tensors do not depend on the document boundaries, so a training step is compiled only once.
+A GPU runs varlen flash attention (Dao et al. 2022, arXiv 2205.14135), a CPU matrix products over 256 queries, which
+take half the time of PyTorch's flash attention on CPUs (docs/training-log.md). The shapes of the operator's tensors do
+not depend on the document boundaries, so a training step is compiled only once.
 
 Legend: T packed tokens, N + 1 document boundaries, H query heads, K key/value heads, G = H / K heads per group, D head
 dimension, Q queries and S keys of a part, X = G * Q.
@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, library
@@ -28,7 +28,7 @@ _MASK_SIZES = 512
 
 
 class DocumentAttention:
-    """`AttentionBackend` for `PackedDocuments`, without bias and sliding window; `others` handles other metadata."""
+    """Attention backend for `PackedDocuments`, without bias and sliding window; `others` handles other metadata."""
 
     def __init__(self, others: AttentionBackend) -> None:
         self._others = others
@@ -43,7 +43,6 @@ class DocumentAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Compute causal attention within each document, equal to separate calls up to float rounding."""
         if not isinstance(metadata, PackedDocuments):
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert form.bias is None
@@ -58,12 +57,11 @@ class DocumentAttention:
 def attend_documents(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention, softmax(q·k / sqrt(D)), within each document.
+    """Compute causal attention, softmax(q·k / sqrt(D)), within each document. Return output THD and logsumexp HT.
 
-    Returns the output, THD, and the logsumexp of each query for the backward pass, HT float32. The logsumexp is zero if
-    the kernel is not flash attention.
+    The logsumexp, float32, serves the backward pass of flash attention; without flash attention it is zero.
 
-    starts_N: int32, the start of each document, and the end of the last document, which is T.
+    starts_N: int32, the start of each document, and T. max_length: upper bound of the documents' lengths.
     """
     if _has_varlen_kernel(q_THD):
         out_THD, logsumexp_HT, *_ = torch.ops.aten._flash_attention_forward(
@@ -72,9 +70,8 @@ def attend_documents(
         return out_THD, logsumexp_HT
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     for part in _parts(q_THD, k_TKD, v_TKD, starts_N):
-        weights_GQS = part.weights()
-        mixed_XD = weights_GQS.flatten(0, 1) @ part.v_SD
-        out_THD[part.queries, part.heads] = mixed_XD.unflatten(0, weights_GQS.shape[:2]).transpose(0, 1)
+        mixed_XD = part.weights_GQS.flatten(0, 1) @ part.v_SD
+        out_THD[part.queries, part.heads] = mixed_XD.unflatten(0, part.weights_GQS.shape[:2]).transpose(0, 1)
     return out_THD, q_THD.new_zeros((q_THD.shape[1], q_THD.shape[0]), dtype=torch.float32)
 
 
@@ -89,7 +86,7 @@ def attend_documents_backward(
     starts_N: Tensor,
     max_length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return the gradients of the queries, keys and values of `attend_documents`."""
     if _has_varlen_kernel(q_THD):
         nothing = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)  # random state of dropout, which is off
         grads = torch.ops.aten._flash_attention_backward(
@@ -100,7 +97,7 @@ def attend_documents_backward(
     grad_q_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     grad_k_TKD, grad_v_TKD = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k_TKD, v_TKD))
     for part in _parts(q_THD, k_TKD, v_TKD, starts_N):
-        weights_GQS = part.weights()
+        weights_GQS = part.weights_GQS
         grad_XD = grad_THD[part.queries, part.heads].transpose(0, 1).flatten(0, 1)
         of_weights_GQS = (grad_XD @ part.v_SD.T).unflatten(0, weights_GQS.shape[:2])
         of_scores_GQS = torch._softmax_backward_data(of_weights_GQS, weights_GQS, -1, weights_GQS.dtype)
@@ -112,12 +109,8 @@ def attend_documents_backward(
     return grad_q_THD, grad_k_TKD.to(k_TKD.dtype), grad_v_TKD.to(v_TKD.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """Block of queries of one document, for the heads of one key/value head, and the keys they attend to.
-
-    queries, keys, heads: slices of T, T and H. scaled_XD: the queries, X = G * Q, divided by sqrt(D).
-    """
+class _Part(NamedTuple):
+    """Block of queries of one document for the heads of one key/value head. scaled_XD: the queries over sqrt(D)."""
 
     queries: slice
     keys: slice
@@ -127,40 +120,31 @@ class _Part:
     scaled_XD: Tensor
     k_SD: Tensor
     v_SD: Tensor
-
-    def weights(self) -> Tensor:
-        """Return the attention weights, GQS, from one matrix product for all heads of the group."""
-        num_queries, num_keys = self.queries.stop - self.queries.start, len(self.k_SD)
-        scores_GQS = (self.scaled_XD @ self.k_SD.T).view(-1, num_queries, num_keys)
-        mask = _future(-(-num_keys // _MASK_SIZES) * _MASK_SIZES, scores_GQS.dtype, scores_GQS.device)
-        scores_GQS += mask[num_keys - num_queries : num_keys, :num_keys]
-        return torch.softmax(scores_GQS, -1)
+    weights_GQS: Tensor
 
 
 def _parts(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor) -> Iterator[_Part]:
-    """Split a batch into parts whose scores fit into the CPU cache."""
+    """Split a batch into parts whose attention scores fit into the CPU cache."""
     num_kv_heads = k_TKD.shape[1]
     groups, scale = q_THD.shape[1] // num_kv_heads, q_THD.shape[2] ** -0.5
     for start, end in itertools.pairwise(starts_N.tolist()):
         for first in range(start, end, _QUERIES):
-            queries, keys = slice(first, min(end, first + _QUERIES)), slice(start, min(end, first + _QUERIES))
+            stop = min(end, first + _QUERIES)
+            queries, keys, num_keys = slice(first, stop), slice(start, stop), stop - start
             for kv_head in range(num_kv_heads):
                 heads = slice(kv_head * groups, (kv_head + 1) * groups)
-                yield _Part(
-                    queries=queries,
-                    keys=keys,
-                    heads=heads,
-                    kv_head=kv_head,
-                    scale=scale,
-                    scaled_XD=(q_THD[queries, heads] * scale).transpose(0, 1).flatten(0, 1),
-                    k_SD=k_TKD[keys, kv_head],
-                    v_SD=v_TKD[keys, kv_head],
-                )
+                scaled_XD = (q_THD[queries, heads] * scale).transpose(0, 1).flatten(0, 1)
+                k_SD, v_SD = k_TKD[keys, kv_head], v_TKD[keys, kv_head]
+                scores_GQS = (scaled_XD @ k_SD.T).view(groups, stop - first, num_keys)
+                mask = _future(-(-num_keys // _MASK_SIZES) * _MASK_SIZES, scores_GQS.dtype, scores_GQS.device)
+                scores_GQS += mask[first - start : num_keys, :num_keys]
+                weights_GQS = torch.softmax(scores_GQS, -1)
+                yield _Part(queries, keys, heads, kv_head, scale, scaled_XD, k_SD, v_SD, weights_GQS)
 
 
 @functools.lru_cache(maxsize=4)
 def _future(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a causal mask: -inf above the diagonal, else 0."""
+    """Return a causal mask of size * size: -inf above the diagonal, else 0."""
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
 
 

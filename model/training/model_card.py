@@ -12,7 +12,7 @@ from model.evaluation.likelihood import HeldOut
 from model.evaluation.prompts import PromptKind
 from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Diversity, Sample
 from model.training.config import TrainConfig, chosen_values
-from model.training.sources import RUN_WORDS
+from model.training.corpus import RUN_WORDS
 from model.training.state import duration
 
 LOSS_CURVE_FILE = "loss.png"

@@ -34,11 +34,10 @@ from model.evaluation.samples import DRAWS, Complete, Sampler, complete_one_by_o
 from model.nn.transformer import Block, Transformer
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
-from model.training.corpus import Corpus, read_corpus
+from model.training.corpus import Corpus, check_sources, read_corpus
 from model.training.data.batches import UNTRAINED, PackedDocuments
 from model.training.model_card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.optimizer import Optimizers, rate_factor
-from model.training.sources import check_sources
 from model.training.state import (
     LOG_FILE,
     STATE_FILE,

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.training.corpus import word_runs
 from model.training.data.bpe import END_OF_TEXT
-from model.training.sources import word_runs
 
 LEAST_BYTES = 20_000
 MOST_BYTES = 2**30

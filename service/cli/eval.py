@@ -24,7 +24,7 @@ from model.nn.transformer import Transformer
 from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, load_train_config
-from model.training.sources import check_sources, read_source
+from model.training.corpus import check_sources, read_source
 from service.config.settings import EvalSettings, SettingsError
 from service.engine.offline import complete_batch
 from service.worker.engine_factory import find_cache_dtype, find_device, find_quantization, prepare_matrices

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.training.config import SourceConfig
-from model.training.sources import RUN_WORDS, Document, TextSource, Turn, leave_out_held_out, read_source
+from model.training.corpus import RUN_WORDS, Document, TextSource, Turn, leave_out_held_out, read_source
 
 WORDS = [f"w{number}" for number in range(4)]
 

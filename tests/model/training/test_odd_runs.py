@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from model.training.config import SourceConfig, TrainConfig
-from model.training.corpus import read_corpus
+from model.training.corpus import leave_out_held_out, read_corpus, read_source
 from model.training.data.batches import ROUND_BATCHES, TokenizedSource
-from model.training.sources import leave_out_held_out, read_source
 from model.training.state import read_log
 from model.training.train import _commit, train
 from tests.model.training.test_train import config, losses, saved_step, settings

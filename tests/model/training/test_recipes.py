@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from model.training.config import load_train_config
-from model.training.sources import check_sources
+from model.training.corpus import check_sources
 
 CONFIGS = Path(__file__).parents[3] / "model" / "training" / "configs"
 ROOT = CONFIGS.parents[2]
