@@ -6,7 +6,7 @@ from typing import Any
 
 from model.evaluation.likelihood import HeldOut, evaluate
 from model.evaluation.minimal_pairs import Pair, PairScore, accuracy, by_group, score_pairs
-from model.evaluation.samples import TEMPERATURES, Diversity, Sample, Sampler
+from model.evaluation.prompts import TEMPERATURES, Diversity, Sample, Sampler
 from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
@@ -23,16 +23,11 @@ _MAX_LOGITS = 2**26
 _ROWS_PER_SOFTMAX = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """Consecutive token ids of a text: at least one given id, then at least one id to score."""
 
     given: Sequence[int]
     scored: Sequence[int]
-
-    def __post_init__(self) -> None:
-        if not self.given or not self.scored:
-            raise ValueError("a window needs at least one given id and one id to score")
 
     @property
     def num_inputs(self) -> int:
@@ -126,19 +121,15 @@ def _score(model: Transformer, windows: Sequence[Window]) -> list[Score]:
     if len(rows) < len(inputs):
         metadata = dataclasses.replace(metadata, logit_rows_R=torch.tensor(rows, device=device))
     logits_RV = model(torch.tensor(inputs, device=device), metadata, None)
-    log_probs_R, greedy_R = _of_targets(logits_RV, torch.tensor(targets, device=device))
-    lengths = [len(window.scored) for window in windows]
-    parts = zip(log_probs_R.split(lengths), greedy_R.split(lengths), strict=True)
-    return [Score(float(log_probs.sum()), len(log_probs), int(greedy.sum())) for log_probs, greedy in parts]
-
-
-def _of_targets(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each target token as float64, and True for each most likely target token."""
+    targets_R = torch.tensor(targets, device=device)
     log_probs, greedy = [], []
-    for logits, targets in zip(logits_RV.split(_ROWS_PER_SOFTMAX), targets_R.split(_ROWS_PER_SOFTMAX), strict=True):
-        log_probs.append(-functional.cross_entropy(logits, targets, reduction="none"))
-        greedy.append(logits.argmax(dim=-1) == targets)
-    return torch.cat(log_probs).double().cpu(), torch.cat(greedy).cpu()
+    for logits, chunk in zip(logits_RV.split(_ROWS_PER_SOFTMAX), targets_R.split(_ROWS_PER_SOFTMAX), strict=True):
+        log_probs.append(-functional.cross_entropy(logits, chunk, reduction="none"))
+        greedy.append(logits.argmax(dim=-1) == chunk)
+    lengths = [len(window.scored) for window in windows]
+    # Sums are float64, so that the log-likelihood of a long text stays accurate.
+    parts = zip(torch.cat(log_probs).cpu().double().split(lengths), torch.cat(greedy).cpu().split(lengths), strict=True)
+    return [Score(float(logs.sum()), len(logs), int(hits.sum())) for logs, hits in parts]
 
 
 def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> list[Window]:
@@ -147,8 +138,6 @@ def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> li
     The first window is given `begin`, each later window the id before it, and the last as many ids as fit. These are
     the windows of lm-evaluation-harness (`get_rolling_token_windows`, context_len 1).
     """
-    if max_inputs < 1:
-        raise ValueError(f"the window of context must have at least one token, not {max_inputs}")
     windows = []
     for start in range(0, len(token_ids), max_inputs):
         end = min(start + max_inputs, len(token_ids))

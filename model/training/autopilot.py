@@ -22,7 +22,7 @@ from torch.nn import functional
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import MANIFEST_FILE
-from model.evaluation.samples import Complete, complete_one_by_one
+from model.evaluation.prompts import Complete, complete_one_by_one
 from model.nn.transformer import Transformer
 from model.tokenizer.native import save_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config, write_recipe

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from model.evaluation.evaluation import Evaluation
 from model.evaluation.likelihood import HeldOut
-from model.evaluation.prompts import PromptKind
-from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Diversity, Sample
+from model.evaluation.prompts import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Diversity, PromptKind, Sample
 from model.training.config import TrainConfig, chosen_values
 from model.training.corpus import RUN_WORDS
 from model.training.state import duration

@@ -29,8 +29,7 @@ from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manife
 from model.checkpoint.shards import remove_shards
 from model.evaluation.evaluation import evaluate_checkpoint
 from model.evaluation.likelihood import HeldOut, evaluate
-from model.evaluation.prompts import PROMPTS, Prompt
-from model.evaluation.samples import DRAWS, Complete, Sampler, complete_one_by_one
+from model.evaluation.prompts import DRAWS, PROMPTS, Complete, Prompt, Sampler, complete_one_by_one
 from model.nn.transformer import Block, Transformer
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
@@ -53,6 +52,7 @@ from model.training.state import (
 
 _HELD_OUT_TEXTS = 64  # of each source, measured during the run
 _PARTIAL_DIRECTORY = ".partial"  # of an unfinished checkpoint, inside the checkpoint directory
+_SOURCE_FACTS = ("name", "licence", "attribution", "repeats", "chat_repeats")  # in the manifest
 _FINAL_STEPS = 100  # the final training loss is the mean over these steps
 _SHOWN_SAMPLES = 6  # printed; the card has all samples
 # Default sampling parameters of a chat model, for requests that set none.
@@ -64,8 +64,7 @@ class RunSettings:
     """Execution settings of a training run. Settings change the losses of a run only by rounding.
 
     precision: "float32" or "bfloat16" (autocast: weights stay float32).
-    stop_after: stop as if interrupted after this many steps; None for never.
-    attention: "sdpa", or "eager" to measure the gain of the fused kernels.
+    stop_after: stop as if interrupted after this many steps.
     next_config: called after each step with the number of steps done, the config, the recent seconds per step (None if
         unknown) and all held-out losses. It returns the config to continue with, in which the numbers of steps may
         change before the learning rate decays.
@@ -102,7 +101,7 @@ def train(
 ) -> bool:
     """Start or resume a training run, and write the finished checkpoint. Return True if the run finished.
 
-    should_stop: called between steps; after True the run is saved and can be resumed. complete: makes the samples.
+    should_stop: called between steps; after True the run is saved and can be resumed.
 
     Raises:
         CheckpointError: the checkpoint directory holds files that this run did not write.
@@ -126,11 +125,7 @@ def train(
 
 
 def check_output(settings: RunSettings) -> None:
-    """Check that the checkpoint directory can be written, and remove an unfinished checkpoint of a killed run.
-
-    Raises:
-        CheckpointError: the checkpoint directory holds files that this run did not write.
-    """
+    """Remove the unfinished checkpoint of a killed run, and check that the checkpoint directory can be written."""
     shutil.rmtree(settings.checkpoint / _PARTIAL_DIRECTORY, ignore_errors=True)
     check_writable(settings.checkpoint, may_replace=(settings.run_directory / STATE_FILE).exists())
 
@@ -211,11 +206,7 @@ class Trainer:
         return self.step >= self.config.steps
 
     def train_step(self) -> float:
-        """Run one optimizer step and return the loss of its batch, in nats per token.
-
-        Raises:
-            ValueError: the loss or the gradient norm is not finite.
-        """
+        """Run one optimizer step. Return its loss in nats per token; raise ValueError if the loss is not finite."""
         chat_step = self.step - self.config.chat_start
         batch = self.corpus.pretraining.batch(self.step) if chat_step < 0 else self.corpus.chat.batch(chat_step)
         batch = batch.to(self.settings.device)
@@ -273,27 +264,21 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     )
     backend = ATTENTION_BACKENDS["sdpa"]
     served = load_model(read_manifest(partial), device=trainer.settings.device, dtype=torch.float32, attention=backend)
-    prompts = [Prompt(None, text) for text in config.sample_prompts]
+    own = [Prompt(None, text) for text in config.sample_prompts]
+    prompts, draws = (own, 0) if own else (PROMPTS, DRAWS)
+    sampler = Sampler(served, corpus.tokenizer, partial, complete, prompts=prompts, draws=draws)
     evaluation = evaluate_checkpoint(
         served,
         corpus.tokenizer,
         splits={source.config.name: source.held_out for source in corpus.sources},
-        sampler=Sampler(
-            served,
-            corpus.tokenizer,
-            partial,
-            complete,
-            prompts=prompts or PROMPTS,
-            draws=0 if prompts else DRAWS,
-        ),
+        sampler=sampler,
         report=report,
     )
     for name, measured in evaluation.held_out.items():
         losses = f"{measured.bits_per_byte:.4f} bits per byte, {measured.nats_per_token:.4f} nats per token"
         report(f"held out, {name}: {losses}, next-token accuracy {measured.accuracy:.1%}")
-    training["held_out_bits_per_byte"] = {name: m.bits_per_byte for name, m in evaluation.held_out.items()}
-    training["held_out_nats_per_token"] = {name: m.nats_per_token for name, m in evaluation.held_out.items()}
-    training["held_out_accuracy"] = {name: m.accuracy for name, m in evaluation.held_out.items()}
+    for metric in ("bits_per_byte", "nats_per_token", "accuracy"):
+        training[f"held_out_{metric}"] = {name: getattr(m, metric) for name, m in evaluation.held_out.items()}
     write_manifest(partial, name=config.name, training=training)
     draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
     for sample in evaluation.samples[:_SHOWN_SAMPLES]:
@@ -322,13 +307,9 @@ def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
         "final_loss": float(np.mean([line["loss"] for line in last])) if last else None,  # the log is missing
         "final_loss_steps": len(last),
         "sources": [
-            {
-                "name": source.config.name,
-                "licence": source.config.licence,
-                "attribution": source.config.attribution,
+            {name: getattr(source.config, name) for name in _SOURCE_FACTS}
+            | {
                 "sha256": source.sha256,
-                "repeats": source.config.repeats,
-                "chat_repeats": source.config.chat_repeats,
                 "documents": len(source.train),
                 "held_out_documents": len(source.held_out),
                 "left_out_documents": source.left_out,

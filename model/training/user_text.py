@@ -1,8 +1,4 @@
-"""The user's text files: reading, checking and cutting them into training documents.
-
-Running text (a book, a chat log, verse) is cut into parts of about PART_CHARACTERS. Texts that are already separate
-(JSON lines, `<|endoftext|>`, long pieces between blank lines) stay whole, unless they are much longer than that.
-"""
+"""The user's text files of `kvasir train --corpus`, read, checked and cut into training documents."""
 
 import hashlib
 import json
@@ -29,7 +25,7 @@ _ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"')”’»]*(?=\s|$)|[。�
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnText:
-    """Documents without duplicates, and the SHA-256 of each file they come from. form: how the text was cut."""
+    """Training documents without duplicates, and the SHA-256 of each text file. form: phrase on how texts were cut."""
 
     digests: dict[str, str]
     documents: list[str]
@@ -37,7 +33,7 @@ class OwnText:
 
 
 def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
-    """Read files, and all text files in directories, except below the directories `apart`.
+    """Read text files, and all text files in directories, except below the directories `apart`.
 
     Raises:
         ValueError: a file is missing or not text, a line of JSON has no "text", or there is too little text.
@@ -49,12 +45,10 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
     texts: list[str] = []
     total = 0
     for file in files:
-        raw = _read(file)
+        raw, text = _read(file, MOST_BYTES - total)
         total += len(raw)
-        if total > MOST_BYTES:
-            raise ValueError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
         digests[str(file)] = hashlib.sha256(raw).hexdigest()
-        texts += _texts(file, _decoded(file, raw))
+        texts += _texts(file, text)
     _check_size(named, num_bytes(texts), "of text")
     documents, form = _documented(texts)
     unique = list({"".join(document.lower().split()): document for document in documents}.values())
@@ -63,11 +57,11 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
 
 
 def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split documents into training documents, in their order, and held-out documents.
+    """Split documents into training documents and held-out documents, both in their order.
 
     Held-out documents are chosen by hash: 5% of the text, 10% below 200,000 characters, at least two documents, and
-    about 120,000 characters at most, so that evaluation stays fast. Training documents that quote a held-out document
-    are dropped. If that would drop over half of them, no document is held out.
+    about 120,000 characters at most. Training documents that quote a held-out document are dropped. If that would drop
+    over half of the documents, no document is held out.
     """
     total = sum(map(len, documents))
     wanted = min(total * (0.1 if total < 200_000 else 0.05), 120_000)
@@ -105,18 +99,18 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
     return found
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, limit: int) -> tuple[bytes, str]:
+    """Return the bytes of a text file, unpacked if its suffix is .xz, and its text with line feeds as line ends."""
     opener = lzma.open if path.suffix == ".xz" else open
     try:
         with opener(path, "rb") as file:
-            return file.read(MOST_BYTES + 1)
+            raw = file.read(limit + 1)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except (lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{path}: truncated or damaged xz file; download or compress it again") from error
-
-
-def _decoded(path: Path, raw: bytes) -> str:
+    if len(raw) > limit:
+        raise ValueError(f"{path}: over {MOST_BYTES // 2**20:,} MB of text in all, the limit; give a part of the text")
     try:
         text = raw.decode("utf-8-sig")
         if "\0" in text:
@@ -124,11 +118,11 @@ def _decoded(path: Path, raw: bytes) -> str:
     except ValueError as error:
         advice = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
         raise ValueError(f"{path}: not UTF-8 text: {error}; {advice}") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return raw, text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _texts(path: Path, text: str) -> list[str]:
-    """Return the separate texts of a file."""
+    """Return the separate texts of a file: JSON lines, or texts between end-of-text tokens or blank lines."""
     if _suffix(path) in _JSON_SUFFIXES:
         lines = enumerate(text.split("\n"), start=1)
         return [_json_text(path, number, line) for number, line in lines if line.strip()]
@@ -148,7 +142,7 @@ def _json_text(path: Path, number: int, line: str) -> str:
 
 
 def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
-    """Cut long texts into training documents. Also returns a phrase that describes them."""
+    """Cut running texts into documents of about PART_CHARACTERS; also return a phrase that describes the documents."""
     size = max(400, min(PART_CHARACTERS, sum(map(len, texts)) // _FEWEST_PARTS))
     parts = [part for text in texts for part in ([text] if len(text) <= 3 * size else _parts(text, size))]
     documents = [part.strip("\n") for part in parts if part.strip()]
@@ -159,7 +153,7 @@ def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _parts(text: str, size: int) -> Iterator[str]:
-    """Cut a text into parts of `size` to 1.5 times `size` characters, at the best ends of `_ENDS`."""
+    """Cut a text into parts of `size` to 1.5 times `size` characters, at the preferred ends of `_ENDS`."""
     start = 0
     while len(text) - start > 3 * size // 2:
         ends = (pattern.search(text, start + size, start + 3 * size // 2) for pattern in _ENDS)
@@ -181,5 +175,4 @@ def size_in_words(size: int) -> str:
 
 
 def num_bytes(texts: Iterable[str]) -> int:
-    """Return the total size of texts in bytes of UTF-8."""
     return sum(len(text.encode()) for text in texts)

@@ -18,7 +18,7 @@ from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.harness import PAIRS_NAME, export_tasks
 from model.evaluation.likelihood import rolling_log_likelihoods
 from model.evaluation.minimal_pairs import accuracy, by_group, read_pairs
-from model.evaluation.samples import Sampler
+from model.evaluation.prompts import Sampler
 from model.gpu.quantization import Quantization
 from model.nn.transformer import Transformer
 from model.system.limits import usable_cpus

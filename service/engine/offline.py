@@ -17,7 +17,7 @@ def complete_batch(
 ) -> list[list[int]]:
     """Return the token ids of each prompt's completion, with the final stop token if there is one.
 
-    Implements `model.evaluation.samples.Complete`.
+    Implements `model.evaluation.prompts.Complete`.
 
     Raises:
         ValueError: a prompt cannot be completed; the message has the reason.

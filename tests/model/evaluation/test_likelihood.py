@@ -98,16 +98,10 @@ def test_rolling_windows_equal_those_of_the_harness(ids: list[int], max_inputs: 
     assert all(window.num_inputs <= max_inputs for window in ours)
 
 
-def test_invalid_windows_are_rejected(model: Transformer) -> None:
+def test_a_window_longer_than_the_context_is_rejected(model: Transformer) -> None:
     assert score_windows(model, []) == []
-    with pytest.raises(ValueError, match="a window needs at least one given id"):
-        Window([], [1])
-    with pytest.raises(ValueError, match="a window needs at least one given id"):
-        Window([1], [])
     with pytest.raises(ValueError, match="a window of 65 tokens exceeds the model's context of 64"):
         score_windows(model, [Window([0], [1] * (CONTEXT + 1))])
-    with pytest.raises(ValueError, match="at least one token, not 0"):
-        rolling_windows([1], 0, 0)
 
 
 def tokenizer_with(*, bos: int | None, eos: tuple[int, ...]) -> ByteLevelTokenizer:

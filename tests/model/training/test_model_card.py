@@ -9,8 +9,7 @@ import pytest
 from model.config import ModelConfig
 from model.evaluation.evaluation import Evaluation
 from model.evaluation.likelihood import HeldOut, Score
-from model.evaluation.prompts import PromptKind
-from model.evaluation.samples import Diversity, Sample
+from model.evaluation.prompts import Diversity, PromptKind, Sample
 from model.training.model_card import write_model_card
 from tests.model.training.test_train import config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.evaluation.samples import Complete
+from model.evaluation.prompts import Complete
 from model.training.config import TrainConfig
 from model.training.train import RunSettings
 from service.cli import train as command
