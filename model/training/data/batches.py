@@ -127,7 +127,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedDocuments(AttentionMetadata):
-    """Attention metadata of packed documents. starts_N, max_length: see `attend_documents`."""
+    """Attention metadata of packed documents. starts_N: see `attend_documents`. max_length: of a document, at most."""
 
     starts_N: Tensor
     max_length: int
