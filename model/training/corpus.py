@@ -1,5 +1,6 @@
 """Training data of a run: documents of the sources, held-out texts, tokenizer, and the batches of the two phases."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,8 @@ _BOOK_CHARACTERS = 100_000
 # Shared words in a row that indicate a quotation. Brown et al. 2020 (arXiv 2005.14165, appendix C) use 13 words, but an
 # encyclopedia repeats longer phrases.
 RUN_WORDS = 20
+JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
+CONVERT = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
 _WORD = re.compile(r"[^\W_]+")
 _SPEAKERS = {"U": "user", "S": "assistant", "system": "system"}  # of corpus records
 _PRETRAINING, _CHAT = 0, 1  # seed tags, so that the phases shuffle differently
@@ -175,28 +178,22 @@ def read_source(config: SourceConfig) -> TextSource:
     train: list[Document] = []
     held_out: list[str] = []
     missing = set(config.held_out_ids)
-    try:
-        for record_id, document in _documents(config.path):
-            missing.discard(record_id)
-            # A dialogue stays whole, since its turns cannot be assigned to parts.
-            for part in [document.text] if document.turns is not None else _parts(document.text):
-                hashed = document.text if len(document.text) <= _BOOK_CHARACTERS else part
-                if not part.strip():
-                    continue
-                if record_id in config.held_out_ids or _share(hashed) < config.held_out:
-                    held_out.append(part)
-                elif config.repeats or config.chat_repeats:
-                    train.append(Document(text=part, turns=document.turns))
-        digest = file_digest(config.path)
-    except OSError as error:
-        raise ValueError(f"{config.path}: {error.strerror or error}") from error
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config.path}: not UTF-8 text: {error}") from error
+    for record_id, document in read_documents(config.path):
+        missing.discard(record_id)
+        # A dialogue stays whole, since its turns cannot be assigned to parts.
+        for part in [document.text] if document.turns is not None else _parts(document.text):
+            hashed = document.text if len(document.text) <= _BOOK_CHARACTERS else part
+            if not part.strip():
+                continue
+            if record_id in config.held_out_ids or _share(hashed) < config.held_out:
+                held_out.append(part)
+            elif config.repeats or config.chat_repeats:
+                train.append(Document(text=part, turns=document.turns))
     if missing:
         raise ValueError(f"{config.path}: no document has the id {sorted(missing)[0]!r} of held_out_ids")
     if not train and not held_out:
         raise ValueError(f"{config.path}: contains no documents")
-    return TextSource(config=config, sha256=digest, train=train, held_out=held_out)
+    return TextSource(config=config, sha256=file_digest(config.path), train=train, held_out=held_out)
 
 
 def leave_out_held_out(sources: Iterable[TextSource]) -> list[TextSource]:
@@ -223,15 +220,35 @@ def _share(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") / 2**64
 
 
-def _documents(path: Path) -> Iterator[tuple[str, Document]]:
+@contextlib.contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """Open a UTF-8 text file, unpacked if its suffix is .xz; raise ValueError if the file cannot be read as text."""
+    try:
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            yield file
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path}: truncated or damaged xz file; download or compress it again") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}; {CONVERT}") from error
+
+
+def text_suffix(path: Path) -> str:
+    """Return the suffix of a text file, without .xz."""
+    return (path.with_suffix("") if path.suffix == ".xz" else path).suffix
+
+
+def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
     """Yield the id and the document of each record of a corpus file. The text of a dialogue is its transcript."""
-    opener = lzma.open if path.suffix == ".xz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        if ".jsonl" not in path.suffixes:
+    with open_text(path) as file:
+        if text_suffix(path) not in JSON_SUFFIXES:
             for text in file.read().split("\n\n"):
                 yield "", Document(text=text)
             return
         for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             try:
                 record: dict[str, Any] = json.loads(line)
                 turns = conversation(record["turns"]) if "turns" in record else None

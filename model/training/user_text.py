@@ -1,23 +1,22 @@
 """The user's text files of `kvasir train --corpus`, read, checked and cut into training documents."""
 
 import hashlib
-import json
-import lzma
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.training.corpus import word_runs
+from model.checkpoint.manifest import file_digest
+from model.training.corpus import CONVERT, JSON_SUFFIXES, open_text, read_documents, text_suffix, word_runs
 from model.training.data.bpe import END_OF_TEXT
 
 LEAST_BYTES = 20_000
-MOST_BYTES = 2**30
+MOST_CHARACTERS = 2**30
 PART_CHARACTERS = 4000
 _FEWEST_PARTS = 25  # of a small text, so that some parts can be held out
 _DOCUMENT_CHARACTERS = 1000  # shorter pieces on average, between blank lines, are paragraphs rather than documents
-_JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
-_TEXT_SUFFIXES = {".txt", ".text", ".md", *_JSON_SUFFIXES}
+_TEXT_SUFFIXES = {".txt", ".text", ".md", *JSON_SUFFIXES}
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
 # Allowed ends of a part, by preference: after a sentence, at a line's end, between words.
 _ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"')”’»]*(?=\s|$)|[。！？]", r"(?=\n)", r"(?=\s)")))
@@ -41,18 +40,18 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
     without = {path.resolve() for path in apart}
     files = [file for path in paths for file in _files(path, without)]
     named = str(paths[0]) if len(paths) == 1 else f"{len(files)} files"
-    digests: dict[str, str] = {}
     texts: list[str] = []
     total = 0
-    for file in files:
-        raw, text = _read(file, MOST_BYTES - total)
-        total += len(raw)
-        digests[str(file)] = hashlib.sha256(raw).hexdigest()
-        texts += _texts(file, text)
+    for text in itertools.chain.from_iterable(map(_texts, files)):
+        total += len(text)
+        if total > MOST_CHARACTERS:
+            raise ValueError(f"{named}: over {MOST_CHARACTERS:,} characters, the limit; give a part of the text")
+        texts.append(text)
     _check_size(named, num_bytes(texts), "of text")
     documents, form = _documented(texts)
     unique = list({"".join(document.lower().split()): document for document in documents}.values())
     _check_size(named, num_bytes(unique), f"of text remain after removing duplicates from {size_in_words(total)}")
+    digests = {str(file): file_digest(file) for file in files}
     return OwnText(digests=digests, documents=unique, form=form)
 
 
@@ -79,10 +78,6 @@ def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     return (unlike, held_out) if 2 * len(unlike) >= len(rest) else (list(documents), [])
 
 
-def _suffix(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix == ".xz" else path).suffix
-
-
 def _files(path: Path, without: Set[Path]) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -91,7 +86,7 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
         for file in path.rglob("*")
         if file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        and _suffix(file) in _TEXT_SUFFIXES
+        and text_suffix(file) in _TEXT_SUFFIXES
         and without.isdisjoint(file.resolve().parents)
     )
     if not found:
@@ -99,46 +94,21 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
     return found
 
 
-def _read(path: Path, limit: int) -> tuple[bytes, str]:
-    """Return the bytes of a text file, unpacked if its suffix is .xz, and its text with line feeds as line ends."""
-    opener = lzma.open if path.suffix == ".xz" else open
-    try:
-        with opener(path, "rb") as file:
-            raw = file.read(limit + 1)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path}: truncated or damaged xz file; download or compress it again") from error
-    if len(raw) > limit:
-        raise ValueError(f"{path}: over {MOST_BYTES // 2**20:,} MB of text in all, the limit; give a part of the text")
-    try:
-        text = raw.decode("utf-8-sig")
-        if "\0" in text:
-            raise ValueError("it has zero bytes")
-    except ValueError as error:
-        advice = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
-        raise ValueError(f"{path}: not UTF-8 text: {error}; {advice}") from error
-    return raw, text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _texts(path: Path, text: str) -> list[str]:
-    """Return the separate texts of a file: JSON lines, or texts between end-of-text tokens or blank lines."""
-    if _suffix(path) in _JSON_SUFFIXES:
-        lines = enumerate(text.split("\n"), start=1)
-        return [_json_text(path, number, line) for number, line in lines if line.strip()]
-    if END_OF_TEXT in text:
-        return [part.strip("\n") for part in text.split(END_OF_TEXT)]
-    pieces = _BLANK_LINES.split(text)
-    return pieces if len(text) >= len(pieces) * _DOCUMENT_CHARACTERS else [text]
-
-
-def _json_text(path: Path, number: int, line: str) -> str:
-    try:
-        text = json.loads(line)["text"]
+def _texts(path: Path) -> Iterator[str]:
+    """Yield the separate texts of a file: JSON lines, or texts between end-of-text tokens or blank lines."""
+    if text_suffix(path) in JSON_SUFFIXES:
         # JSON can hold lone surrogates, which UTF-8 cannot encode.
-        return str(text.encode("utf-8", "replace").decode().replace("\r\n", "\n"))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f'{path}, line {number:,}: each line must be a JSON object with a "text"') from error
+        yield from (document.text.encode("utf-8", "replace").decode() for _, document in read_documents(path))
+        return
+    with open_text(path) as file:
+        text = file.read(MOST_CHARACTERS + 1)
+    if "\0" in text:
+        raise ValueError(f"{path}: not UTF-8 text: it has zero bytes; {CONVERT}")
+    if END_OF_TEXT in text:
+        yield from (part.strip("\n") for part in text.split(END_OF_TEXT))
+        return
+    pieces = _BLANK_LINES.split(text)
+    yield from pieces if len(text) >= len(pieces) * _DOCUMENT_CHARACTERS else [text]
 
 
 def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
