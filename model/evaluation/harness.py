@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.evaluation.minimal_pairs import Pair
+from model.io.one_line_error import OneLineError
 
 PREFIX = "kvasir_"
 PAIRS_NAME = "minimal_pairs"
@@ -29,17 +30,13 @@ _PAIRS: dict[str, Any] = {
 }
 
 
-class HarnessError(ValueError):
-    """Tasks of lm-evaluation-harness that cannot be written."""
-
-
 def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Sequence[Pair]) -> list[str]:
     """Write one task for each split and one for the minimal pairs, if any. Return the names of the tasks.
 
     A task is a YAML file with the absolute path of its JSON Lines file, so the directory must not be moved.
 
     Raises:
-        HarnessError: the directory holds other files or cannot be written, or two splits have the same task name.
+        OneLineError: the directory holds other files or cannot be written, or two splits have the same task name.
     """
     data: dict[str, tuple[dict[str, Any], Iterable[object]]] = {
         name: (_TEXTS, ({"text": text} for text in texts)) for name, texts in splits.items()
@@ -48,12 +45,12 @@ def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Se
         data[PAIRS_NAME] = (_PAIRS, ({"choices": [pair.good, pair.bad], "group": pair.group} for pair in pairs))
     tasks = {PREFIX + re.sub(r"\W+", "_", name.lower(), flags=re.ASCII): task for name, task in data.items()}
     if len(tasks) < len(data):
-        raise HarnessError(f"two of {', '.join(data)} have the same task name; rename one")
+        raise OneLineError(f"two of {', '.join(data)} have the same task name; rename one")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         others = sorted(path.name for path in directory.iterdir() if not path.name.startswith(PREFIX))
         if others:
-            raise HarnessError(f"{directory}: holds {others[0]}; choose an empty or a new directory")
+            raise OneLineError(f"{directory}: holds {others[0]}; choose an empty or a new directory")
         for name, (scoring, rows) in tasks.items():
             path = directory.resolve() / f"{name}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -67,5 +64,5 @@ def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Se
             }
             (directory / f"{name}.yaml").write_text(json.dumps(task, indent=2) + "\n")  # JSON is valid YAML
     except OSError as error:
-        raise HarnessError(f"{directory}: {error.strerror}; choose another directory") from error
+        raise OneLineError(f"{directory}: {error.strerror}; choose another directory") from error
     return list(tasks)

@@ -18,10 +18,6 @@ from model.tokenizer.interface import Tokenizer
 _GROUP_KEYS = ("UID", "field")
 
 
-class PairsError(OneLineError):
-    """File of minimal pairs that cannot be used."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
     """Minimal pair of sentences. group: the grammatical phenomenon; "" if the file of pairs does not name it."""
@@ -48,19 +44,19 @@ def read_pairs(path: Path) -> list[Pair]:
     """Read minimal pairs from JSON Lines in BLiMP's format, plain or .xz; "UID" or "field" is the group of a pair.
 
     Raises:
-        PairsError: the file cannot be read, has no pairs, or has a line that is not a pair.
+        OneLineError: the file cannot be read, has no pairs, or has a line that is not a pair.
     """
     try:
         opener = lzma.open if path.suffix == ".xz" else open
         with opener(path, "rt", encoding="utf-8") as file:
             lines = file.read().split("\n")
     except OSError as error:
-        raise PairsError(f"{path}: {error.strerror or error}; give a readable JSON Lines file") from error
+        raise OneLineError(f"{path}: {error.strerror or error}; give a readable JSON Lines file") from error
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise PairsError(f"{path}: not UTF-8 text: {error}; give a JSON Lines file, plain or .xz") from error
+        raise OneLineError(f"{path}: not UTF-8 text: {error}; give a JSON Lines file, plain or .xz") from error
     pairs = [_read_pair(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not pairs:
-        raise PairsError(f"{path}: has no pairs; give a JSON Lines file with one pair a line")
+        raise OneLineError(f"{path}: has no pairs; give a JSON Lines file with one pair a line")
     return pairs
 
 
@@ -73,9 +69,9 @@ def _read_pair(path: Path, number: int, line: str) -> Pair:
             raise TypeError("not strings")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         expected = 'expected a JSON object with the texts "sentence_good" and "sentence_bad"'
-        raise PairsError(f'{path}, line {number}: {expected}, and an optional text "UID" or "field"') from error
+        raise OneLineError(f'{path}, line {number}: {expected}, and an optional text "UID" or "field"') from error
     if not good or not bad or good == bad:
-        raise PairsError(f"{path}, line {number}: the two sentences must differ, and neither may be empty")
+        raise OneLineError(f"{path}, line {number}: the two sentences must differ, and neither may be empty")
     return Pair(good=good, bad=bad, group=group)
 
 

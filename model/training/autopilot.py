@@ -52,39 +52,16 @@ _SPARE = 1.5  # keep this factor more text than the plan needs, as the machine m
 _PROMPTS, _PROMPT_CHARACTERS = 2, 40
 
 
-class Size(NamedTuple):
-    """Width and depth of a model, and the shape of its training batches."""
-
-    width: int
-    layers: int
-    sequence_length: int
-    batch_size: int
-
-    def config(self, base: TrainConfig) -> TrainConfig:
-        """Return the recipe `base` with a model and batches of this size."""
-        heads = self.width // 32
-        model = dataclasses.replace(
-            base.model,
-            max_context_length=self.sequence_length,
-            num_layers=self.layers,
-            hidden_size=self.width,
-            num_heads=heads,
-            num_kv_heads=heads // 2 if heads % 2 == 0 else heads,
-            head_dim=32,
-            mlp_size=-(-8 * self.width // 3 // 32) * 32,
-        )
-        return dataclasses.replace(base, model=model, sequence_length=self.sequence_length, batch_size=self.batch_size)
-
-
+# Width, layers, tokens per sequence and sequences per batch of the models.
 SIZES = (
-    Size(64, 2, 256, 8),
-    Size(96, 3, 256, 8),
-    Size(128, 4, 256, 8),
-    Size(192, 4, 256, 8),
-    Size(256, 6, 512, 8),
-    Size(384, 8, 512, 16),
-    Size(512, 10, 1024, 16),
-    Size(768, 12, 1024, 32),
+    (64, 2, 256, 8),
+    (96, 3, 256, 8),
+    (128, 4, 256, 8),
+    (192, 4, 256, 8),
+    (256, 6, 512, 8),
+    (384, 8, 512, 16),
+    (512, 10, 1024, 16),
+    (768, 12, 1024, 32),
 )
 
 
@@ -98,13 +75,8 @@ class OwnTextRequest:
     seed: int
     began: float
 
-    @property
-    def seconds_left(self) -> float:
-        return self.began + 60 * self.minutes - time.monotonic()
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Recipe for a text and a time limit. most_steps: limit on the steps by the size of the text."""
 
     config: TrainConfig
@@ -114,11 +86,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PlanFile:
-    """Content of plan.json, for commands that resume the run.
-
-    digests: SHA-256 of each text file. after_seconds: time to reserve after the last step. planning_seconds: time that
-    the first command took before its first step.
-    """
+    """Content of plan.json. after_seconds: reserved after the last step. planning_seconds: spent before the first."""
 
     digests: dict[str, str]
     compile: bool
@@ -129,10 +97,10 @@ class _PlanFile:
 
 @dataclass(kw_only=True, slots=True)
 class Deadline:
-    """Time limit of a training run, as `time.monotonic`, and the limit on its steps by the size of the text.
+    """Time limit of a training run, which adapts the number of steps on the plateau of the learning rate.
 
-    The number of steps changes on the plateau of the learning rate. The plateau ends when the decay needs the remaining
-    time, or when the model overfits. changed: called with each new config.
+    The plateau ends when the decay needs the remaining time, or when the model overfits. at: the limit, as
+    `time.monotonic`. changed: called with each new config.
     """
 
     at: float
@@ -154,12 +122,9 @@ class Deadline:
         steps_if_decaying_now = int(step / (1 - DECAY_SHARE)) + 1
         if self.is_overfitting:
             steps = min(steps, steps_if_decaying_now)
-        if steps <= steps_if_decaying_now:
-            decay = steps - step
-        elif abs(steps - config.steps) <= _TOLERANCE * config.steps:
+        if steps > steps_if_decaying_now and abs(steps - config.steps) <= _TOLERANCE * config.steps:
             return config
-        else:
-            decay = int(DECAY_SHARE * steps)
+        decay = steps - step if steps <= steps_if_decaying_now else int(DECAY_SHARE * steps)
         config = dataclasses.replace(config, steps=steps, decay_steps=decay)
         self.changed(config)
         return config
@@ -174,8 +139,7 @@ def train_own_text(
 ) -> bool:
     """Plan and train a model of the user's text, or resume its run. Return True if the checkpoint is finished.
 
-    The first command writes recipe, tokenizer and text into the run directory. A later command follows the recipe, and
-    only the number of steps still adapts to the remaining time. Other arguments: see `train`.
+    The first command writes recipe, tokenizer and text into the run directory. A later command follows the recipe.
 
     Raises:
         ValueError: the text or the time limit is too short, or the text differs from the first command's.
@@ -268,7 +232,7 @@ def _prepare(request: OwnTextRequest, settings: RunSettings, text: OwnText, repo
     plan = make_plan(
         base,
         num_tokens,
-        lambda: request.seconds_left - _FINISHING_SECONDS,
+        lambda: request.began + 60 * request.minutes - time.monotonic() - _FINISHING_SECONDS,
         lambda config: _seconds_per_step(config, settings),
     )
     config = plan.config
@@ -283,7 +247,7 @@ def _prepare(request: OwnTextRequest, settings: RunSettings, text: OwnText, repo
         compile=settings.compile and config.steps * plan.seconds_per_step >= _COMPILE_FROM_SECONDS,
         most_steps=plan.most_steps,
         after_seconds=_FINISHING_SECONDS + evaluation_steps * plan.seconds_per_step,
-        planning_seconds=60 * request.minutes - request.seconds_left,
+        planning_seconds=time.monotonic() - request.began,
     )
     (directory / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan_file)))
     write_recipe(directory / RECIPE_FILE, config)
@@ -302,6 +266,22 @@ def base_config(vocab_size: int, **values: Any) -> TrainConfig:
     return dataclasses.replace(recipe, vocab_size=vocab_size, model=model, checkpoint_minutes=0.4, **values)
 
 
+def _sized(base: TrainConfig, width: int, layers: int, sequence_length: int, batch_size: int) -> TrainConfig:
+    """Return the recipe `base` with a model and batches of a size of `SIZES`."""
+    heads = width // 32
+    model = dataclasses.replace(
+        base.model,
+        max_context_length=sequence_length,
+        num_layers=layers,
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=heads // 2 if heads % 2 == 0 else heads,
+        head_dim=32,
+        mlp_size=-(-8 * width // 3 // 32) * 32,
+    )
+    return dataclasses.replace(base, model=model, sequence_length=sequence_length, batch_size=batch_size)
+
+
 def make_plan(
     base: TrainConfig,
     num_tokens: int,
@@ -312,11 +292,8 @@ def make_plan(
 
     A model does not fit the time if it would see fewer than TOKENS_PER_PARAMETER tokens per parameter, and would also
     make fewer than ENOUGH_PASSES passes over the text of `num_tokens` tokens.
-
-    Raises:
-        ValueError: the time is too short for the smallest model.
     """
-    config, *larger_configs = (size.config(base) for size in SIZES)
+    config, *larger_configs = (_sized(base, *size) for size in SIZES)
     seconds = seconds_per_step(config)
     for larger in larger_configs:
         parameters = larger.model.num_parameters
@@ -346,7 +323,7 @@ def make_plan(
         adam_lr=0.6 * rate,
         evaluate_every=max(1, steps // 12),
     )
-    return Plan(config=config, most_steps=most, seconds_per_step=seconds)
+    return Plan(config, most, seconds)
 
 
 def _report_plan(plan: Plan, num_tokens: int, report: Callable[[str], None]) -> None:
