@@ -47,14 +47,11 @@ def read_pairs(path: Path) -> list[Pair]:
         OneLineError: the file cannot be read, has no pairs, or has a line that is not a pair.
     """
     try:
-        opener = lzma.open if path.suffix == ".xz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            lines = file.read().split("\n")
-    except OSError as error:
-        raise OneLineError(f"{path}: {error.strerror or error}; give a readable JSON Lines file") from error
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise OneLineError(f"{path}: not UTF-8 text: {error}; give a JSON Lines file, plain or .xz") from error
-    pairs = [_read_pair(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
+            pairs = [_read_pair(path, number, line) for number, line in enumerate(file, start=1) if line.strip()]
+    except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise OneLineError(f"{path}: {problem}; give a JSON Lines file in UTF-8, plain or .xz") from error
     if not pairs:
         raise OneLineError(f"{path}: has no pairs; give a JSON Lines file with one pair a line")
     return pairs

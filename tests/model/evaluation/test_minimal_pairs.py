@@ -62,7 +62,7 @@ def test_an_unreadable_file_of_pairs_gives_one_error_line(tmp_path: Path) -> Non
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
     (tmp_path / "torn.jsonl.xz").write_bytes(lzma.compress(b"x" * 1000)[:50])
     for name in ("bytes.jsonl", "torn.jsonl.xz"):
-        with pytest.raises(OneLineError, match="not UTF-8 text"):
+        with pytest.raises(OneLineError, match="give a JSON Lines file in UTF-8"):
             read_pairs(tmp_path / name)
 
 
