@@ -68,11 +68,7 @@ PROMPTS = (
 
 
 def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Load the chat template of a checkpoint directory; without one, return the plain template, as the service does.
-
-    Raises:
-        ChatTemplateError: a file cannot be read or is malformed.
-    """
+    """Load the chat template of a checkpoint directory; without one, return the plain template, as the service does."""
     template = load_chat_template(directory)
     if template is None:
         template = ChatTemplate(source=PLAIN_SOURCE, origin="plain")
@@ -105,10 +101,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diversity:
-    """Diversity of the samples at one temperature. A value is None if no sample has enough words for it.
-
-    distinct: distinct-1, distinct-2 and distinct-3 over all samples. repetition: mean over the samples.
-    """
+    """Diversity of the samples at one temperature. A value is None if no sample has enough words for the value."""
 
     temperature: float
     num_samples: int

@@ -60,8 +60,7 @@ def weights_of_layer(
     cache_dtype: dtype of a KV-cache, to which keys and values are rounded; None: no rounding.
 
     Raises:
-        ValueError: the layer does not exist, there are no tokens or more than the maximum context length, or a token
-            id is outside the vocabulary.
+        ValueError: the layer does not exist, or the token ids do not fit the context or the vocabulary.
     """
     config = model.config
     if not 0 <= layer < config.num_layers:

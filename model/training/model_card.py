@@ -82,9 +82,8 @@ def _data(config: TrainConfig, training: Mapping[str, Any]) -> Iterator[str]:
     facts = f"{training['epoch_tokens']:,} tokens an epoch."
     if any(source["held_out_documents"] for source in training["sources"]):
         facts += f" No training document equals a held-out text or shares {RUN_WORDS} words in a row with one."
-    yield textwrap.fill(
-        f"{facts} The weights are a result computed from these texts and contain none of the files.", 120
-    )
+    facts += " The weights are a result computed from these texts and contain none of the files."
+    yield textwrap.fill(facts, 120)
 
 
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> dict[str, object]:
@@ -121,8 +120,11 @@ def _diversity(measured: Sequence[Diversity]) -> Iterator[str]:
         )
         yield textwrap.fill(text, 120)
         rows = (
-            (m.temperature, f"{m.num_words:,}")
-            + tuple("–" if value is None else f"{value:.3f}" for value in (*m.distinct, m.repetition))
+            (
+                m.temperature,
+                f"{m.num_words:,}",
+                *("–" if x is None else f"{x:.3f}" for x in (*m.distinct, m.repetition)),
+            )
             for m in measured
         )
         yield _table("temperature | words | distinct-1 | distinct-2 | distinct-3 | repetition", rows)
