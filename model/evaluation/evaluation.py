@@ -1,4 +1,4 @@
-"""All metrics of one checkpoint, as shown by the model card and by `kvasir eval`."""
+"""All metrics of one checkpoint, for the model card and for `kvasir eval`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -6,19 +6,16 @@ from typing import Any
 
 from model.evaluation.likelihood import HeldOut, evaluate
 from model.evaluation.minimal_pairs import Pair, PairScore, accuracy, by_group, score_pairs
-from model.evaluation.samples import TEMPERATURES, Diversity, Sample, Sampler
+from model.evaluation.prompts import TEMPERATURES, Diversity, Sample, Sampler
 from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Results of an evaluation. A metric that was not measured is empty.
+    """Metrics of a checkpoint: held-out texts by split, minimal pairs, diversity by temperature, shown samples.
 
-    held_out: result for each split, by its name.
-    pairs: score of each minimal pair.
-    diversity: result for each temperature.
-    samples: the fixed prompts, each with one completion.
+    A metric that was not measured is empty.
     """
 
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)
@@ -27,10 +24,11 @@ class Evaluation:
     samples: Sequence[Sample] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dictionary, with totals instead of single documents and pairs."""
+        """Return the metrics as JSON values, with totals instead of single documents and pairs."""
+        groups = {name: _pairs_facts(scores) for name, scores in by_group(self.pairs).items()}
         return {
             "held_out": {name: _held_out_facts(measured) for name, measured in self.held_out.items()},
-            "pairs": _pairs_facts(self.pairs) if self.pairs else None,
+            "pairs": {**_pairs_facts(self.pairs), "groups": groups} if self.pairs else None,
             "diversity": [asdict(diversity) for diversity in self.diversity],
             "samples": [asdict(sample) for sample in self.samples],
         }
@@ -42,18 +40,13 @@ def _held_out_facts(measured: HeldOut) -> dict[str, Any]:
         "nats_per_token": measured.nats_per_token,
         "accuracy": measured.accuracy,
         "documents": len(measured.documents),
-        "tokens": measured.num_tokens,
+        "tokens": measured.total.num_tokens,
         "bytes": measured.num_bytes,
     }
 
 
 def _pairs_facts(scores: Sequence[PairScore]) -> dict[str, Any]:
-    groups = by_group(scores)
-    return {
-        "accuracy": accuracy(scores),
-        "pairs": len(scores),
-        "groups": {name: {"accuracy": accuracy(of), "pairs": len(of)} for name, of in groups.items()},
-    }
+    return {"accuracy": accuracy(scores), "pairs": len(scores)}
 
 
 def evaluate_checkpoint(
@@ -66,13 +59,10 @@ def evaluate_checkpoint(
     max_context_length: int | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Measure a loaded checkpoint.
+    """Measure a loaded checkpoint, and report a progress line before each measurement.
 
-    Args:
-        splits: held-out texts by name of the split; empty splits are skipped.
-        sampler: makes the completions; None: no samples and no diversity.
-        max_context_length: maximum number of tokens in a window of a held-out text; None: the model's context length.
-        report: called with a progress line before each measurement.
+    splits: held-out texts by name of the split; an empty split is skipped. sampler: completes prompts, None for no
+    samples. max_context_length: see `evaluate`.
 
     Raises:
         ValueError: a sentence of a pair is longer than the context, or the tokenizer cannot encode a text.
@@ -89,9 +79,9 @@ def evaluate_checkpoint(
     diversity: list[Diversity] = []
     samples: list[Sample] = []
     if sampler is not None:
-        report("completing the fixed prompts")
+        report("completing the sample prompts")
         samples = sampler.shown()
-        for temperature in TEMPERATURES:
+        for temperature in TEMPERATURES if sampler.draws else ():
             report(f"sampling completions at temperature {temperature}")
             diversity.append(sampler.diversity(temperature))
     return Evaluation(held_out=held_out, pairs=scores, diversity=diversity, samples=samples)

@@ -1,7 +1,6 @@
 """Export of held-out texts and minimal pairs as tasks for an unmodified lm-evaluation-harness (EleutherAI).
 
-A task is a YAML file and the JSON Lines file that it names. The text fields in the YAML file are column names, never
-templates, so a text with template syntax reaches the model unchanged. Torch-free.
+The text fields of a task are column names, never templates: a text with template syntax reaches the model unchanged.
 """
 
 import json
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.evaluation.minimal_pairs import Pair
+from model.io.files import OneLineError
 
 PREFIX = "kvasir_"
 PAIRS_NAME = "minimal_pairs"
@@ -30,49 +30,39 @@ _PAIRS: dict[str, Any] = {
 }
 
 
-class HarnessError(ValueError):
-    """Tasks cannot be written. The message is one line with the path, the problem and the remedy."""
-
-
 def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Sequence[Pair]) -> list[str]:
-    """Write one task for each split and one for the pairs, if any. Return the task names, which begin with "kvasir_".
+    """Write one task for each split and one for the minimal pairs, if any. Return the names of the tasks.
 
-    A task names its data file by the absolute path, so do not move the directory.
+    A task is a YAML file with the absolute path of its JSON Lines file, so the directory must not be moved.
 
     Raises:
-        HarnessError: the directory holds other files or cannot be written, or two splits have the same task name.
+        OneLineError: the directory holds other files or cannot be written, or two splits have the same task name.
     """
-    tasks = {task_name(name): (_TEXTS, _lines({"text": text} for text in texts)) for name, texts in splits.items()}
-    names = [*splits, *([PAIRS_NAME] if pairs else [])]
+    data: dict[str, tuple[dict[str, Any], Iterable[object]]] = {
+        name: (_TEXTS, ({"text": text} for text in texts)) for name, texts in splits.items()
+    }
     if pairs:
-        rows = ({"choices": [pair.good, pair.bad], "group": pair.group} for pair in pairs)
-        tasks[task_name(PAIRS_NAME)] = (_PAIRS, _lines(rows))
-    if len({task_name(name) for name in names}) < len(names):
-        raise HarnessError(f"two of {', '.join(names)} have the same task name; rename one")
+        data[PAIRS_NAME] = (_PAIRS, ({"choices": [pair.good, pair.bad], "group": pair.group} for pair in pairs))
+    tasks = {PREFIX + re.sub(r"\W+", "_", name.lower(), flags=re.ASCII): task for name, task in data.items()}
+    if len(tasks) < len(data):
+        raise OneLineError(f"two of {', '.join(data)} have the same task name; rename one")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         others = sorted(path.name for path in directory.iterdir() if not path.name.startswith(PREFIX))
         if others:
-            raise HarnessError(f"{directory}: holds {others[0]}; choose an empty or a new directory")
-        for name, (scoring, lines) in tasks.items():
-            data = directory.resolve() / f"{name}.jsonl"
-            data.write_text(lines)
-            source = {
+            raise OneLineError(f"{directory}: holds {others[0]}; choose an empty or a new directory")
+        for name, (scoring, rows) in tasks.items():
+            path = directory.resolve() / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            task = {
+                "task": name,
                 "dataset_path": "json",
-                "dataset_kwargs": {"data_files": {"test": str(data)}},
+                "dataset_kwargs": {"data_files": {"test": str(path)}},
                 "test_split": "test",
+                **scoring,
+                "metadata": {"version": 1.0},
             }
-            task = {"task": name, **source, **scoring, "metadata": {"version": 1.0}}
             (directory / f"{name}.yaml").write_text(json.dumps(task, indent=2) + "\n")  # JSON is valid YAML
     except OSError as error:
-        raise HarnessError(f"{directory}: {error.strerror}; choose another directory") from error
+        raise OneLineError(f"{directory}: {error.strerror}; choose another directory") from error
     return list(tasks)
-
-
-def task_name(split: str) -> str:
-    """Return the task name of a split or of `PAIRS_NAME`."""
-    return PREFIX + re.sub(r"\W+", "_", split.lower(), flags=re.ASCII)
-
-
-def _lines(rows: Iterable[object]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,8 +1,5 @@
 """Log-likelihood of texts under a model: bits per byte, nats per token and top-1 accuracy.
 
-A `Window` has given ids and, after them, ids to score. `rolling_windows` cuts a text longer than the context into
-several windows.
-
 Legend: T packed tokens, R rows with a scored target, V vocabulary.
 """
 
@@ -11,9 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
@@ -26,66 +23,60 @@ _MAX_LOGITS = 2**26
 _ROWS_PER_SOFTMAX = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """At least one given id, followed by at least one id to score."""
+class Window(NamedTuple):
+    """Consecutive token ids of a text: at least one given id, then at least one id to score."""
 
     given: Sequence[int]
     scored: Sequence[int]
 
-    def __post_init__(self) -> None:
-        if not self.given or not self.scored:
-            raise ValueError("a window needs at least one given id and one id to score")
-
     @property
     def num_inputs(self) -> int:
-        """Number of tokens that the model reads. The last scored token is only predicted."""
+        """Number of ids that the model reads: all but the last scored id, which is only predicted."""
         return len(self.given) + len(self.scored) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score of a sequence of ids.
-
-    log_likelihood: total log-probability of the ids in nats, at most 0.
-    num_tokens: number of scored ids.
-    num_greedy: number of ids that were the model's most likely next token.
-    """
+    """Log-likelihood of token ids in nats. num_greedy: number of ids that were the model's most likely next id."""
 
     log_likelihood: float
     num_tokens: int
     num_greedy: int
 
+    def __add__(self, other: "Score") -> "Score":
+        return Score(
+            self.log_likelihood + other.log_likelihood,
+            self.num_tokens + other.num_tokens,
+            self.num_greedy + other.num_greedy,
+        )
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+_ZERO = Score(0.0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Log-likelihood and accuracy over a set of texts.
+    """Score of each held-out text, in order. num_bytes: size of all texts in UTF-8."""
 
-    nats: -ln p of all texts together.
-    num_tokens: predicted tokens.
-    num_bytes: UTF-8 bytes of the texts.
-    num_greedy: predicted tokens that were the model's most likely token.
-    documents: log-likelihood of each text in nats, in order; their sum is -nats.
-    """
-
-    nats: float
-    num_tokens: int
+    documents: tuple[Score, ...]
     num_bytes: int
-    num_greedy: int
-    documents: tuple[float, ...]
+
+    @property
+    def total(self) -> Score:
+        return sum(self.documents, _ZERO)
 
     @property
     def bits_per_byte(self) -> float:
-        return self.nats / math.log(2) / self.num_bytes
+        return -self.total.log_likelihood / math.log(2) / self.num_bytes
 
     @property
     def nats_per_token(self) -> float:
-        return self.nats / self.num_tokens
+        return -self.total.log_likelihood / self.total.num_tokens
 
     @property
     def accuracy(self) -> float:
         """Share of the predicted tokens that were the model's most likely token."""
-        return self.num_greedy / self.num_tokens
+        return self.total.num_greedy / self.total.num_tokens
 
 
 @torch.inference_mode()
@@ -130,36 +121,23 @@ def _score(model: Transformer, windows: Sequence[Window]) -> list[Score]:
     if len(rows) < len(inputs):
         metadata = dataclasses.replace(metadata, logit_rows_R=torch.tensor(rows, device=device))
     logits_RV = model(torch.tensor(inputs, device=device), metadata, None)
-    log_probs_R, greedy_R = _of_targets(logits_RV, torch.tensor(targets, device=device))
-    lengths = [len(window.scored) for window in windows]
-    parts = zip(log_probs_R.split(lengths), greedy_R.split(lengths), strict=True)
-    return [Score(float(log_probs.sum()), len(log_probs), int(greedy.sum())) for log_probs, greedy in parts]
-
-
-def _of_targets(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's log-probability, and True for each target that is the most likely token.
-
-    The log-probabilities are float64, so that long sums stay accurate.
-    """
+    targets_R = torch.tensor(targets, device=device)
     log_probs, greedy = [], []
-    for logits, targets in zip(logits_RV.split(_ROWS_PER_SOFTMAX), targets_R.split(_ROWS_PER_SOFTMAX), strict=True):
-        log_probs.append(-functional.cross_entropy(logits, targets, reduction="none"))
-        greedy.append(logits.argmax(dim=-1) == targets)
-    return torch.cat(log_probs).double().cpu(), torch.cat(greedy).cpu()
+    for logits, chunk in zip(logits_RV.split(_ROWS_PER_SOFTMAX), targets_R.split(_ROWS_PER_SOFTMAX), strict=True):
+        log_probs.append(-functional.cross_entropy(logits, chunk, reduction="none"))
+        greedy.append(logits.argmax(dim=-1) == chunk)
+    lengths = [len(window.scored) for window in windows]
+    # Sums are float64, so that the log-likelihood of a long text stays accurate.
+    parts = zip(torch.cat(log_probs).cpu().double().split(lengths), torch.cat(greedy).cpu().split(lengths), strict=True)
+    return [Score(float(logs.sum()), len(logs), int(hits.sum())) for logs, hits in parts]
 
 
 def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> list[Window]:
-    """Return windows that score every id of a text once, with at most `max_inputs` input tokens each.
+    """Cut a text into windows of at most `max_inputs` inputs, so that every id of the text is scored once.
 
-    The given ids of the first window are `begin` alone. Each later window is given the id before it. The last window is
-    given as many preceding ids as fit. These are the windows of lm-evaluation-harness (`get_rolling_token_windows`,
-    context_len 1).
-
-    Raises:
-        ValueError: `max_inputs` is not positive.
+    The first window is given `begin`, each later window the id before it, and the last as many ids as fit. These are
+    the windows of lm-evaluation-harness (`get_rolling_token_windows`, context_len 1).
     """
-    if max_inputs < 1:
-        raise ValueError(f"the window of context must have at least one token, not {max_inputs}")
     windows = []
     for start in range(0, len(token_ids), max_inputs):
         end = min(start + max_inputs, len(token_ids))
@@ -169,9 +147,7 @@ def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> li
 
 
 def begin_of_text(tokenizer: Tokenizer) -> int:
-    """Return the id that the first token of a text is predicted from: BOS, or else the first EOS token.
-
-    The EOS token can stand in for BOS because training joins texts by it.
+    """Return the id that the first token of a text is predicted from: BOS, else the EOS token that joins texts.
 
     Raises:
         TokenizerError: the tokenizer has neither a BOS nor an EOS token.
@@ -184,10 +160,7 @@ def begin_of_text(tokenizer: Tokenizer) -> int:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the id that ends a document in training: BOS if it is also an EOS token, else the first EOS token.
-
-    None if the tokenizer has no EOS token.
-    """
+    """Return the id that ends a document in training: BOS if it is also an EOS token, else the first EOS token."""
     if tokenizer.bos_token_id in tokenizer.eos_token_ids:
         return tokenizer.bos_token_id
     return next(iter(tokenizer.eos_token_ids), None)
@@ -196,17 +169,9 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 def evaluate(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, max_context_length: int | None = None
 ) -> HeldOut:
-    """Measure held-out texts as training does.
+    """Score held-out texts as training does: from `begin_of_text`, and with `end_of_text`, if any, as the last target.
 
-    Each text is predicted from the id of `begin_of_text`. The id of `end_of_text`, if there is one, is predicted too.
-    A text longer than the context is cut by `rolling_windows`.
-
-    Args:
-        max_context_length: maximum number of tokens in a window; None: the model's context length.
-
-    Raises:
-        ValueError: there are no texts.
-        TokenizerError: the tokenizer has no BOS and no EOS token, or cannot encode a text.
+    max_context_length: maximum number of inputs of a window; None: the model's context length.
     """
     if not texts:
         raise ValueError("no texts to evaluate")
@@ -214,30 +179,16 @@ def evaluate(
     ids = [[*tokenizer.encode(text), *([] if end is None else [end])] for text in texts]
     length = model.config.max_context_length if max_context_length is None else max_context_length
     scores = _score_texts(model, ids, begin_of_text(tokenizer), length)
-    total = _total(scores)
-    return HeldOut(
-        nats=-total.log_likelihood,
-        num_tokens=total.num_tokens,
-        num_bytes=sum(len(text.encode(errors="replace")) for text in texts),
-        num_greedy=total.num_greedy,
-        documents=tuple(score.log_likelihood for score in scores),
-    )
+    return HeldOut(tuple(scores), sum(len(text.encode(errors="replace")) for text in texts))
 
 
 def rolling_log_likelihoods(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, max_length: int
 ) -> list[float]:
-    """Return each text's `loglikelihood_rolling` as lm-evaluation-harness computes it with `local-completions`.
+    """Return the `loglikelihood_rolling` of each text, as lm-evaluation-harness with `local-completions` computes it.
 
-    The harness differs from `evaluate` in two points. It does not predict the EOS token. It reserves two of the
-    `max_length` tokens: one for the completion that it requests from the server, and one that it counts twice. So a
-    text of over `max_length` - 2 tokens is cut into other windows.
-
-    Args:
-        max_length: the harness's `max_length`.
-
-    Raises:
-        ValueError: `max_length` is below 3, which leaves no token to predict.
+    Unlike `evaluate`, the harness does not predict the EOS token. It also reserves two of its `max_length` tokens: one
+    for the completion that it requests from the server, and one that it counts twice.
     """
     ids = [tokenizer.encode(text) for text in texts]
     scores = _score_texts(model, ids, begin_of_text(tokenizer), max_length - 2)
@@ -245,15 +196,6 @@ def rolling_log_likelihoods(
 
 
 def _score_texts(model: Transformer, texts: Sequence[Sequence[int]], begin: int, max_inputs: int) -> list[Score]:
-    """Return the score of each text, summed over its windows."""
     windows = [rolling_windows(ids, begin, max_inputs) for ids in texts]
     scores = iter(score_windows(model, [window for of_text in windows for window in of_text]))
-    return [_total(list(islice(scores, len(of_text)))) for of_text in windows]
-
-
-def _total(scores: Sequence[Score]) -> Score:
-    return Score(
-        sum(score.log_likelihood for score in scores),
-        sum(score.num_tokens for score in scores),
-        sum(score.num_greedy for score in scores),
-    )
+    return [sum(islice(scores, len(of_text)), _ZERO) for of_text in windows]

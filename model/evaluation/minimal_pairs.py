@@ -1,9 +1,7 @@
 """Accuracy on minimal pairs: a grammatical and an ungrammatical sentence that differ in one point of grammar.
 
-A model is right on a pair if the grammatical sentence has the higher probability. Chance is one half.
-
-BLiMP (Warstadt et al. 2020, arXiv 1912.00582) is the standard collection. Pairs are read in its file format: JSON Lines
-with `sentence_good`, `sentence_bad` and an optional `UID` or `field`, by which pairs are grouped.
+A model is right on a pair if the grammatical sentence has the higher probability. Chance is one half. BLiMP (Warstadt
+et al. 2020, arXiv 1912.00582) is the standard collection.
 """
 
 import json
@@ -20,16 +18,9 @@ from model.tokenizer.interface import Tokenizer
 _GROUP_KEYS = ("UID", "field")
 
 
-class PairsError(OneLineError):
-    """A file of pairs cannot be used. The message is one line with the file, the line number and the problem."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A grammatical and an ungrammatical sentence.
-
-    group: the grammatical phenomenon; "" if the file does not name it.
-    """
+    """Minimal pair of sentences. group: the grammatical phenomenon; "" if the file of pairs does not name it."""
 
     good: str
     bad: str
@@ -38,7 +29,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairScore:
-    """Total log-probability of each sentence of a pair, in nats."""
+    """Log-likelihood of each sentence of a minimal pair, in nats."""
 
     pair: Pair
     good: float
@@ -50,22 +41,19 @@ class PairScore:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Read the pairs of a JSON Lines file, which may be compressed as .xz.
+    """Read minimal pairs from JSON Lines in BLiMP's format, plain or .xz; "UID" or "field" is the group of a pair.
 
     Raises:
-        PairsError: the file cannot be read, has no pairs, or has a line that is not a pair.
+        OneLineError: the file cannot be read, has no pairs, or has a line that is not a pair.
     """
     try:
-        opener = lzma.open if path.suffix == ".xz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            lines = file.read().split("\n")
-    except OSError as error:
-        raise PairsError(f"{path}: {error.strerror or error}; give a readable JSON Lines file") from error
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise PairsError(f"{path}: not UTF-8 text: {error}; give a JSON Lines file, plain or .xz") from error
-    pairs = [_read_pair(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
+            pairs = [_read_pair(path, number, line) for number, line in enumerate(file, start=1) if line.strip()]
+    except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise OneLineError(f"{path}: {problem}; give a JSON Lines file in UTF-8, plain or .xz") from error
     if not pairs:
-        raise PairsError(f"{path}: has no pairs; give a JSON Lines file with one pair a line")
+        raise OneLineError(f"{path}: has no pairs; give a JSON Lines file with one pair a line")
     return pairs
 
 
@@ -78,16 +66,16 @@ def _read_pair(path: Path, number: int, line: str) -> Pair:
             raise TypeError("not strings")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         expected = 'expected a JSON object with the texts "sentence_good" and "sentence_bad"'
-        raise PairsError(f'{path}, line {number}: {expected}, and an optional text "UID" or "field"') from error
+        raise OneLineError(f'{path}, line {number}: {expected}, and an optional text "UID" or "field"') from error
     if not good or not bad or good == bad:
-        raise PairsError(f"{path}, line {number}: the two sentences must differ, and neither may be empty")
+        raise OneLineError(f"{path}, line {number}: the two sentences must differ, and neither may be empty")
     return Pair(good=good, bad=bad, group=group)
 
 
 def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[PairScore]:
-    """Score both sentences of each pair, predicted from the id of `begin_of_text`, without an EOS token after them.
+    """Score both sentences of each minimal pair after `begin_of_text`, without an EOS token at the end.
 
-    This equals `loglikelihood` of lm-evaluation-harness with an empty context.
+    The scores equal `loglikelihood` of lm-evaluation-harness with an empty context.
 
     Raises:
         ValueError: a sentence is longer than the model's context.
@@ -100,18 +88,12 @@ def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair])
 
 
 def accuracy(scores: Sequence[PairScore]) -> float:
-    """Return the share of pairs in which the grammatical sentence has the higher probability.
-
-    Raises:
-        ValueError: there are no pairs.
-    """
-    if not scores:
-        raise ValueError("no pairs")
+    """Return the share of minimal pairs, at least one, whose grammatical sentence has the higher probability."""
     return sum(score.is_right for score in scores) / len(scores)
 
 
 def by_group(scores: Sequence[PairScore]) -> dict[str, list[PairScore]]:
-    """Group the scores by phenomenon, sorted by its name."""
+    """Group the scores of minimal pairs by phenomenon, in alphabetical order."""
     groups: dict[str, list[PairScore]] = {}
     for score in scores:
         groups.setdefault(score.pair.group, []).append(score)

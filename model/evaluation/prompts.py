@@ -1,17 +1,32 @@
-"""The fixed prompts of every model card, and their encoding to token ids. Torch-free."""
+"""Sample prompts of model cards, their completions, and the diversity of completions.
+
+Diversity counts words instead of tokens, so that models with different tokenizers can be compared. A text in a script
+without spaces is not split into words.
+"""
 
 import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
+from model.nn.reference_generate import generate
+from model.nn.transformer import Transformer
+from model.sampling.params import SamplingParams
 from model.tokenizer.bos_eos import read_tokenizer_config
-from model.tokenizer.interface import Tokenizer
+from model.tokenizer.interface import StreamDecoder, Tokenizer
+
+TEMPERATURES = (0.5, 0.8, 1.0)
+SHOWN_TEMPERATURE, SHOWN_TOP_P, SHOWN_TOKENS = 0.8, 0.95, 200
+COUNTED_TOKENS, DRAWS = 128, 4
+_WORD = re.compile(r"\w+(?:['’]\w+)*")
 
 
 class PromptKind(StrEnum):
-    """Kind of a prompt: a text to continue, or for CHAT a user message to reply to."""
+    """Kind of a fixed prompt: CHAT is a user message to reply to, other kinds are texts to continue."""
 
     STORY = "story"
     FACT = "fact"
@@ -21,9 +36,9 @@ class PromptKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt text; for kind CHAT, the content of a user message."""
+    """Text to complete for a model card, or a user message to reply to. kind: None if the prompt is not fixed."""
 
-    kind: PromptKind
+    kind: PromptKind | None
     text: str
 
 
@@ -53,13 +68,7 @@ PROMPTS = (
 
 
 def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Load the chat template of a checkpoint directory, with the special tokens that it may use.
-
-    Without a template in the directory, return the plain template, as the service does.
-
-    Raises:
-        CheckpointError: a file cannot be read or is malformed.
-    """
+    """Load the chat template of a checkpoint directory; without one, return the plain template, as the service does."""
     template = load_chat_template(directory)
     if template is None:
         template = ChatTemplate(source=PLAIN_SOURCE, origin="plain")
@@ -69,14 +78,135 @@ def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
-    """Return a prompt's token ids as the service encodes them: a text after the BOS token, a message by the template.
-
-    Raises:
-        TemplateFailure: the template rejected the message, or failed.
-        TokenizerError: the tokenizer cannot encode the text.
-    """
+    """Return the token ids of a prompt as the service encodes it: a text after BOS, a message by the chat template."""
     if prompt.kind is PromptKind.CHAT:
         rendered = template.render([{"role": "user", "content": prompt.text}])
         return tokenizer.encode(rendered, parse_special=True)
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return [*begin, *tokenizer.encode(prompt.text)]
+
+
+# Function that returns the token ids of each prompt's completion, including the stop token.
+Complete = Callable[[Transformer, Tokenizer, Sequence[Sequence[int]], Sequence[SamplingParams]], list[list[int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Prompt with its completion, for a model card or `kvasir eval`. kind: None if the prompt is not fixed."""
+
+    prompt: str
+    completion: str
+    kind: PromptKind | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diversity:
+    """Diversity of the samples at one temperature. A value is None if no sample has enough words for the value."""
+
+    temperature: float
+    num_samples: int
+    num_words: int
+    distinct: tuple[float | None, float | None, float | None]
+    repetition: float | None
+
+
+def complete_one_by_one(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[list[int]]:
+    """Complete prompts with the reference implementation: slow, without a KV-cache. An engine must return equal ids."""
+    eos = tokenizer.eos_token_ids
+    return [generate(model, ids, wanted, eos_token_ids=eos) for ids, wanted in zip(prompts, params, strict=True)]
+
+
+class Sampler:
+    """Sampler of completions. Prompts without tokens, or without room for a new token in the context, are skipped.
+
+    directory: checkpoint directory, which may have a chat template. draws: number of completions of each prompt at each
+    temperature for `diversity`; 0 if diversity is not measured.
+
+    Raises:
+        CheckpointError, TemplateFailure: the checkpoint's chat template cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        directory: Path,
+        complete: Complete,
+        *,
+        prompts: Sequence[Prompt] = PROMPTS,
+        draws: int = DRAWS,
+    ) -> None:
+        self._model = model
+        self.draws = draws
+        self._tokenizer = tokenizer
+        self._complete = complete
+        template = read_template(directory, tokenizer)
+        encoded = ((prompt, prompt_ids(prompt, tokenizer, template)) for prompt in prompts)
+        context = model.config.max_context_length
+        self._prompts: list[tuple[Prompt, list[int]]] = [(p, ids) for p, ids in encoded if 0 < len(ids) < context]
+
+    def shown(self) -> list[Sample]:
+        """Return one completion of each prompt, sampled with the `SHOWN_*` parameters and seed 0."""
+        texts = self._completions([0] * len(self._prompts), SHOWN_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P)
+        shown = zip(self._prompts, texts, strict=True)
+        return [Sample(prompt=prompt.text, completion=text, kind=prompt.kind) for (prompt, _), text in shown]
+
+    def diversity(self, temperature: float) -> Diversity:
+        """Measure the diversity of completions sampled at this temperature, without top_p or top_k."""
+        seeds = [draw * len(PROMPTS) + i for draw in range(self.draws) for i in range(len(self._prompts))]
+        return measure_diversity(temperature, self._completions(seeds, COUNTED_TOKENS, temperature, top_p=1.0))
+
+    def _completions(self, seeds: Sequence[int], max_tokens: int, temperature: float, top_p: float) -> list[str]:
+        """Return one completion for each seed: of the prompts in order, then again of the prompts in order."""
+        prompts = [self._prompts[number % len(self._prompts)][1] for number in range(len(seeds))]
+        context = self._model.config.max_context_length
+        params = [
+            SamplingParams(
+                max_tokens=min(max_tokens, context - len(ids)), temperature=temperature, top_p=top_p, seed=seed
+            )
+            for ids, seed in zip(prompts, seeds, strict=True)
+        ]
+        return [self._text(ids) for ids in self._complete(self._model, self._tokenizer, prompts, params)]
+
+    def _text(self, token_ids: list[int]) -> str:
+        decoder = StreamDecoder(self._tokenizer)
+        return decoder.push(token_ids) + decoder.flush()
+
+
+def measure_diversity(temperature: float, texts: Sequence[str]) -> Diversity:
+    """Measure the diversity of sampled texts."""
+    samples = [words(text) for text in texts]
+    repeated = [share for sample in samples if (share := repetition(sample)) is not None]
+    return Diversity(
+        temperature=temperature,
+        num_samples=len(samples),
+        num_words=sum(map(len, samples)),
+        distinct=(distinct(samples, 1), distinct(samples, 2), distinct(samples, 3)),
+        repetition=sum(repeated) / len(repeated) if repeated else None,
+    )
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text in lower case: runs of letters, digits and underscores; "don't" is one word."""
+    return _WORD.findall(text.lower())
+
+
+def distinct(samples: Iterable[Sequence[str]], n: int) -> float | None:
+    """Return distinct-n over all samples: unique word n-grams / word n-grams; None without n-grams.
+
+    Source: Li et al. 2016 (arXiv 1510.03055), section 5.2. The value falls as the amount of text grows.
+    """
+    grams = [gram for sample in samples for gram in _grams(sample, n)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def repetition(sample: Sequence[str], n: int = 4) -> float | None:
+    """Return seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319), section 6.1: the share of repeated word n-grams."""
+    unique = distinct([sample], n)
+    return None if unique is None else 1 - unique
+
+
+def _grams(sample: Sequence[str], n: int) -> Iterable[tuple[str, ...]]:
+    return zip(*(itertools.islice(sample, start, None) for start in range(n)), strict=False)

@@ -1,8 +1,5 @@
 """Attention weights of one layer over one whole sequence, for inspection.
 
-The weights come from `model.attention.backends.attention_weights`, which the reference implementation also uses to
-compute its outputs.
-
 Legend: T tokens of one sequence, S the same tokens as context, H query heads, K key/value heads, D head dimension.
 """
 
@@ -15,14 +12,14 @@ from torch import Tensor
 from model.attention.backends import AttentionBackend, RoundedAttention, attention_weights
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionForm, AttentionMetadata
-from model.nn.transformer import Attention, Block, Transformer
+from model.nn.transformer import Block, Transformer
 
 if TYPE_CHECKING:
     from model.native.native_transformer import NativeTransformer
 
 
 class _Recorded(Exception):
-    """Exception that ends the forward pass once the weights HTS, which it carries, are known."""
+    """Exception that carries the attention weights HTS of the inspected layer and ends the forward pass."""
 
     def __init__(self, weights_HTS: Tensor) -> None:
         super().__init__()
@@ -30,7 +27,7 @@ class _Recorded(Exception):
 
 
 class _RecordingAttention:
-    """Attention backend of the inspected layer: computes the weights and ends the forward pass."""
+    """Attention backend of the inspected layer: raises `_Recorded` with the attention weights."""
 
     def attend(
         self,
@@ -42,7 +39,6 @@ class _RecordingAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> NoReturn:
-        """Always raise `_Recorded` with the weights. See `model.attention.backends.AttentionBackend`."""
         raise _Recorded(attention_weights(q_THD, k_TKD, form))
 
 
@@ -54,18 +50,15 @@ def weights_of_layer(
     layer: int,
     cache_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the attention weights HTS of one layer, float32, on the CPU. Row t holds the weights of token t.
+    """Return the attention weights HTS of one layer, float32, on the CPU. Weights outside the mask are exactly 0.
 
-    Rows sum to 1. Weights of later tokens, and of tokens before the window, are exactly 0. Earlier layers run with the
-    model's own backend and dtype; later layers do not run. Not thread-safe: the call replaces the backends of the
-    model's layers and restores them at its end.
+    Earlier layers run with the model's backend and dtype; later layers do not run. Not thread-safe: the call replaces
+    the backends of the model's layers until it returns.
 
-    Args:
-        cache_dtype: dtype of the KV-cache to imitate: keys and values are rounded to it. None: no rounding.
+    cache_dtype: dtype of a KV-cache, to which keys and values are rounded; None: no rounding.
 
     Raises:
-        ValueError: the layer does not exist, there are no tokens or more than the maximum context length, or a token
-            id is outside the vocabulary.
+        ValueError: the layer does not exist, or the token ids do not fit the context or the vocabulary.
     """
     config = model.config
     if not 0 <= layer < config.num_layers:
@@ -82,15 +75,12 @@ def weights_of_layer(
     if cache_dtype is not None:
         meanwhile = [RoundedAttention(backend, cache_dtype) for backend in meanwhile]
     try:
-        _set_backends(attentions, meanwhile)
+        for attention, backend in zip(attentions, meanwhile, strict=True):
+            attention.backend = backend
         model(torch.tensor(token_ids, device=device), metadata, None)
     except _Recorded as recorded:
         return recorded.weights_HTS.cpu()
     finally:
-        _set_backends(attentions, backends)
+        for attention, backend in zip(attentions, backends, strict=True):
+            attention.backend = backend
     raise AssertionError(f"layer {layer} did not call its attention backend")
-
-
-def _set_backends(attentions: Sequence[Attention], backends: Sequence[AttentionBackend]) -> None:
-    for attention, backend in zip(attentions, backends, strict=True):
-        attention.backend = backend

@@ -1,18 +1,15 @@
 """Parameters of each part of a model, by closed formula and counted from the shapes of its tensors. Torch-free.
 
-The two ways share nothing but the config. Formulas are written here from the literature, and counts come from
-`ModelConfig.parameter_shapes()`, tensor by tensor.
-
 Letters: V vocabulary, n context, L layers, d width, h query heads, g key/value heads, d_k and d_v numbers of a key and
 of a value, m width of the MLP, b buckets of distances, r maximum relative distance.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Self
 
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormKind, PositionKind, QkNormScope
@@ -41,21 +38,11 @@ _UNTRAINED_POSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Sum or product of named whole numbers that carries its value, so the printed formula is the one evaluated.
-
-    text: as an article writes it, "d·(2·d_k + d_v)".
-    value: the formula's value.
-    is_sum: the formula needs brackets as a factor.
-    """
+    """Sum or product of sizes with its value. text: such as "d·(2·d_k + d_v)". is_sum: needs brackets as a factor."""
 
     text: str
     value: int
     is_sum: bool = False
-
-    @classmethod
-    def number(cls, value: int) -> Self:
-        """Return a formula of a number, written as itself."""
-        return cls(str(value), value)
 
     def __add__(self, other: "Formula") -> "Formula":
         return Formula(f"{self.text} + {other.text}", self.value + other.value, is_sum=True)
@@ -64,30 +51,35 @@ class Formula:
         return Formula(f"{self._factor}·{other._factor}", self.value * other.value)
 
     def __rmul__(self, number: int) -> "Formula":
-        return Formula.number(number) * self
+        return Formula(str(number), number) * self
 
     @property
     def _factor(self) -> str:
         return f"({self.text})" if self.is_sum else self.text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartCount:
-    """Parameters of one part, in all layers that have the part.
+_NOTHING = Formula("0", 0)
 
-    group, name: "attention", "W_Q".
-    formula: parameters per layer, or in total for a part outside the layers.
-    num_places: number of layers that have the part, or 1.
-    num_counted: counted from the tensors, in all layers.
-    note: why the part has no parameters, if it has none.
+
+@dataclass(frozen=True, slots=True)
+class PartCount:
+    """Parameters of one part of a model, such as "W_Q" of the group "attention".
+
+    formula: parameters in each place of the part. tensors: names without the layer; the part has `share` of `shares`
+    equal pieces of a fused tensor. note: reason why the part has no parameters. is_outside: the part is in no layer.
+    num_places: number of layers with the part, or 1. num_counted: parameters of the tensors, in all layers.
     """
 
     group: str
     name: str
     formula: Formula
-    num_places: int
-    num_counted: int
-    note: str
+    tensors: tuple[str, ...]
+    share: int = 1
+    shares: int = 1
+    note: str = ""
+    is_outside: bool = False
+    num_places: int = 1
+    num_counted: int = 0
 
     @property
     def by_formula(self) -> int:
@@ -99,14 +91,14 @@ class PartCount:
 
 
 class Letters(SimpleNamespace):
-    """Sizes of one config under their letters, each a `Formula`; a size that the config lacks is 0."""
+    """Sizes of a model config under their letters, each a `Formula`; a size that the config lacks is 0."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(**{key: Formula(key, getattr(config, name) or 0) for key, name in _FIELD_OF_LETTER.items()})
 
 
 def count_parameters(config: ModelConfig) -> list[PartCount]:
-    """Return every part of the model, in the order of its layers; the counts add up to `config.num_parameters`.
+    """Return the parameters of every part of a model. The formulas share nothing with the counts but the config.
 
     Raises:
         ValueError: a tensor belongs to no part.
@@ -121,24 +113,20 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
         tensor = next(tensor for tensor in config.parameter_shapes() if tensor.endswith(name))
         raise ValueError(f"tensor {tensor} belongs to no part of the model; add it to parameter_counts.py")
     return [
-        PartCount(
-            group=part.group,
-            name=part.name,
-            formula=Formula.number(0) if part.formula is None else part.formula,
-            num_places=1 if part.once else config.num_layers,
+        dataclasses.replace(
+            part,
+            num_places=1 if part.is_outside else config.num_layers,
             num_counted=sum(sizes.get(tensor, 0) for tensor in part.tensors) * part.share // part.shares,
-            note=part.note,
         )
         for part in parts
     ]
 
 
 def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
-    """Return formulas from one head to the matrices of a layer, biases aside.
+    """Return formulas of attention parameters with their names, from one head to all matrices of a layer.
 
-    A head has W_Q and W_K of d·d_k and W_V of d·d_v (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2). W_O mixes
-    the outputs of h heads. g key/value heads may serve h query heads (Shazeer 2019, arXiv 1911.02150; Ainslie et al.
-    2023, arXiv 2305.13245). Average attention compares nothing and so has no W_Q and no W_K.
+    Sources: Vaswani et al. 2017 (arXiv 1706.03762, section 3.2.2); for g key/value heads of h query heads Shazeer 2019
+    (arXiv 1911.02150) and Ainslie et al. 2023 (arXiv 2305.13245).
     """
     at = Letters(config)
     if config.attention is AttentionKind.AVERAGE:
@@ -159,7 +147,7 @@ def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
 
 
 def attention_name(config: ModelConfig) -> str:
-    """Return the usual name of the config's head counts."""
+    """Return the usual name of a model's attention by the numbers of heads, such as "multi-query"."""
     if config.num_heads == 1:
         return "single-head"
     if config.num_kv_heads == config.num_heads:
@@ -168,37 +156,16 @@ def attention_name(config: ModelConfig) -> str:
 
 
 def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
-    """Return the bytes of KV-cache per token of context.
-
-    Every layer and key/value head stores a value and, except with average attention, a key.
-    """
+    """Return the formula of KV-cache bytes per token: a value and, except with average attention, a key per head."""
     at = Letters(config)
     keys_and_values = at.d_v if config.attention is AttentionKind.AVERAGE else at.d_k + at.d_v
-    formula: Formula = at.L * at.g * keys_and_values * Formula.number(bytes_per_value)
+    formula: Formula = at.L * at.g * keys_and_values * Formula(str(bytes_per_value), bytes_per_value)
     return formula
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of the model before counting.
-
-    tensors: names without the layer. A fused tensor is divided: the part has `share` of its `shares` equal pieces.
-    once: the part is outside the layers.
-    """
-
-    group: str
-    name: str
-    formula: Formula | None
-    tensors: tuple[str, ...]
-    share: int = 1
-    shares: int = 1
-    note: str = ""
-    once: bool = False
-
-
-def _parts(config: ModelConfig) -> Iterator[_Part]:
+def _parts(config: ModelConfig) -> Iterator[PartCount]:
     at = Letters(config)
-    yield _Part("embedding", "tokens", at.V * at.d, ("token_embedding.weight",), once=True)
+    yield PartCount("embedding", "tokens", at.V * at.d, ("token_embedding.weight",), is_outside=True)
     positions = {
         PositionKind.LEARNED: at.n * at.d,
         PositionKind.RELATIVE_BIAS: at.b * at.h,  # Raffel et al. 2020, arXiv 1910.10683: one table for all layers
@@ -206,45 +173,49 @@ def _parts(config: ModelConfig) -> Iterator[_Part]:
     }
     tables = ("position_embedding.weight", "relative_positions.weight")
     note = _UNTRAINED_POSITIONS.get(config.position, "")
-    yield _Part("embedding", "positions", positions.get(config.position), tables, note=note, once=True)
+    yield PartCount(
+        "embedding", "positions", positions.get(config.position, _NOTHING), tables, note=note, is_outside=True
+    )
     yield from _attention_parts(config, at)
     widening = ("gate", "up") if config.mlp.gated else ("up",)
     fused = "mlp.gate_up" if config.mlp.gated else "mlp.up"
     for name in widening:
-        yield _Part("mlp", f"W_{name}", at.d * at.m, (f"{fused}.weight",), shares=len(widening))
-    yield _Part("mlp", "W_down", at.m * at.d, ("mlp.down.weight",))
+        yield PartCount("mlp", f"W_{name}", at.d * at.m, (f"{fused}.weight",), shares=len(widening))
+    yield PartCount("mlp", "W_down", at.m * at.d, ("mlp.down.weight",))
     if config.mlp_bias:
         for name in widening:
-            yield _Part("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
-        yield _Part("mlp", "b_down", at.d, ("mlp.down.bias",))
+            yield PartCount("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
+        yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
     norm = 2 * at.d if config.norm is NormKind.LAYER_NORM and config.norm_bias else at.d
     for name, module in (("of attention", "attention_norm"), ("of the mlp", "mlp_norm"), ("final", "final_norm")):
         tensors = (f"{module}.weight", f"{module}.bias")
-        yield _Part("norms", name, norm, tensors, once=name == "final")
+        yield PartCount("norms", name, norm, tensors, is_outside=name == "final")
     tied = "the token embedding does both" if config.tie_embeddings else ""
-    yield _Part("head", "output", None if tied else at.V * at.d, ("lm_head.weight",), note=tied, once=True)
+    yield PartCount(
+        "head", "output", _NOTHING if tied else at.V * at.d, ("lm_head.weight",), note=tied, is_outside=True
+    )
 
 
-def _attention_parts(config: ModelConfig, at: Letters) -> Iterator[_Part]:
+def _attention_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:
     h, g = config.num_heads, config.num_kv_heads
     columns = {"Q": (at.h * at.d_k, h), "K": (at.g * at.d_k, g), "V": (at.g * at.d_v, g)}
     fused, shares = "attention.qkv", h + 2 * g
     if config.attention is AttentionKind.AVERAGE:
         for name in ("W_Q", "W_K"):
-            yield _Part("attention", name, None, (), note="averages compare nothing")
+            yield PartCount("attention", name, _NOTHING, (), note="averages compare nothing")
         columns, fused, shares = {"V": (at.g * at.d_v, g)}, "attention.value", g
     for name, (width, share) in columns.items():
-        yield _Part("attention", f"W_{name}", at.d * width, (f"{fused}.weight",), share, shares)
-    yield _Part("attention", "W_O", at.h * at.d_v * at.d, ("attention.out.weight",))
+        yield PartCount("attention", f"W_{name}", at.d * width, (f"{fused}.weight",), share, shares)
+    yield PartCount("attention", "W_O", at.h * at.d_v * at.d, ("attention.out.weight",))
     if config.attention_bias:
         for name, (width, share) in columns.items():
-            yield _Part("attention", f"b_{name}", width, (f"{fused}.bias",), share, shares)
+            yield PartCount("attention", f"b_{name}", width, (f"{fused}.bias",), share, shares)
     if config.attention_out_bias:
-        yield _Part("attention", "b_O", at.d, ("attention.out.bias",))
+        yield PartCount("attention", "b_O", at.d, ("attention.out.bias",))
     if config.position is PositionKind.DISENTANGLED:
-        yield _Part("attention", "W_Q of distances", at.d * at.h * at.d_k, ("attention.bias.query.weight",))
-        yield _Part("attention", "W_K of distances", at.d * at.g * at.d_k, ("attention.bias.key.weight",))
+        yield PartCount("attention", "W_Q of distances", at.d * at.h * at.d_k, ("attention.bias.query.weight",))
+        yield PartCount("attention", "W_K of distances", at.d * at.g * at.d_k, ("attention.bias.key.weight",))
     if config.qk_norm:
         whole = config.qk_norm_scope is QkNormScope.PROJECTION
-        yield _Part("attention", "norm of q", at.h * at.d_k if whole else at.d_k, ("attention.query_norm.weight",))
-        yield _Part("attention", "norm of k", at.g * at.d_k if whole else at.d_k, ("attention.key_norm.weight",))
+        yield PartCount("attention", "norm of q", at.h * at.d_k if whole else at.d_k, ("attention.query_norm.weight",))
+        yield PartCount("attention", "norm of k", at.g * at.d_k if whole else at.d_k, ("attention.key_norm.weight",))

@@ -1,8 +1,8 @@
 """Training attention over packed documents: causal attention within each document.
 
-A GPU runs varlen flash attention (Dao et al. 2022, arXiv 2205.14135). A CPU runs matrix products over 256 queries,
-about twice as fast as PyTorch's flash attention on CPUs (docs/training-log.md). Both share one operator. The shapes of
-its tensors do not depend on the document boundaries, so a training step is compiled only once.
+A GPU runs PyTorch's varlen flash attention (Dao et al. 2022, arXiv 2205.14135), a CPU matrix products over 256 queries,
+which take half the time of PyTorch's flash attention on CPUs (docs/training-log.md). The shapes of the operator's
+tensors do not depend on the document boundaries, so a training step is compiled only once.
 
 Legend: T packed tokens, N + 1 document boundaries, H query heads, K key/value heads, G = H / K heads per group, D head
 dimension, Q queries and S keys of a part, X = G * Q.
@@ -10,12 +10,12 @@ dimension, Q queries and S keys of a part, X = G * Q.
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, library
+from torch.nn.attention.varlen import varlen_attn
 
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
@@ -27,7 +27,7 @@ _MASK_SIZES = 512
 
 
 class DocumentAttention:
-    """`AttentionBackend` for `PackedDocuments`, without bias and sliding window; `others` handles other metadata."""
+    """Attention backend for `PackedDocuments`, without bias and sliding window; `others` handles other metadata."""
 
     def __init__(self, others: AttentionBackend) -> None:
         self._others = others
@@ -42,135 +42,93 @@ class DocumentAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Compute causal attention within each document, equal to separate calls up to float rounding."""
         if not isinstance(metadata, PackedDocuments):
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert form.bias is None
         assert form.window is None
-        factor = form.scale * q_THD.shape[-1] ** 0.5  # the kernels already scale by 1 / sqrt(D)
-        scaled_THD = q_THD if math.isclose(factor, 1.0) else q_THD * factor
-        out_THD: Tensor = attend_documents(scaled_THD, k_TKD, v_TKD, metadata.starts_N, metadata.max_length)[0]
-        return out_THD
+        starts_N, longest = metadata.starts_N, metadata.max_length
+        if not q_THD.is_cuda or q_THD.dtype not in (torch.bfloat16, torch.float16):
+            out_THD: Tensor = attend_documents(q_THD, k_TKD, v_TKD, starts_N, form.scale)
+            return out_THD
+        attended = varlen_attn(
+            q_THD, k_TKD, v_TKD, starts_N, starts_N, longest, longest,
+            scale=form.scale, window_size=(-1, 0), enable_gqa=True,
+        )  # fmt: skip
+        assert isinstance(attended, Tensor)  # the logsumexp is not requested
+        return attended
 
 
 @library.custom_op("kvasir::attend_documents", mutates_args=())
-def attend_documents(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int
-) -> tuple[Tensor, Tensor]:
-    """Compute causal attention, softmax(q·k / sqrt(D)), within each document.
-
-    Returns the output, THD, and the logsumexp of each query for the backward pass, HT float32. The logsumexp is zero if
-    the kernel is not flash attention.
-
-    starts_N: int32, the start of each document, and the end of the last document, which is T.
-    """
-    if _has_varlen_kernel(q_THD):
-        out_THD, logsumexp_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD, k_TKD, v_TKD, starts_N, starts_N, max_length, max_length, 0.0, True, False
-        )
-        return out_THD, logsumexp_HT
+def attend_documents(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, scale: float) -> Tensor:
+    """Compute causal attention, softmax(q·k * scale), within each document. starts_N: start of each document, and T."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    for part in _parts(q_THD, k_TKD, v_TKD, starts_N):
-        weights_GQS = part.weights()
-        mixed_XD = weights_GQS.flatten(0, 1) @ part.v_SD
-        out_THD[part.queries, part.heads] = mixed_XD.unflatten(0, weights_GQS.shape[:2]).transpose(0, 1)
-    return out_THD, q_THD.new_zeros((q_THD.shape[1], q_THD.shape[0]), dtype=torch.float32)
+    for part in _parts(q_THD, k_TKD, v_TKD, starts_N, scale):
+        mixed_XD = part.weights_GQS.flatten(0, 1) @ part.v_SD
+        out_THD[part.queries, part.heads] = mixed_XD.unflatten(0, part.weights_GQS.shape[:2]).transpose(0, 1)
+    return out_THD
 
 
 @library.custom_op("kvasir::attend_documents_backward", mutates_args=())
 def attend_documents_backward(
-    grad_THD: Tensor,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    out_THD: Tensor,
-    logsumexp_HT: Tensor,
-    starts_N: Tensor,
-    max_length: int,
+    grad_THD: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
-    if _has_varlen_kernel(q_THD):
-        nothing = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)  # random state of dropout, which is off
-        grads = torch.ops.aten._flash_attention_backward(
-            grad_THD.contiguous(), q_THD, k_TKD, v_TKD, out_THD, logsumexp_HT, starts_N, starts_N,
-            max_length, max_length, 0.0, True, nothing, nothing,
-        )  # fmt: skip
-        return grads[0], grads[1], grads[2]
+    """Return the gradients of the queries, keys and values of `attend_documents`."""
     grad_q_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     grad_k_TKD, grad_v_TKD = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k_TKD, v_TKD))
-    for part in _parts(q_THD, k_TKD, v_TKD, starts_N):
-        weights_GQS = part.weights()
+    for part in _parts(q_THD, k_TKD, v_TKD, starts_N, scale):
+        weights_GQS = part.weights_GQS
         grad_XD = grad_THD[part.queries, part.heads].transpose(0, 1).flatten(0, 1)
         of_weights_GQS = (grad_XD @ part.v_SD.T).unflatten(0, weights_GQS.shape[:2])
         of_scores_GQS = torch._softmax_backward_data(of_weights_GQS, weights_GQS, -1, weights_GQS.dtype)
         of_scores_XS = of_scores_GQS.flatten(0, 1)
-        of_queries_GQD = (of_scores_XS @ part.k_SD * part.scale).unflatten(0, weights_GQS.shape[:2])
+        of_queries_GQD = (of_scores_XS @ part.k_SD * scale).unflatten(0, weights_GQS.shape[:2])
         grad_q_THD[part.queries, part.heads] = of_queries_GQD.transpose(0, 1)
         grad_k_TKD[part.keys, part.kv_head] += of_scores_XS.T @ part.scaled_XD
         grad_v_TKD[part.keys, part.kv_head] += weights_GQS.flatten(0, 1).T @ grad_XD
     return grad_q_THD, grad_k_TKD.to(k_TKD.dtype), grad_v_TKD.to(v_TKD.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """Block of queries of one document, for the heads of one key/value head, and the keys they attend to.
-
-    queries, keys, heads: slices of T, T and H. scaled_XD: the queries, X = G * Q, divided by sqrt(D).
-    """
+class _Part(NamedTuple):
+    """Block of queries of one document for the heads of one key/value head. scaled_XD: the queries times the scale."""
 
     queries: slice
     keys: slice
     heads: slice
     kv_head: int
-    scale: float
     scaled_XD: Tensor
     k_SD: Tensor
     v_SD: Tensor
-
-    def weights(self) -> Tensor:
-        """Return the attention weights, GQS, from one matrix product for all heads of the group."""
-        num_queries, num_keys = self.queries.stop - self.queries.start, len(self.k_SD)
-        scores_GQS = (self.scaled_XD @ self.k_SD.T).view(-1, num_queries, num_keys)
-        mask = _future(-(-num_keys // _MASK_SIZES) * _MASK_SIZES, scores_GQS.dtype, scores_GQS.device)
-        scores_GQS += mask[num_keys - num_queries : num_keys, :num_keys]
-        return torch.softmax(scores_GQS, -1)
+    weights_GQS: Tensor
 
 
-def _parts(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor) -> Iterator[_Part]:
-    """Split a batch into parts whose scores fit into the CPU cache."""
+def _parts(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, scale: float) -> Iterator[_Part]:
+    """Split a batch into parts whose attention scores fit into the CPU cache."""
     num_kv_heads = k_TKD.shape[1]
-    groups, scale = q_THD.shape[1] // num_kv_heads, q_THD.shape[2] ** -0.5
+    groups = q_THD.shape[1] // num_kv_heads
     for start, end in itertools.pairwise(starts_N.tolist()):
         for first in range(start, end, _QUERIES):
-            queries, keys = slice(first, min(end, first + _QUERIES)), slice(start, min(end, first + _QUERIES))
+            stop = min(end, first + _QUERIES)
+            queries, keys, num_keys = slice(first, stop), slice(start, stop), stop - start
             for kv_head in range(num_kv_heads):
                 heads = slice(kv_head * groups, (kv_head + 1) * groups)
-                yield _Part(
-                    queries=queries,
-                    keys=keys,
-                    heads=heads,
-                    kv_head=kv_head,
-                    scale=scale,
-                    scaled_XD=(q_THD[queries, heads] * scale).transpose(0, 1).flatten(0, 1),
-                    k_SD=k_TKD[keys, kv_head],
-                    v_SD=v_TKD[keys, kv_head],
-                )
+                scaled_XD = (q_THD[queries, heads] * scale).transpose(0, 1).flatten(0, 1)
+                k_SD, v_SD = k_TKD[keys, kv_head], v_TKD[keys, kv_head]
+                scores_GQS = (scaled_XD @ k_SD.T).view(groups, stop - first, num_keys)
+                mask = _future(-(-num_keys // _MASK_SIZES) * _MASK_SIZES, scores_GQS.dtype, scores_GQS.device)
+                scores_GQS += mask[first - start : num_keys, :num_keys]
+                weights_GQS = torch.softmax(scores_GQS, -1)
+                yield _Part(queries, keys, heads, kv_head, scaled_XD, k_SD, v_SD, weights_GQS)
 
 
 @functools.lru_cache(maxsize=4)
 def _future(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a causal mask: -inf above the diagonal, else 0."""
+    """Return a causal mask of size * size: -inf above the diagonal, else 0."""
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
 
 
-def _has_varlen_kernel(q_THD: Tensor) -> bool:
-    return q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16)
-
-
 @attend_documents.register_fake
-def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    shape_HT = (q_THD.shape[1], q_THD.shape[0])
-    return q_THD.new_empty(q_THD.shape), q_THD.new_empty(shape_HT, dtype=torch.float32)
+def _(q_THD: Tensor, *_: object) -> Tensor:
+    return q_THD.new_empty(q_THD.shape)
 
 
 @attend_documents_backward.register_fake
@@ -179,15 +137,12 @@ def _(grad_THD: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: object)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q_THD, k_TKD, v_TKD, starts_N, ctx.max_length = inputs
-    ctx.save_for_backward(q_THD, k_TKD, v_TKD, *output, starts_N)
-    ctx.mark_non_differentiable(output[1])
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, grad_THD, _):  # type: ignore[no-untyped-def]
-    *tensors, starts_N = ctx.saved_tensors
-    grads = attend_documents_backward(grad_THD, *tensors, starts_N, ctx.max_length)
-    return *grads, None, None
+def _backward(ctx, grad_THD):  # type: ignore[no-untyped-def]
+    return *attend_documents_backward(grad_THD, *ctx.saved_tensors, ctx.scale), None, None
 
 
 attend_documents.register_autograd(_backward, setup_context=_keep)

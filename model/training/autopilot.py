@@ -1,11 +1,7 @@
-"""`kvasir train --corpus`: train on the user's text within a time limit, with a recipe chosen from a table of sizes.
+"""`kvasir train --corpus`: train on the user's text within a time limit, with a model chosen from a table of sizes.
 
-The first attempt reads the text, trains a tokenizer, times the sizes on this machine, and writes a recipe and the cut
-text into the run directory. Later attempts follow this recipe; only the number of steps still adapts to the time left.
-
-The sizes follow Hoffmann et al. 2022 (arXiv 2203.15556): each compute budget has an optimal model size, with a fixed
-number of training tokens per parameter. A text that is too small for this is repeated, with dropout, as long as
-repetition helps. docs/training.md has the measurements behind the constants.
+Each compute budget has an optimal model size, with a fixed number of training tokens per parameter (Hoffmann et al.
+2022, arXiv 2203.15556). A text too small for this is repeated, with dropout. docs/training.md has the measurements.
 """
 
 import dataclasses
@@ -17,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,20 +22,19 @@ from torch.nn import functional
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import MANIFEST_FILE
-from model.evaluation.samples import Complete, complete_one_by_one
+from model.evaluation.prompts import Complete, complete_one_by_one
 from model.nn.transformer import Transformer
 from model.tokenizer.byte_level import save_native
 from model.training.config import SourceConfig, TrainConfig, load_train_config, write_recipe
 from model.training.data.bpe import train_bpe
 from model.training.optimizer import Optimizers
-from model.training.progress import Pace, duration
-from model.training.state import LOG_FILE, STATE_FILE, locked, read_log
+from model.training.state import LOG_FILE, STATE_FILE, duration, locked, read_log
 from model.training.train import RunSettings, check_output, train
 from model.training.user_text import OwnText, hold_out, num_bytes, read_own_text, size_in_words
 
 RECIPE_FILE = "recipe.toml"
 _SMALLEST_RECIPE = Path(__file__).with_name("configs") / "tales.toml"
-_PLAN_FILE, _TRAIN_FILE, _HELD_OUT_FILE = "plan.json", "text.jsonl", "held-out.jsonl"
+_PLAN_FILE, _TEXT_FILE, _HELD_OUT_ID = "plan.json", "text.jsonl", "held-out"
 # Minimum tokens per parameter, or passes over a small text. With less of both, a smaller model reaches a lower loss.
 TOKENS_PER_PARAMETER, ENOUGH_PASSES = 4, 12
 PARAMETERS_PER_TOKEN = 16  # upper limit; a larger model overfits the text at once
@@ -57,46 +52,22 @@ _SPARE = 1.5  # keep this factor more text than the plan needs, as the machine m
 _PROMPTS, _PROMPT_CHARACTERS = 2, 40
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Width and depth of a model, and its batch shape: sequence_length tokens, batch_size sequences per step."""
-
-    width: int
-    layers: int
-    sequence_length: int
-    batch_size: int
-
-    def config(self, base: TrainConfig) -> TrainConfig:
-        """Return a recipe with a model and batches of this size."""
-        heads = self.width // 32
-        model = dataclasses.replace(
-            base.model,
-            max_context_length=self.sequence_length,
-            num_layers=self.layers,
-            hidden_size=self.width,
-            num_heads=heads,
-            num_kv_heads=heads // 2 if heads % 2 == 0 else heads,
-            head_dim=32,
-            mlp_size=-(-8 * self.width // 3 // 32) * 32,
-        )
-        return dataclasses.replace(base, model=model, sequence_length=self.sequence_length, batch_size=self.batch_size)
-
-
+# Width, layers, tokens per sequence and sequences per batch of the models.
 SIZES = (
-    Size(64, 2, 256, 8),
-    Size(96, 3, 256, 8),
-    Size(128, 4, 256, 8),
-    Size(192, 4, 256, 8),
-    Size(256, 6, 512, 8),
-    Size(384, 8, 512, 16),
-    Size(512, 10, 1024, 16),
-    Size(768, 12, 1024, 32),
+    (64, 2, 256, 8),
+    (96, 3, 256, 8),
+    (128, 4, 256, 8),
+    (192, 4, 256, 8),
+    (256, 6, 512, 8),
+    (384, 8, 512, 16),
+    (512, 10, 1024, 16),
+    (768, 12, 1024, 32),
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
-    """Request of the user. minutes: time limit for everything. began: start of the command, by `time.monotonic`."""
+class OwnTextRequest:
+    """Arguments of `kvasir train --corpus`. minutes: time limit of the command, which began at `began` (monotonic)."""
 
     name: str
     corpora: tuple[Path, ...]
@@ -104,15 +75,9 @@ class Wish:
     seed: int
     began: float
 
-    @property
-    def seconds_left(self) -> float:
-        """Remaining seconds of this command."""
-        return self.began + 60 * self.minutes - time.monotonic()
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Recipe for a text and a time limit. most_steps: limit set by the text."""
+class Plan(NamedTuple):
+    """Recipe for a text and a time limit. most_steps: limit on the steps by the size of the text."""
 
     config: TrainConfig
     most_steps: int
@@ -121,7 +86,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PlanFile:
-    """Content of plan.json, for later attempts. planning_seconds: time before the first step of the first attempt."""
+    """Content of plan.json. after_seconds: reserved after the last step. planning_seconds: spent before the first."""
 
     digests: dict[str, str]
     compile: bool
@@ -132,13 +97,10 @@ class _PlanFile:
 
 @dataclass(kw_only=True, slots=True)
 class Deadline:
-    """Time limit of a run, and the limit on its steps set by the size of its text.
+    """Time limit of a training run, which adapts the number of steps on the plateau of the learning rate.
 
-    The number of steps can change on the plateau of the learning rate, see `rate_factor`. The plateau ends when the
-    remaining time is what the decay takes, or when the model overfits.
-
-    at: the time limit, as `time.monotonic`. after_seconds: time needed after the last step. changed: called with each
-    new config.
+    The plateau ends when the decay needs the remaining time, or when the model overfits. at: the limit, as
+    `time.monotonic`. changed: called with each new config.
     """
 
     at: float
@@ -147,9 +109,10 @@ class Deadline:
     changed: Callable[[TrainConfig], None]
     is_overfitting: bool = False
 
-    def next_config(self, step: int, config: TrainConfig, pace: Pace, held_out: Sequence[float]) -> TrainConfig:
-        """Return the config to continue with after `step` steps. held_out: all held-out losses so far."""
-        seconds = pace.seconds_per_step
+    def next_config(
+        self, step: int, config: TrainConfig, seconds: float | None, held_out: Sequence[float]
+    ) -> TrainConfig:
+        """Return the config to continue with. Arguments: see `RunSettings.next_config`."""
         if seconds is None or step > config.steps - config.decay_steps or step < config.warmup_steps:
             return config
         before, recent = held_out[:-_WORSE_MEASUREMENTS], held_out[-_WORSE_MEASUREMENTS:]
@@ -159,32 +122,31 @@ class Deadline:
         steps_if_decaying_now = int(step / (1 - DECAY_SHARE)) + 1
         if self.is_overfitting:
             steps = min(steps, steps_if_decaying_now)
-        if steps <= steps_if_decaying_now:
-            decay = steps - step
-        elif abs(steps - config.steps) <= _TOLERANCE * config.steps:
+        if steps > steps_if_decaying_now and abs(steps - config.steps) <= _TOLERANCE * config.steps:
             return config
-        else:
-            decay = int(DECAY_SHARE * steps)
+        decay = steps - step if steps <= steps_if_decaying_now else int(DECAY_SHARE * steps)
         config = dataclasses.replace(config, steps=steps, decay_steps=decay)
         self.changed(config)
         return config
 
 
 def train_own_text(
-    wish: Wish,
+    request: OwnTextRequest,
     settings: RunSettings,
     report: Callable[[str], None],
     should_stop: Callable[[], bool],
     complete: Complete = complete_one_by_one,
 ) -> bool:
-    """Plan and train, or resume. Returns whether the checkpoint is finished. Other arguments: see `train`.
+    """Plan and train a model of the user's text, or resume its run. Return True if the checkpoint is finished.
+
+    The first command writes recipe, tokenizer and text into the run directory. A later command follows the recipe.
 
     Raises:
-        ValueError: the text or the time limit is too short, or the text differs from the first attempt's.
+        ValueError: the text or the time limit is too short, or the text differs from the first command's.
     """
     directory, recipe = settings.run_directory, settings.run_directory / RECIPE_FILE
     # Skip the files of the run and checkpoint directories, which may lie inside the text directory.
-    text = read_own_text(wish.corpora, apart=(directory, settings.checkpoint))
+    text = read_own_text(request.corpora, apart=(directory, settings.checkpoint))
     spent = 0.0
     with locked(directory):
         check_output(settings)
@@ -195,13 +157,13 @@ def train_own_text(
                 report(f"{settings.checkpoint} is already finished; {start_over}")
                 return True
             spent = plan.planning_seconds + sum(line["seconds"] for line in read_log(directory / LOG_FILE)[-1:])
-            report(f"resuming the run in {directory}, {duration(spent)} of {duration(60 * wish.minutes)} used")
+            report(f"resuming the run in {directory}, {duration(spent)} of {duration(60 * request.minutes)} used")
         elif (directory / STATE_FILE).exists():
             raise ValueError(f"{directory}: holds a run with its own recipe; choose another --out or --run-directory")
         else:
-            plan = _prepare(wish, settings, text, report)
+            plan = _prepare(request, settings, text, report)
     deadline = Deadline(
-        at=wish.began + 60 * wish.minutes - spent,
+        at=request.began + 60 * request.minutes - spent,
         after_seconds=plan.after_seconds,
         most_steps=plan.most_steps,
         changed=lambda config: write_recipe(recipe, config),
@@ -210,13 +172,13 @@ def train_own_text(
     done = train(load_train_config(recipe), settings, report, should_stop, complete)
     if done:
         early = ": stopped early because the held-out loss rose; more steps would only overfit"
-        spent += time.monotonic() - wish.began
-        report(f"\ndone in {duration(spent)} of {duration(60 * wish.minutes)}{early * deadline.is_overfitting}")
+        spent += time.monotonic() - request.began
+        report(f"\ndone in {duration(spent)} of {duration(60 * request.minutes)}{early * deadline.is_overfitting}")
     return done
 
 
 def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
-    """Return the plan of an existing run, which must have begun with the same text."""
+    """Read plan.json of an existing run, and check that the run began with the same text."""
     path = directory / _PLAN_FILE
     try:
         plan = _PlanFile(**json.loads(path.read_text()))
@@ -231,13 +193,13 @@ def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
     return plan
 
 
-def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[[str], None]) -> _PlanFile:
-    """Train the tokenizer, plan the run, and write its files: the recipe last, since it marks them complete."""
+def _prepare(request: OwnTextRequest, settings: RunSettings, text: OwnText, report: Callable[[str], None]) -> _PlanFile:
+    """Train the tokenizer, plan the run, and write its files: the recipe last, since a recipe marks a complete plan."""
     directory, size_of_text = settings.run_directory, num_bytes(text.documents)
     train_texts, held_out = hold_out(text.documents)
     held = f"{len(held_out)} of them are held out for evaluation" if held_out else "too similar to hold any out"
     report(f"text: {size_in_words(size_of_text)} of {text.form}; {held}")
-    learned_from = _sampled(train_texts, int(1_000_000 + 400_000 * min(wish.minutes, 15.0)))
+    learned_from = _sampled(train_texts, int(1_000_000 + 400_000 * min(request.minutes, 15.0)))
     tokenizer = train_bpe(learned_from, vocabulary_size(size_of_text))
     save_native(tokenizer, directory)
     sample = _sampled(train_texts, _SAMPLED_BYTES)
@@ -250,20 +212,18 @@ def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[
     names = [Path(path).name for path in text.digests]
     source = SourceConfig(
         name=", ".join(names) if len(names) < 4 else f"{len(names)} files",
-        path=directory / _HELD_OUT_FILE,
-        repeats=0,
-        held_out=1.0,
+        path=directory / _TEXT_FILE,
+        repeats=1,
+        held_out=0.0,
+        held_out_ids=(_HELD_OUT_ID,) if held_out else (),
         licence="as its owner says",
-    )
-    trained = dataclasses.replace(
-        source, name=f"{source.name}, to learn from", path=directory / _TRAIN_FILE, repeats=1, held_out=0.0
     )
     base = base_config(
         tokenizer.vocab_size,
-        name=wish.name,
+        name=request.name,
         description=f"It continues texts in the style of {source.name}, its only training text.",
-        seed=wish.seed,
-        sources=(trained, source) if held_out else (trained,),
+        seed=request.seed,
+        sources=(source,),
         sample_prompts=tuple(
             textwrap.shorten(document[:200], _PROMPT_CHARACTERS, placeholder="") or document[:20]
             for document in (held_out or train_texts)[:_PROMPTS]
@@ -272,21 +232,22 @@ def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[
     plan = make_plan(
         base,
         num_tokens,
-        lambda: wish.seconds_left - _FINISHING_SECONDS,
+        lambda: request.began + 60 * request.minutes - time.monotonic() - _FINISHING_SECONDS,
         lambda config: _seconds_per_step(config, settings),
     )
     config = plan.config
     _report_plan(plan, num_tokens, report)
     most_bytes = int(_SPARE * config.steps * config.tokens_per_step * bytes_per_token)
-    for path, texts in ((trained.path, _sampled(train_texts, most_bytes)), (source.path, held_out)):
-        path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+    records = [{"text": text} for text in _sampled(train_texts, most_bytes)]
+    records += [{"id": _HELD_OUT_ID, "text": text} for text in held_out]
+    source.path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     evaluation_steps = num_bytes(held_out) / bytes_per_token / config.tokens_per_step
     plan_file = _PlanFile(
         digests=text.digests,
         compile=settings.compile and config.steps * plan.seconds_per_step >= _COMPILE_FROM_SECONDS,
         most_steps=plan.most_steps,
         after_seconds=_FINISHING_SECONDS + evaluation_steps * plan.seconds_per_step,
-        planning_seconds=60 * wish.minutes - wish.seconds_left,
+        planning_seconds=time.monotonic() - request.began,
     )
     (directory / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan_file)))
     write_recipe(directory / RECIPE_FILE, config)
@@ -294,15 +255,31 @@ def _prepare(wish: Wish, settings: RunSettings, text: OwnText, report: Callable[
 
 
 def vocabulary_size(num_bytes: int) -> int:
-    """Return a power of two proportional to the square root of the text size: 512 for 50 KB, 8,192 from 12 MB on."""
+    """Return a vocabulary size for a text: the power of two nearest to 2.3 times the square root of its bytes."""
     return int(min(max(1 << round(math.log2(2.3 * math.sqrt(num_bytes))), 512), 8192))
 
 
 def base_config(vocab_size: int, **values: Any) -> TrainConfig:
-    """Return the recipe tales.toml with another vocabulary and other values. Its architecture serves all sizes."""
+    """Return the recipe tales.toml, whose architecture serves all sizes, with another vocabulary and other values."""
     recipe = load_train_config(_SMALLEST_RECIPE)
     model = dataclasses.replace(recipe.model, vocab_size=vocab_size)
     return dataclasses.replace(recipe, vocab_size=vocab_size, model=model, checkpoint_minutes=0.4, **values)
+
+
+def _sized(base: TrainConfig, width: int, layers: int, sequence_length: int, batch_size: int) -> TrainConfig:
+    """Return the recipe `base` with a model and batches of a size of `SIZES`."""
+    heads = width // 32
+    model = dataclasses.replace(
+        base.model,
+        max_context_length=sequence_length,
+        num_layers=layers,
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=heads // 2 if heads % 2 == 0 else heads,
+        head_dim=32,
+        mlp_size=-(-8 * width // 3 // 32) * 32,
+    )
+    return dataclasses.replace(base, model=model, sequence_length=sequence_length, batch_size=batch_size)
 
 
 def make_plan(
@@ -311,15 +288,12 @@ def make_plan(
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[TrainConfig], float],
 ) -> Plan:
-    """Time models of increasing size, and return the largest that fits the time and the text of `num_tokens` tokens.
+    """Time models of increasing size, and plan a run of the largest model that fits the time and the text.
 
-    A size does not fit the time if the run would see fewer than TOKENS_PER_PARAMETER tokens per parameter, and would
-    also make fewer than ENOUGH_PASSES passes over the text.
-
-    Raises:
-        ValueError: the time is too short for the smallest model.
+    A model does not fit the time if it would see fewer than TOKENS_PER_PARAMETER tokens per parameter, and would also
+    make fewer than ENOUGH_PASSES passes over the text of `num_tokens` tokens.
     """
-    config, *larger_configs = (size.config(base) for size in SIZES)
+    config, *larger_configs = (_sized(base, *size) for size in SIZES)
     seconds = seconds_per_step(config)
     for larger in larger_configs:
         parameters = larger.model.num_parameters
@@ -349,7 +323,7 @@ def make_plan(
         adam_lr=0.6 * rate,
         evaluate_every=max(1, steps // 12),
     )
-    return Plan(config=config, most_steps=most, seconds_per_step=seconds)
+    return Plan(config, most, seconds)
 
 
 def _report_plan(plan: Plan, num_tokens: int, report: Callable[[str], None]) -> None:
@@ -366,7 +340,7 @@ def _report_plan(plan: Plan, num_tokens: int, report: Callable[[str], None]) -> 
 
 
 def _seconds_per_step(config: TrainConfig, settings: RunSettings) -> float:
-    """Return the median duration of training steps on random tokens, without torch.compile, after a warm-up step."""
+    """Return the median duration of three training steps on random tokens, after a warm-up step, not compiled."""
     device, model = settings.device, Transformer(config.model, ATTENTION_BACKENDS[settings.attention])
     model.initialize(0)
     model.to(device)
@@ -387,6 +361,6 @@ def _seconds_per_step(config: TrainConfig, settings: RunSettings) -> float:
 
 
 def _sampled(documents: Sequence[str], most_bytes: int) -> list[str]:
-    """Return evenly spaced documents of about `most_bytes` bytes in total, or all documents."""
+    """Return evenly spaced documents of about `most_bytes` bytes in total, or all documents if they are smaller."""
     share = min(1.0, most_bytes / num_bytes(documents))
     return [text for index, text in enumerate(documents) if int((index + 1) * share) > int(index * share)]

@@ -1,27 +1,72 @@
-"""Training data of a run: sources, tokenizer, and the batches of its two phases."""
+"""Training data of a run: documents of the sources, held-out texts, tokenizer, and the batches of the two phases."""
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.chat.chatml import supports_chatml
+from model.chat.chatml import END, START, supports_chatml
+from model.io.files import file_digest
 from model.tokenizer.byte_level import SPEC_FILE, ByteLevelTokenizer, load_native, save_native
-from model.training.config import TrainConfig
+from model.tokenizer.interface import Tokenizer
+from model.training.config import SourceConfig, TrainConfig
 from model.training.data.batches import ROUND_BATCHES, Batches, Ids, Mixture, TokenizedSource
 from model.training.data.bpe import train_bpe
-from model.training.sources import TextSource, encode_conversation, leave_out_held_out, read_source
 
+# A whole book is cut into parts of about this many characters, which count as separate documents.
+MAX_DOCUMENT_CHARACTERS = 8000
+_BOOK_CHARACTERS = 100_000
+# Shared words in a row that indicate a quotation. Brown et al. 2020 (arXiv 2005.14165, appendix C) use 13 words, but an
+# encyclopedia repeats longer phrases.
+RUN_WORDS = 20
+JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
+CONVERT = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
+_WORD = re.compile(r"[^\W_]+")
+_SPEAKERS = {"U": "user", "S": "assistant", "system": "system"}  # of corpus records
 _PRETRAINING, _CHAT = 0, 1  # seed tags, so that the phases shuffle differently
 _STREAM_BATCHES = ROUND_BATCHES // 8  # piece length, in batches, for a token stream: a round holds several pieces
 
 
+class Turn(NamedTuple):
+    """Message of a training conversation. role: `system`, `user` or `assistant`."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """Training text. turns: the conversation of a record with "turns"; empty without an answer; None for plain text."""
+
+    text: str
+    turns: tuple[Turn, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSource:
+    """Documents of one corpus in file order. left_out: number of training documents that quote a held-out text."""
+
+    config: SourceConfig
+    sha256: str
+    train: list[Document]
+    held_out: list[str]
+    left_out: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Sources, their tokenizer, and the batches of the two phases."""
+    """Sources of a training run, their tokenizer, and the batches of the two phases."""
 
     config: TrainConfig
     sources: list[TextSource]
@@ -38,27 +83,23 @@ class Corpus:
         return self.batches([self._tokenized(s, s.config.chat_repeats, chat=True) for s in self.sources], _CHAT)
 
     def _tokenized(self, source: TextSource, repeats: float, *, chat: bool = False) -> TokenizedSource:
-        """Tokenize the training documents, each between two end-of-text tokens; none if `repeats` is 0."""
         bos = self.tokenizer.bos_token_id
         assert bos is not None  # `train_bpe` always sets it
-        ids: list[Ids] = []
-        trained: list[NDArray[np.bool_]] = []
+        ids: list[Ids] = [np.zeros(0, dtype=np.uint16)]
+        trained = [np.zeros(0, dtype=np.bool_)]
         for document in source.train if repeats else []:
             if chat and document.turns == ():
                 continue
             if chat and document.turns:
                 token_ids, targets = encode_conversation(self.tokenizer, document.turns)
-                mask = np.array(targets)
             else:
                 token_ids = [bos, *self.tokenizer.encode(document.text), bos]
-                mask = np.ones(len(token_ids), dtype=np.bool_)
+                targets = [True] * len(token_ids)
             ids.append(np.array(token_ids, dtype=np.uint16))
-            trained.append(mask)
+            trained.append(np.array(targets))
+        starts: NDArray[np.int64] = np.cumsum([len(document) for document in ids])
         return TokenizedSource(
-            token_ids=np.concatenate(ids or [np.zeros(0, dtype=np.uint16)]),
-            starts=np.cumsum([0, *map(len, ids)]),
-            trained=np.concatenate(trained or [np.zeros(0, dtype=np.bool_)]),
-            repeats=repeats,
+            token_ids=np.concatenate(ids), starts=starts, trained=np.concatenate(trained), repeats=repeats
         )
 
     def batches(self, sources: Sequence[TokenizedSource], tag: int = _PRETRAINING) -> Batches:
@@ -75,10 +116,10 @@ class Corpus:
 
 
 def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], None]) -> Corpus:
-    """Read and tokenize the sources. The tokenizer is loaded from `directory`, or trained and saved there.
+    """Read and tokenize the sources of a run. The tokenizer is loaded from `directory`, or trained and saved there.
 
     Raises:
-        ValueError: a corpus is unusable or too small, or `directory` holds another recipe's tokenizer.
+        ValueError: a source is unusable or too small, or `directory` holds another recipe's tokenizer.
     """
     sources = leave_out_held_out(map(read_source, config.sources))
     for source in sources:
@@ -102,15 +143,176 @@ def _tokenizer(
         texts = (document.text for source in sources if source.config.repeats for document in source.train)
         save_native(train_bpe(texts, config.vocab_size, chat=config.chat_steps > 0), directory)
     tokenizer = load_native(directory)
+    size = tokenizer.vocab_size
     if config.chat_steps and not supports_chatml(tokenizer.special_tokens):
         raise ValueError(
             f"{directory}: the run began without conversations, and its tokenizer has no ChatML tokens; set "
             f"chat_steps = 0, or use another --run-directory"
         )
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(f"{directory}: its tokenizer has {tokenizer.vocab_size} tokens, not {config.vocab_size}")
-    if tokenizer.vocab_size < config.vocab_size:
+    if size > config.vocab_size:
+        raise ValueError(f"{directory}: its tokenizer has {size} tokens, not {config.vocab_size}")
+    if size < config.vocab_size:
         # Otherwise the model could sample token ids that the tokenizer does not have.
-        size = tokenizer.vocab_size
         raise ValueError(f"the texts yield only {size} tokens: set vocab_size = {size}, or give more text")
     return tokenizer
+
+
+def check_sources(sources: Iterable[SourceConfig]) -> None:
+    """Open the files of all sources, before any is read; raise ValueError for a file that cannot be opened."""
+    for source in sources:
+        path = source.path.resolve()
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            advice = f"correct the path of source {source.name}; docs/training.md lists the corpora of shipped recipes"
+            raise ValueError(f"{path}: {error.strerror}; {advice}") from error
+
+
+def read_source(config: SourceConfig) -> TextSource:
+    """Read a corpus, and hold out documents by `id` and by hash, so that a growing file keeps its held-out documents.
+
+    Raises:
+        ValueError: the file is missing, empty or invalid, or lacks a document of `held_out_ids`.
+    """
+    train: list[Document] = []
+    held_out: list[str] = []
+    missing = set(config.held_out_ids)
+    for record_id, document in read_documents(config.path):
+        missing.discard(record_id)
+        # A dialogue stays whole, since its turns cannot be assigned to parts.
+        for part in [document.text] if document.turns is not None else _parts(document.text):
+            hashed = document.text if len(document.text) <= _BOOK_CHARACTERS else part
+            if not part.strip():
+                continue
+            if record_id in config.held_out_ids or _share(hashed) < config.held_out:
+                held_out.append(part)
+            elif config.repeats or config.chat_repeats:
+                train.append(Document(text=part, turns=document.turns))
+    if missing:
+        raise ValueError(f"{config.path}: no document has the id {sorted(missing)[0]!r} of held_out_ids")
+    if not train and not held_out:
+        raise ValueError(f"{config.path}: contains no documents")
+    return TextSource(config=config, sha256=file_digest(config.path), train=train, held_out=held_out)
+
+
+def leave_out_held_out(sources: Iterable[TextSource]) -> list[TextSource]:
+    """Remove training documents that share RUN_WORDS consecutive words with a held-out text of any source.
+
+    Words are compared without case, punctuation and spaces. Texts with fewer words are compared as a whole.
+    """
+    sources, cleaned = list(sources), []
+    held_out = {run for source in sources for text in source.held_out for run in word_runs(text)}
+    for source in sources:
+        kept = [text for text in source.train if not held_out or held_out.isdisjoint(word_runs(text.text))]
+        cleaned.append(dataclasses.replace(source, train=kept, left_out=len(source.train) - len(kept)))
+    return cleaned
+
+
+def word_runs(text: str) -> Iterator[int]:
+    """Yield the hash of each run of RUN_WORDS words of a text, or one hash of a text with fewer words."""
+    words = _WORD.findall(text.lower()) or [text.strip()]  # a text of emoji only counts as one word
+    for start in range(max(1, len(words) - RUN_WORDS + 1)):
+        yield hash(tuple(words[start : start + RUN_WORDS]))
+
+
+def _share(text: str) -> float:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") / 2**64
+
+
+@contextlib.contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """Open a UTF-8 text file, unpacked if its suffix is .xz; raise ValueError if the file cannot be read as text."""
+    try:
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            yield file
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path}: truncated or damaged xz file; download or compress it again") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}; {CONVERT}") from error
+
+
+def text_suffix(path: Path) -> str:
+    """Return the suffix of a text file, without .xz."""
+    return (path.with_suffix("") if path.suffix == ".xz" else path).suffix
+
+
+def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
+    """Yield the id and the document of each record of a corpus file. The text of a dialogue is its transcript."""
+    with open_text(path) as file:
+        if text_suffix(path) not in JSON_SUFFIXES:
+            for text in file.read().split("\n\n"):
+                yield "", Document(text=text)
+            return
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record: dict[str, Any] = json.loads(line)
+                turns = conversation(record["turns"]) if "turns" in record else None
+                text = record["text"] if turns is None else _transcript(record["turns"])
+                if not isinstance(text, str):
+                    raise TypeError("not a string")
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f'{path}, line {number}: expected a JSON object with a "text" or "turns"') from error
+            yield str(record.get("id")), Document(text=text, turns=turns)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Cut a long text at line ends into parts of about MAX_DOCUMENT_CHARACTERS; a shorter text is one part."""
+    if len(text) <= 2 * MAX_DOCUMENT_CHARACTERS:
+        yield text
+        return
+    lines: list[str] = []
+    length = 0
+    for line in text.splitlines():
+        lines.append(line)
+        length += len(line)
+        if length >= MAX_DOCUMENT_CHARACTERS:
+            yield "\n".join(lines)
+            lines, length = [], 0
+    if lines:
+        yield "\n".join(lines)
+
+
+def _transcript(turns: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"{_SPEAKERS[speaker].capitalize()}: {text.strip()}" for speaker, text in turns)
+
+
+def conversation(turns: Sequence[Sequence[str]]) -> tuple[Turn, ...]:
+    """Return the turns of a corpus record as a conversation; empty without a question that has an answer.
+
+    The user is first, optionally after a system message, and the assistant is last. Consecutive messages of one role
+    are joined. No text is empty, or starts or ends with white space.
+    """
+    spoken = [(_SPEAKERS[speaker], text.strip()) for speaker, text in turns if text.strip()]
+    joined = [Turn(role, " ".join(text for _, text in said)) for role, said in groupby(spoken, lambda pair: pair[0])]
+    first = 1 if joined and joined[0].role == "system" else 0
+    if len(joined) > first and joined[first].role == "assistant":
+        del joined[first]
+    while joined and joined[-1].role != "assistant":
+        joined.pop()
+    return tuple(joined)
+
+
+def encode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+    """Return the token ids of a conversation, as the chat template renders it and BOS at the end, and its loss mask.
+
+    Targets are the assistant's messages and the `<|im_end|>` after each. Message texts never become special tokens.
+    """
+    begin, start, end = tokenizer.bos_token_id, tokenizer.special_tokens[START], tokenizer.special_tokens[END]
+    assert begin is not None  # `train_bpe` always sets it
+    line_break = tokenizer.encode("\n")
+    ids, targets = [begin], [False]
+    for role, text in turns:
+        head, said = tokenizer.encode(f"{role}\n"), tokenizer.encode(f"{role}\n{text}")
+        ids += [start, *said, end, *line_break]
+        if role == "assistant":
+            # A text that starts with line breaks may share a token with the head. A generation prompt never ends with
+            # this token, so it is a target.
+            num_head = next((i for i, (a, b) in enumerate(zip(head, said, strict=False)) if a != b), len(head))
+            targets += [False] * (1 + num_head) + [True] * (len(said) - num_head + 1) + [False] * len(line_break)
+        else:
+            targets += [False] * (len(said) + 2 + len(line_break))
+    return [*ids, begin], [*targets, False]

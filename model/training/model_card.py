@@ -1,7 +1,7 @@
 """Model card (MODEL_CARD.md) and loss curve of a finished run."""
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +9,17 @@ from matplotlib.figure import Figure
 
 from model.evaluation.evaluation import Evaluation
 from model.evaluation.likelihood import HeldOut
-from model.evaluation.prompts import PromptKind
-from model.evaluation.samples import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Diversity, Sample
+from model.evaluation.prompts import COUNTED_TOKENS, SHOWN_TEMPERATURE, SHOWN_TOP_P, Diversity, PromptKind, Sample
 from model.training.config import TrainConfig, chosen_values
-from model.training.progress import duration
-from model.training.sources import RUN_WORDS
+from model.training.corpus import RUN_WORDS
+from model.training.state import duration
 
 LOSS_CURVE_FILE = "loss.png"
 _VALUES = "key | value"
 
 
 def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: int) -> None:
-    """Plot training loss (per step, and smoothed over 50 steps) and held-out loss against tokens, as PNG."""
+    """Plot the training loss (per step, and smoothed over 50 steps) and the held-out loss of a run, as PNG."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     tokens = [(line["step"] + 1) * tokens_per_step / 1e6 for line in log]
@@ -42,16 +41,26 @@ def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: in
 
 
 def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any], evaluation: Evaluation) -> None:
-    """Write the model card. Sections without data (held-out texts, samples, a description) are left out."""
-    sections = (
-        _introduction(config),
-        _data(config, training),
-        _recipe(config, training),
-        _held_out(evaluation.held_out),
-        _diversity(evaluation.diversity),
-        _samples(evaluation.samples),
+    """Write the model card. Sections without data (held-out texts, samples) are left out."""
+    introduction = (
+        f"A decoder-only transformer of {config.model.num_parameters:,} parameters, trained from scratch by "
+        f"`kvasir train` in this repository. {config.description}"
     )
-    path.write_text("\n\n".join(section.strip() for section in sections if section) + "\n")
+    sections = [
+        f"# {config.name}",
+        textwrap.fill(introduction.strip(), 120),
+        "## Architecture",
+        _table(_VALUES, chosen_values(config.model).items()),
+        "## Data",
+        *_data(config, training),
+        "## Recipe",
+        _table(_VALUES, _recipe(config, training).items()),
+        f"![loss curve]({LOSS_CURVE_FILE})",
+        *_held_out(evaluation.held_out),
+        *_diversity(evaluation.diversity),
+        *_samples(evaluation.samples),
+    ]
+    path.write_text("\n\n".join(sections) + "\n")
 
 
 def _table(columns: str, rows: Iterable[Sequence[object]]) -> str:
@@ -60,34 +69,25 @@ def _table(columns: str, rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([head, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def _introduction(config: TrainConfig) -> str:
-    text = (
-        f"A decoder-only transformer of {config.model.num_parameters:,} parameters, trained from scratch by "
-        f"`kvasir train` in this repository. {config.description}"
-    )
-    rows = chosen_values(config.model).items()
-    return f"# {config.name}\n\n{textwrap.fill(text.strip(), 120)}\n\n## Architecture\n\n{_table(_VALUES, rows)}"
-
-
-def _data(config: TrainConfig, training: Mapping[str, Any]) -> str:
-    """Return the table of sources, with the attributions that licences require."""
-    columns = "source | documents | repeats an epoch | held out | licence | attribution | SHA-256"
+def _data(config: TrainConfig, training: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table of sources, with the attributions that licences require, and facts about the texts."""
     rows = []
     for source in training["sources"]:
         chat_repeats = source.get("chat_repeats", 0) if config.chat_steps else 0
-        repeats = f"{source['repeats']}" + (f", {chat_repeats} in the chat phase" if chat_repeats else "")
+        repeats = f"{source['repeats']:g}" + (f", {chat_repeats:g} in the chat phase" if chat_repeats else "")
         counts = (f"{source['documents']:,}", repeats, f"{source['held_out_documents']:,}")
         attribution = source.get("attribution", "").replace("|", "\\|").replace("\n", " ")
         rows.append((source["name"], *counts, source["licence"], attribution, f"`{source['sha256'][:16]}`"))
+    yield _table("source | documents | repeats an epoch | held out | licence | attribution | SHA-256", rows)
     facts = f"{training['epoch_tokens']:,} tokens an epoch."
     if any(source["held_out_documents"] for source in training["sources"]):
         facts += f" No training document equals a held-out text or shares {RUN_WORDS} words in a row with one."
     facts += " The weights are a result computed from these texts and contain none of the files."
-    return f"## Data\n\n{_table(columns, rows)}\n\n{textwrap.fill(facts, 120)}"
+    yield textwrap.fill(facts, 120)
 
 
-def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:
-    """Return the table of the recipe's values, and of what was measured during the run."""
+def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> dict[str, object]:
+    """Return the chosen values of the recipe, and the measurements of the run."""
     epochs = (training["tokens"] - config.chat_steps * config.tokens_per_step) / training["epoch_tokens"]
     hidden = ("name", "description", "model", "sources", "vocab_size", "sample_prompts", "checkpoint_minutes")
     rows = {key: value for key, value in chosen_values(config).items() if key not in hidden}
@@ -96,51 +96,52 @@ def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> str:
         mean = f"mean of the last {training['final_loss_steps']} steps"
         rows["final training loss"] = f"{training['final_loss']:.4f} nats per token, {mean}"
     rows["duration of the steps"] = f"{duration(training['seconds'])} on {training['hardware']}"
-    rows |= {"precision": training["precision"], "commit": f"`{training['commit'][:12]}`"}
-    return f"## Recipe\n\n{_table(_VALUES, rows.items())}\n\n![loss curve]({LOSS_CURVE_FILE})"
+    return rows | {"precision": training["precision"], "commit": f"`{training['commit'][:12]}`"}
 
 
-def _held_out(measured: Mapping[str, HeldOut]) -> str:
-    if not measured:
-        return ""
-    columns = "source | documents | bits per byte | nats per token | top-1 accuracy"
-    rows = (
-        (name, f"{len(m.documents):,}", f"{m.bits_per_byte:.4f}", f"{m.nats_per_token:.4f}", f"{m.accuracy:.1%}")
-        for name, m in measured.items()
-    )
-    return f"## Held-out texts\n\nMeasured on the bfloat16 files, in float32 arithmetic.\n\n{_table(columns, rows)}"
+def _held_out(measured: Mapping[str, HeldOut]) -> Iterator[str]:
+    if measured:
+        yield "## Held-out texts"
+        yield "Measured on the bfloat16 files, in float32 arithmetic."
+        rows = (
+            (name, f"{len(m.documents):,}", f"{m.bits_per_byte:.4f}", f"{m.nats_per_token:.4f}", f"{m.accuracy:.1%}")
+            for name, m in measured.items()
+        )
+        yield _table("source | documents | bits per byte | nats per token | top-1 accuracy", rows)
 
 
-def _diversity(measured: Sequence[Diversity]) -> str:
-    if not measured:
-        return ""
-    columns = "temperature | words | distinct-1 | distinct-2 | distinct-3 | repetition"
-    rows = []
-    for m in measured:
-        shares = ("–" if value is None else f"{value:.3f}" for value in (*m.distinct, m.repetition))
-        rows.append((m.temperature, f"{m.num_words:,}", *shares))
-    text = (
-        f"{measured[0].num_samples} completions of the fixed prompts at each temperature, of at most {COUNTED_TOKENS} "
-        "tokens (top-p 1). distinct-n: share of different word n-grams (Li et al. 2016). Repetition: share of 4-grams "
-        "that occurred earlier in the same sample (seq-rep-4, Welleck et al. 2020)."
-    )
-    return f"## Diversity of samples\n\n{textwrap.fill(text, 120)}\n\n{_table(columns, rows)}"
+def _diversity(measured: Sequence[Diversity]) -> Iterator[str]:
+    if measured:
+        yield "## Diversity of samples"
+        text = (
+            f"{measured[0].num_samples} completions of the fixed prompts at each temperature, of at most "
+            f"{COUNTED_TOKENS} tokens (top-p 1). distinct-n: share of different word n-grams (Li et al. 2016). "
+            "Repetition: share of 4-grams that occurred earlier in the same sample (seq-rep-4, Welleck et al. 2020)."
+        )
+        yield textwrap.fill(text, 120)
+        rows = (
+            (
+                m.temperature,
+                f"{m.num_words:,}",
+                *("–" if x is None else f"{x:.3f}" for x in (*m.distinct, m.repetition)),
+            )
+            for m in measured
+        )
+        yield _table("temperature | words | distinct-1 | distinct-2 | distinct-3 | repetition", rows)
 
 
-def _samples(samples: Sequence[Sample]) -> str:
-    if not samples:
-        return ""
-    fixed = any(sample.kind for sample in samples)
-    which = "; every model card has these prompts, see `model/evaluation/prompts.py`" if fixed else ""
-    text = f"## Samples\n\nTemperature {SHOWN_TEMPERATURE}, top-p {SHOWN_TOP_P}, one sample of each prompt{which}.\n\n"
-    for kind in dict.fromkeys(sample.kind for sample in samples):
-        quotes = [
-            f"> **{_quote(s.prompt)}**{' ' * (kind is PromptKind.CHAT)}{_quote(s.completion)}\n\n"
-            for s in samples
-            if s.kind is kind
-        ]
-        text += "".join([f"### Kind of prompt: {kind}\n\n" if kind else "", *quotes])
-    return text
+def _samples(samples: Sequence[Sample]) -> Iterator[str]:
+    if samples:
+        yield "## Samples"
+        fixed = "; every model card has these prompts, see `model/evaluation/prompts.py`" if samples[0].kind else ""
+        yield f"Temperature {SHOWN_TEMPERATURE}, top-p {SHOWN_TOP_P}, one sample of each prompt{fixed}."
+    kind = None
+    for sample in samples:
+        if sample.kind != kind:
+            kind = sample.kind
+            yield f"### Kind of prompt: {kind}"
+        gap = " " if kind is PromptKind.CHAT else ""
+        yield f"> **{_quote(sample.prompt)}**{gap}{_quote(sample.completion)}"
 
 
 def _quote(text: str) -> str:

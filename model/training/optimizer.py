@@ -1,7 +1,7 @@
-"""Optimizers (Muon for the hidden matrices, AdamW for the rest) and learning-rate schedule.
+"""Optimizers of a training run and the learning-rate schedule.
 
-Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Its updates are scaled to the magnitude of AdamW's updates
-(Liu et al. 2025, arXiv 2502.16982), so that both use similar learning rates.
+Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with updates scaled to the magnitude of AdamW's updates
+(Liu et al. 2025, arXiv 2502.16982).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from model.training.config import TrainConfig
 
 
 class Optimizers:
-    """Both optimizers behind one interface, with a state of plain named tensors."""
+    """Muon for the hidden matrices of a model and AdamW for all other parameters, as one optimizer."""
 
     def __init__(self, model: nn.Module, *, matrix_lr: float, adam_lr: float, weight_decay: float) -> None:
         named = dict(model.named_parameters())
@@ -33,7 +33,7 @@ class Optimizers:
         self._with_peaks: tuple[tuple[torch.optim.Optimizer, float], ...] = ((muon, matrix_lr), (adam, adam_lr))
 
     def step(self, factor: float) -> None:
-        """Update the parameters at `factor` times the peak learning rates, and free the gradients."""
+        """Update the parameters with `factor` times the peak learning rates, and free the gradients."""
         for optimizer, peak in self._with_peaks:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
@@ -41,7 +41,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the state tensors of both optimizers, keyed by `<parameter>/<key>`."""
+        """Return the state tensors of both optimizers by PARAMETER/KEY."""
         return {
             f"{self._names[id(parameter)]}/{key}": value
             for optimizer, _ in self._with_peaks
@@ -50,7 +50,7 @@ class Optimizers:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the `state_tensors` of an equal model. Moments move to the device of their parameter."""
+        """Load the `state_tensors` of an equal model, each moved to the device of its parameter."""
         for optimizer, _ in self._with_peaks:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 prefix = self._names[id(parameter)] + "/"
@@ -65,8 +65,8 @@ class Optimizers:
 def rate_factor(step: int, config: TrainConfig) -> float:
     """Return the learning rate at a step as a share of its peak: linear warm-up, plateau, linear decay to zero.
 
-    Warmup-stable-decay: Hu et al. 2024, MiniCPM (arXiv 2404.06395), section 4. It allows a run to be lengthened or
-    shortened during the plateau without changing the steps already done.
+    On the plateau a run can be lengthened or shortened without changing the steps done (warmup-stable-decay, Hu et al.
+    2024, arXiv 2404.06395, section 4).
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

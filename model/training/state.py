@@ -1,13 +1,12 @@
-"""Saving and resuming a run: one safetensors file replaced atomically, and a log in JSON lines.
+"""State of a training run: the last complete save, the log with a JSON line per step, the lock, and the progress."""
 
-A run directory holds `state.safetensors` (the last complete save), `log.jsonl` (a line per step) and the tokenizer.
-"""
-
+import collections
 import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,19 @@ from torch import Tensor
 from model.training.config import TrainConfig
 
 STATE_FILE, LOG_FILE = "state.safetensors", "log.jsonl"
-# Files of a run directory, without the tokenizer
+# Files of a run directory, besides the tokenizer's.
 RUN_FILES = (STATE_FILE, "state.partial", LOG_FILE, "log.partial", "lock")
 _LENGTHS = ("steps", "decay_steps", "chat_steps")
+# Values that the saved steps do not depend on. The lengths may change until the learning rate decays.
 _CHANGEABLE = ("checkpoint_minutes", "evaluate_every", "sample_prompts", "description", *_LENGTHS)
+_LINE_SECONDS = 10.0  # between two progress lines
+_SMOOTHING = 20  # steps over which the training loss of a progress line is smoothed
+_WINDOW_SECONDS = 60.0  # window over which the speed is measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Steps done, seconds spent on the steps, and tensors of model and optimizers by name."""
+    """Saved state of a training run: steps done, seconds spent on the steps, and named tensors."""
 
     step: int
     seconds: float
@@ -36,7 +39,7 @@ class RunState:
 
 
 def save_state(directory: Path, state: RunState, config: TrainConfig, corpora: list[str]) -> None:
-    """Replace the last save. The new file is synced before the rename: after a crash one of the two is complete."""
+    """Replace the last save of a run. The new file is synced before the rename: after a crash one file is complete."""
     partial = directory / "state.partial"
     facts = {"step": state.step, "seconds": state.seconds, "config": config_facts(config, corpora)}
     # Copies, since tied weights share memory, which safetensors rejects.
@@ -48,10 +51,10 @@ def save_state(directory: Path, state: RunState, config: TrainConfig, corpora: l
 
 
 def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunState | None:
-    """Return the last complete save, or None if the run has not been saved.
+    """Return the last complete save of a run, or None without a save.
 
     Raises:
-        ValueError: the save is damaged, or its run differs from `config` in what the saved steps depend on.
+        ValueError: the save is damaged, or its run differs from `config` in a value that the saved steps depend on.
     """
     path = directory / STATE_FILE
     if not path.exists():
@@ -80,7 +83,7 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
 
 
 def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
-    """Return the config, and the SHA-256 of each corpus, as JSON values."""
+    """Return the config as JSON values, with the SHA-256 of each corpus that a phase of the run reads."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     hashed = list(zip(config.sources, corpora, strict=True))
     texts = [(s, corpus) for s, corpus in hashed if s.repeats or s.held_out or s.held_out_ids]
@@ -94,11 +97,7 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a run directory.
-
-    Raises:
-        ValueError: another process holds the lock.
-    """
+    """Hold an exclusive lock on a run directory; raise ValueError if another process holds the lock."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as file:
         try:
@@ -109,7 +108,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def truncate_log(path: Path, step: int) -> list[dict[str, float]]:
-    """Drop the lines of `log.jsonl` from `step` on, since these steps are redone. Returns the remaining lines."""
+    """Drop the log lines of step `step` and later steps, which a resumed run repeats. Return the remaining lines."""
     earlier = [line for line in read_log(path) if line["step"] < step]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(line) + "\n" for line in earlier))
@@ -118,7 +117,7 @@ def truncate_log(path: Path, step: int) -> list[dict[str, float]]:
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """Return all complete lines. Lines truncated by a crash, or zero-filled after a power cut, are skipped."""
+    """Return the complete lines of a log. Lines damaged by a crash or a power cut are skipped."""
     if not path.exists():
         return []
     read = []
@@ -132,3 +131,55 @@ def deterministic(seed: int) -> None:
     """Make PyTorch results bitwise identical between runs on the same hardware with the same number of threads."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
+
+
+class Progress:
+    """Recent speed of a training run, including the work between steps, and a progress line every 10 s."""
+
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
+        self._marks: collections.deque[tuple[int, float]] = collections.deque()
+        self._loss: float | None = None
+        self._printed_at = -_LINE_SECONDS
+
+    def record(self, step: int) -> None:
+        """Record that `step` steps are done."""
+        now = time.monotonic()
+        self._marks.append((step, now))
+        # Keep at least two measurements, even if they are far apart.
+        while len(self._marks) > 2 and now - self._marks[1][1] > _WINDOW_SECONDS:
+            self._marks.popleft()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean over the last minute; None before two steps are recorded."""
+        if len(self._marks) < 2:
+            return None
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        return (ended - began) / (last - first)
+
+    def report(self, config: TrainConfig, loss: float, held_out: Sequence[float], spent: float) -> None:
+        """Print a progress line at the last step, and if the last line is 10 s old.
+
+        loss: of the recorded step. held_out: all held-out losses. spent: seconds of training.
+        """
+        self._loss = loss if self._loss is None else self._loss + (loss - self._loss) / _SMOOTHING
+        step, seconds = self._marks[-1][0], self.seconds_per_step
+        if step < config.steps and time.monotonic() - self._printed_at < _LINE_SECONDS:
+            return
+        self._printed_at = time.monotonic()
+        parts = (
+            "time left unknown" if seconds is None else f"{duration((config.steps - step) * seconds)} left",
+            f"{duration(spent)} spent",
+            f"loss {self._loss:.2f}" + (f" (held out {held_out[-1]:.2f})" if held_out else ""),
+            *([] if seconds is None else [f"{config.tokens_per_step / seconds:,.0f} tokens/s"]),
+            f"step {step:,}/{config.steps:,}",
+        )
+        self._print_line(", ".join(parts))
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss, or as m:ss below one hour."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,11 +1,10 @@
 """Training loop of `kvasir train`: from a config to a checkpoint directory that can be served.
 
-The loop saves periodically. A killed run resumes from its last save with the same losses as an uninterrupted run. The
-batch and the learning rate are functions of the step number alone, and the save holds all other state as tensors.
+A killed run resumes from its last save with the losses of an uninterrupted run: the batch and the learning rate are
+functions of the step number, and the save holds all other state as tensors.
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -29,22 +28,19 @@ from model.checkpoint.loading import check_writable, load_model, save_checkpoint
 from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from model.checkpoint.weights import remove_shards
 from model.evaluation.evaluation import evaluate_checkpoint
-from model.evaluation.likelihood import evaluate
-from model.evaluation.samples import Complete, Sample, Sampler, complete_one_by_one
+from model.evaluation.likelihood import HeldOut, evaluate
+from model.evaluation.prompts import DRAWS, PROMPTS, Complete, Prompt, Sampler, complete_one_by_one
 from model.nn.transformer import Block, Transformer
-from model.sampling.params import SamplingParams
-from model.tokenizer.interface import StreamDecoder
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
-from model.training.corpus import Corpus, read_corpus
+from model.training.corpus import Corpus, check_sources, read_corpus
 from model.training.data.batches import UNTRAINED, PackedDocuments
 from model.training.model_card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.optimizer import Optimizers, rate_factor
-from model.training.progress import Pace, Progress
-from model.training.sources import check_sources
 from model.training.state import (
     LOG_FILE,
     STATE_FILE,
+    Progress,
     RunState,
     deterministic,
     load_state,
@@ -54,9 +50,9 @@ from model.training.state import (
     truncate_log,
 )
 
-_HELD_OUT_TEXTS = 64
-# Directory inside the checkpoint directory in which the files are written, so that a killed run leaves nothing else.
-_PARTIAL_DIRECTORY = ".partial"
+_HELD_OUT_TEXTS = 64  # of each source, measured during the run
+_PARTIAL_DIRECTORY = ".partial"  # of an unfinished checkpoint, inside the checkpoint directory
+_SOURCE_FACTS = ("name", "licence", "attribution", "repeats", "chat_repeats")  # in the manifest
 _FINAL_STEPS = 100  # the final training loss is the mean over these steps
 _SHOWN_SAMPLES = 6  # printed; the card has all samples
 # Default sampling parameters of a chat model, for requests that set none.
@@ -65,14 +61,13 @@ _CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Execution settings of a run: paths, device, precision. Only rounding differs between two settings.
+    """Execution settings of a training run. Settings change the losses of a run only by rounding.
 
-    run_directory: the saved state and the log. checkpoint: the directory of the finished model.
     precision: "float32" or "bfloat16" (autocast: weights stay float32).
-    stop_after: stop as if interrupted after this many steps; None for never.
-    attention: the backend: "sdpa", or "eager" to measure the gain of the fused kernels.
-    next_config: called after each step with the steps done, the config, the pace and all held-out losses. Returns the
-        config to continue with; before the learning rate decays, the numbers of steps may change. None: no changes.
+    stop_after: stop as if interrupted after this many steps.
+    next_config: called after each step with the number of steps done, the config, the recent seconds per step (None if
+        unknown) and all held-out losses. It returns the config to continue with, in which the numbers of steps may
+        change before the learning rate decays.
     """
 
     run_directory: Path
@@ -82,7 +77,7 @@ class RunSettings:
     compile: bool
     stop_after: int | None
     attention: str = "sdpa"
-    next_config: Callable[[int, TrainConfig, Pace, Sequence[float]], TrainConfig] | None = None
+    next_config: Callable[[int, TrainConfig, float | None, Sequence[float]], TrainConfig] | None = None
 
 
 def default_precision(device: str) -> str:
@@ -104,10 +99,9 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     complete: Complete = complete_one_by_one,
 ) -> bool:
-    """Start or resume training, and write the finished checkpoint. Returns whether the run finished.
+    """Start or resume a training run, and write the finished checkpoint. Return True if the run finished.
 
-    `should_stop` is called between steps. If it returns True, the run is saved and can be resumed. `complete` generates
-    the samples of the model card.
+    should_stop: called between steps; after True the run is saved and can be resumed.
 
     Raises:
         CheckpointError: the checkpoint directory holds files that this run did not write.
@@ -131,11 +125,7 @@ def train(
 
 
 def check_output(settings: RunSettings) -> None:
-    """Check that the checkpoint directory can be written, and remove what a run left that was killed while finishing.
-
-    Raises:
-        CheckpointError: the checkpoint directory holds files that this run did not write.
-    """
+    """Remove the unfinished checkpoint of a killed run, and check that the checkpoint directory can be written."""
     shutil.rmtree(settings.checkpoint / _PARTIAL_DIRECTORY, ignore_errors=True)
     check_writable(settings.checkpoint, may_replace=(settings.run_directory / STATE_FILE).exists())
 
@@ -145,7 +135,7 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Trainer:
-    """Model, optimizers and current step of a run."""
+    """Training run in progress: model, optimizers, corpus and number of steps done."""
 
     def __init__(self, config: TrainConfig, settings: RunSettings, corpus: Corpus) -> None:
         self.config = config
@@ -179,14 +169,14 @@ class Trainer:
         }
 
     def _loss_of(self, inputs_T: Tensor, targets_T: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return the mean loss over the target tokens, or 0 without targets (the middle of a long question)."""
+        """Return the mean loss over the target tokens of a batch, or 0 for a batch without targets."""
         logits_TV = self.model(inputs_T, metadata, None)
         total = functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED, reduction="sum")
         return total / (targets_T != UNTRAINED).sum().clamp(min=1)
 
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
-        """Train until the last step or `stop_after`, with periodic saves. Returns whether the last step was reached."""
-        settings, pace = self.settings, Pace()
+        """Train until the last step or `stop_after`, with periodic saves. Return True after the last step."""
+        settings = self.settings
         if not self.step:
             self.save()  # a later run with another config is then rejected
         else:
@@ -205,12 +195,10 @@ class Trainer:
                     line |= self.held_out()
                     losses.append(line["held_out_loss"])
                 log.write(json.dumps(line) + "\n")
-                pace.record(self.step)
+                progress.record(self.step)
                 if settings.next_config is not None:
-                    self.config = settings.next_config(self.step, config, pace, losses)
-                progress.update(
-                    self.config, self.step, loss, line.get("held_out_loss"), self.seconds, pace.seconds_per_step
-                )
+                    self.config = settings.next_config(self.step, config, progress.seconds_per_step, losses)
+                progress.report(self.config, loss, losses, self.seconds)
                 if time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
                     self.save()
                     saved_at = time.monotonic()
@@ -218,11 +206,7 @@ class Trainer:
         return self.step >= self.config.steps
 
     def train_step(self) -> float:
-        """Run one optimizer step. Returns its loss, in nats per token.
-
-        Raises:
-            ValueError: the loss or the gradient norm is not finite.
-        """
+        """Run one optimizer step. Return its loss in nats per token; raise ValueError if the loss is not finite."""
         chat_step = self.step - self.config.chat_start
         batch = self.corpus.pretraining.batch(self.step) if chat_step < 0 else self.corpus.chat.batch(chat_step)
         batch = batch.to(self.settings.device)
@@ -246,15 +230,15 @@ class Trainer:
         return value
 
     def held_out(self) -> dict[str, Any]:
-        """Measure the loss on a sample of the held-out texts: nats per token overall, bits per byte by source."""
+        """Measure a sample of the held-out texts: the loss in nats per token, and bits per byte of each source."""
         self.model.eval()
         measured = {name: evaluate(self.model, self.corpus.tokenizer, texts) for name, texts in self._held_out.items()}
         self.model.train()
-        nats = sum(part.nats for part in measured.values()) / sum(part.num_tokens for part in measured.values())
+        scores = tuple(score for part in measured.values() for score in part.documents)
+        nats = HeldOut(scores, num_bytes=0).nats_per_token
         return {"held_out_loss": nats, "held_out_bits": {name: m.bits_per_byte for name, m in measured.items()}}
 
     def save(self) -> None:
-        """Save the state from which the run can be resumed."""
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizers.state_tensors().items()}
         state = RunState(step=self.step, seconds=self.seconds, tensors=tensors)
@@ -280,23 +264,23 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     )
     backend = ATTENTION_BACKENDS["sdpa"]
     served = load_model(read_manifest(partial), device=trainer.settings.device, dtype=torch.float32, attention=backend)
+    own = [Prompt(None, text) for text in config.sample_prompts]
+    prompts, draws = (own, 0) if own else (PROMPTS, DRAWS)
+    sampler = Sampler(served, corpus.tokenizer, partial, complete, prompts=prompts, draws=draws)
     evaluation = evaluate_checkpoint(
         served,
         corpus.tokenizer,
         splits={source.config.name: source.held_out for source in corpus.sources},
-        sampler=None if config.sample_prompts else Sampler(served, corpus.tokenizer, partial, complete),
+        sampler=sampler,
         report=report,
     )
     for name, measured in evaluation.held_out.items():
         losses = f"{measured.bits_per_byte:.4f} bits per byte, {measured.nats_per_token:.4f} nats per token"
         report(f"held out, {name}: {losses}, next-token accuracy {measured.accuracy:.1%}")
-    training["held_out_bits_per_byte"] = {name: m.bits_per_byte for name, m in evaluation.held_out.items()}
-    training["held_out_nats_per_token"] = {name: m.nats_per_token for name, m in evaluation.held_out.items()}
-    training["held_out_accuracy"] = {name: m.accuracy for name, m in evaluation.held_out.items()}
+    for metric in ("bits_per_byte", "nats_per_token", "accuracy"):
+        training[f"held_out_{metric}"] = {name: getattr(m, metric) for name, m in evaluation.held_out.items()}
     write_manifest(partial, name=config.name, training=training)
     draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
-    if config.sample_prompts:
-        evaluation = dataclasses.replace(evaluation, samples=_samples(trainer, served, complete))
     for sample in evaluation.samples[:_SHOWN_SAMPLES]:
         report(f"\n{sample.prompt}{sample.completion}")
     write_model_card(partial / "MODEL_CARD.md", config, training, evaluation)
@@ -305,18 +289,6 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     for path in sorted(partial.iterdir(), key=lambda path: path.name == MANIFEST_FILE):
         path.replace(directory / path.name)
     partial.rmdir()
-
-
-def _samples(trainer: Trainer, model: Transformer, complete: Complete) -> list[Sample]:
-    tokenizer, prompts = trainer.corpus.tokenizer, trainer.config.sample_prompts
-    assert tokenizer.bos_token_id is not None  # training and serving also start with it
-    encoded = [[tokenizer.bos_token_id, *tokenizer.encode(prompt)] for prompt in prompts]
-    params = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=0)
-    samples = []
-    for prompt, ids in zip(prompts, complete(model, tokenizer, encoded, [params] * len(encoded)), strict=True):
-        decoder = StreamDecoder(tokenizer)
-        samples.append(Sample(prompt=prompt, completion=decoder.push(ids) + decoder.flush()))
-    return samples
 
 
 def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
@@ -335,13 +307,9 @@ def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
         "final_loss": float(np.mean([line["loss"] for line in last])) if last else None,  # the log is missing
         "final_loss_steps": len(last),
         "sources": [
-            {
-                "name": source.config.name,
-                "licence": source.config.licence,
-                "attribution": source.config.attribution,
+            {name: getattr(source.config, name) for name in _SOURCE_FACTS}
+            | {
                 "sha256": source.sha256,
-                "repeats": source.config.repeats,
-                "chat_repeats": source.config.chat_repeats,
                 "documents": len(source.train),
                 "held_out_documents": len(source.held_out),
                 "left_out_documents": source.left_out,

@@ -1,27 +1,22 @@
-"""The user's text files: reading, checking and cutting them into training documents.
-
-Running text (a book, a chat log, verse) is cut into parts of about PART_CHARACTERS. Texts that are already separate
-(JSON lines, `<|endoftext|>`, long pieces between blank lines) stay whole, unless they are much longer than that.
-"""
+"""The user's text files of `kvasir train --corpus`, read, checked and cut into training documents."""
 
 import hashlib
-import json
-import lzma
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.io.files import file_digest
+from model.training.corpus import CONVERT, JSON_SUFFIXES, open_text, read_documents, text_suffix, word_runs
 from model.training.data.bpe import END_OF_TEXT
-from model.training.sources import word_runs
 
 LEAST_BYTES = 20_000
-MOST_BYTES = 2**30
+MOST_CHARACTERS = 2**30
 PART_CHARACTERS = 4000
 _FEWEST_PARTS = 25  # of a small text, so that some parts can be held out
 _DOCUMENT_CHARACTERS = 1000  # shorter pieces on average, between blank lines, are paragraphs rather than documents
-_JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
-_TEXT_SUFFIXES = {".txt", ".text", ".md", *_JSON_SUFFIXES}
+_TEXT_SUFFIXES = {".txt", ".text", ".md", *JSON_SUFFIXES}
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
 # Allowed ends of a part, by preference: after a sentence, at a line's end, between words.
 _ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"')”’»]*(?=\s|$)|[。！？]", r"(?=\n)", r"(?=\s)")))
@@ -29,7 +24,7 @@ _ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"')”’»]*(?=\s|$)|[。�
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnText:
-    """Documents without duplicates, and the SHA-256 of each file they come from. form: how the text was cut."""
+    """Training documents without duplicates, and the SHA-256 of each text file. form: phrase on how texts were cut."""
 
     digests: dict[str, str]
     documents: list[str]
@@ -37,7 +32,7 @@ class OwnText:
 
 
 def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
-    """Read files, and all text files in directories, except below the directories `apart`.
+    """Read text files, and all text files in directories, except below the directories `apart`.
 
     Raises:
         ValueError: a file is missing or not text, a line of JSON has no "text", or there is too little text.
@@ -45,29 +40,27 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
     without = {path.resolve() for path in apart}
     files = [file for path in paths for file in _files(path, without)]
     named = str(paths[0]) if len(paths) == 1 else f"{len(files)} files"
-    digests: dict[str, str] = {}
     texts: list[str] = []
     total = 0
-    for file in files:
-        raw = _read(file)
-        total += len(raw)
-        if total > MOST_BYTES:
-            raise ValueError(f"{named}: over {MOST_BYTES // 2**20:,} MB of text, the limit; give a part of the text")
-        digests[str(file)] = hashlib.sha256(raw).hexdigest()
-        texts += _texts(file, _decoded(file, raw))
+    for text in itertools.chain.from_iterable(map(_texts, files)):
+        total += len(text)
+        if total > MOST_CHARACTERS:
+            raise ValueError(f"{named}: over {MOST_CHARACTERS:,} characters, the limit; give a part of the text")
+        texts.append(text)
     _check_size(named, num_bytes(texts), "of text")
     documents, form = _documented(texts)
     unique = list({"".join(document.lower().split()): document for document in documents}.values())
     _check_size(named, num_bytes(unique), f"of text remain after removing duplicates from {size_in_words(total)}")
+    digests = {str(file): file_digest(file) for file in files}
     return OwnText(digests=digests, documents=unique, form=form)
 
 
 def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split documents into training documents, in their order, and held-out documents.
+    """Split documents into training documents and held-out documents, both in their order.
 
     Held-out documents are chosen by hash: 5% of the text, 10% below 200,000 characters, at least two documents, and
-    about 120,000 characters at most, so that evaluation stays fast. Training documents that quote a held-out document
-    are dropped. If that would drop over half of them, no document is held out.
+    about 120,000 characters at most. Training documents that quote a held-out document are dropped. If that would drop
+    over half of the documents, no document is held out.
     """
     total = sum(map(len, documents))
     wanted = min(total * (0.1 if total < 200_000 else 0.05), 120_000)
@@ -85,10 +78,6 @@ def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     return (unlike, held_out) if 2 * len(unlike) >= len(rest) else (list(documents), [])
 
 
-def _suffix(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix == ".xz" else path).suffix
-
-
 def _files(path: Path, without: Set[Path]) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -97,7 +86,7 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
         for file in path.rglob("*")
         if file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        and _suffix(file) in _TEXT_SUFFIXES
+        and text_suffix(file) in _TEXT_SUFFIXES
         and without.isdisjoint(file.resolve().parents)
     )
     if not found:
@@ -105,50 +94,25 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
     return found
 
 
-def _read(path: Path) -> bytes:
-    opener = lzma.open if path.suffix == ".xz" else open
-    try:
-        with opener(path, "rb") as file:
-            return file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path}: truncated or damaged xz file; download or compress it again") from error
-
-
-def _decoded(path: Path, raw: bytes) -> str:
-    try:
-        text = raw.decode("utf-8-sig")
-        if "\0" in text:
-            raise ValueError("it has zero bytes")
-    except ValueError as error:
-        advice = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
-        raise ValueError(f"{path}: not UTF-8 text: {error}; {advice}") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _texts(path: Path, text: str) -> list[str]:
-    """Return the separate texts of a file."""
-    if _suffix(path) in _JSON_SUFFIXES:
-        lines = enumerate(text.split("\n"), start=1)
-        return [_json_text(path, number, line) for number, line in lines if line.strip()]
-    if END_OF_TEXT in text:
-        return [part.strip("\n") for part in text.split(END_OF_TEXT)]
-    pieces = _BLANK_LINES.split(text)
-    return pieces if len(text) >= len(pieces) * _DOCUMENT_CHARACTERS else [text]
-
-
-def _json_text(path: Path, number: int, line: str) -> str:
-    try:
-        text = json.loads(line)["text"]
+def _texts(path: Path) -> Iterator[str]:
+    """Yield the separate texts of a file: JSON lines, or texts between end-of-text tokens or blank lines."""
+    if text_suffix(path) in JSON_SUFFIXES:
         # JSON can hold lone surrogates, which UTF-8 cannot encode.
-        return str(text.encode("utf-8", "replace").decode().replace("\r\n", "\n"))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f'{path}, line {number:,}: each line must be a JSON object with a "text"') from error
+        yield from (document.text.encode("utf-8", "replace").decode() for _, document in read_documents(path))
+        return
+    with open_text(path) as file:
+        text = file.read(MOST_CHARACTERS + 1)
+    if "\0" in text:
+        raise ValueError(f"{path}: not UTF-8 text: it has zero bytes; {CONVERT}")
+    if END_OF_TEXT in text:
+        yield from (part.strip("\n") for part in text.split(END_OF_TEXT))
+        return
+    pieces = _BLANK_LINES.split(text)
+    yield from pieces if len(text) >= len(pieces) * _DOCUMENT_CHARACTERS else [text]
 
 
 def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
-    """Cut long texts into training documents. Also returns a phrase that describes them."""
+    """Cut running texts into documents of about PART_CHARACTERS; also return a phrase that describes the documents."""
     size = max(400, min(PART_CHARACTERS, sum(map(len, texts)) // _FEWEST_PARTS))
     parts = [part for text in texts for part in ([text] if len(text) <= 3 * size else _parts(text, size))]
     documents = [part.strip("\n") for part in parts if part.strip()]
@@ -159,7 +123,7 @@ def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _parts(text: str, size: int) -> Iterator[str]:
-    """Cut a text into parts of `size` to 1.5 times `size` characters, at the best ends of `_ENDS`."""
+    """Cut a text into parts of `size` to 1.5 times `size` characters, at the preferred ends of `_ENDS`."""
     start = 0
     while len(text) - start > 3 * size // 2:
         ends = (pattern.search(text, start + size, start + 3 * size // 2) for pattern in _ENDS)
@@ -181,5 +145,4 @@ def size_in_words(size: int) -> str:
 
 
 def num_bytes(texts: Iterable[str]) -> int:
-    """Return the total size of texts in bytes of UTF-8."""
     return sum(len(text.encode()) for text in texts)

@@ -18,14 +18,14 @@ from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.harness import PAIRS_NAME, export_tasks
 from model.evaluation.likelihood import rolling_log_likelihoods
 from model.evaluation.minimal_pairs import accuracy, by_group, read_pairs
-from model.evaluation.samples import Sampler
+from model.evaluation.prompts import Sampler
 from model.gpu.quantization import Quantization
 from model.io.files import file_digest
 from model.nn.transformer import Transformer
 from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, load_train_config
-from model.training.sources import check_sources, read_source
+from model.training.corpus import check_sources, read_source
 from service.config.settings import EvalSettings, SettingsError
 from service.engine.engine import complete_batch
 from service.worker.engine_factory import find_cache_dtype, find_device, find_quantization, prepare_matrices
@@ -151,7 +151,7 @@ def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None)
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
     rows = []
     for name, held_out in evaluation.held_out.items():
-        counts = f"{len(held_out.documents):,}", f"{held_out.num_tokens:,}"
+        counts = f"{len(held_out.documents):,}", f"{held_out.total.num_tokens:,}"
         losses = f"{held_out.bits_per_byte:.4f}", f"{held_out.nats_per_token:.4f}"
         before = None if plain is None else plain.held_out[name].bits_per_byte
         effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
@@ -192,7 +192,12 @@ def _documents(
     for name, held_out in evaluation.held_out.items():
         rolling = rolling_log_likelihoods(model, tokenizer, splits[name], max_length=length)
         for number, (ours, theirs) in enumerate(zip(held_out.documents, rolling, strict=True)):
-            yield {"split": name, "index": number, "log_likelihood": ours, "loglikelihood_rolling": theirs}
+            yield {
+                "split": name,
+                "index": number,
+                "log_likelihood": ours.log_likelihood,
+                "loglikelihood_rolling": theirs,
+            }
     for number, score in enumerate(evaluation.pairs):
         yield {"split": PAIRS_NAME, "index": number, "good": score.good, "bad": score.bad}
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from model.io.files import first_line
 from model.system.limits import usable_cpus
-from model.training.autopilot import RECIPE_FILE, Wish, train_own_text
+from model.training.autopilot import RECIPE_FILE, OwnTextRequest, train_own_text
 from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_config
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
@@ -67,14 +67,14 @@ def main(settings: TrainSettings) -> int:
     report = functools.partial(print, flush=True)
     try:
         if config is None:
-            wish = Wish(
+            request = OwnTextRequest(
                 name=own_name,
                 corpora=settings.corpus,
                 minutes=settings.minutes,
                 seed=1 if settings.seed is None else settings.seed,
                 began=began,
             )
-            done = train_own_text(wish, run, report, interruption.should_stop, complete_batch)
+            done = train_own_text(request, run, report, interruption.should_stop, complete_batch)
         else:
             done = train(config, run, report, interruption.should_stop, complete_batch)
     except KeyboardInterrupt:

@@ -9,8 +9,8 @@ import pytest
 
 from model.chat.chatml import END, START
 from model.tokenizer.bos_eos import TEMPLATE_FILE
+from model.training.corpus import Turn, encode_conversation
 from model.training.data.bpe import END_OF_TEXT
-from model.training.sources import Turn, encode_conversation
 from tests.chatml_model import NAME, chatml_tokenizer, save_chatml_checkpoint
 from tests.e2e.process import Service, serving
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.training.attention import attend_documents
+from model.attention.backends import ATTENTION_BACKENDS
+from model.attention.metadata import AttentionForm
+from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig, load_train_config
+from model.training.data.batches import Batch, PackedDocuments
 from model.training.state import read_log
 from model.training.train import RunSettings, train
 from tests.model.training.test_train import dialogues
@@ -30,11 +33,17 @@ def test_attention_over_packed_documents_equals_the_cpu(
     generator = torch.Generator().manual_seed(len(lengths))
     shapes = [(1024, n, size) for n in (heads, kv_heads, kv_heads, heads)]
     *inputs, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    form, attention = (
+        AttentionForm(layer=0, scale=size**-0.5, window=None, bias=None),
+        DocumentAttention(ATTENTION_BACKENDS["sdpa"]),
+    )
     results = []
     for device in ("cpu", "cuda"):
         leaves = [x.float().to(device) if device == "cpu" else x.to(device) for x in inputs]
         leaves = [x.requires_grad_() for x in leaves]
-        out, _ = attend_documents(*leaves, starts.to(device), 1024)
+        ids_T = torch.zeros(1024, dtype=torch.int64, device=device)
+        metadata = PackedDocuments.of(Batch(ids_T, ids_T, ids_T, starts.to(device)), 1024)
+        out = attention.attend(*leaves, form=form, metadata=metadata, kv_cache=None)
         results.append([out, *torch.autograd.grad(out, leaves, grad.to(out))])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual.float().cpu(), expected, rtol=tolerance, atol=tolerance * 2)

@@ -1,4 +1,4 @@
-"""Batches of a run, by number: a pure function of texts, weights and seed.
+"""Batches of a training run, by number: a pure function of texts, weights and seed.
 
 Each source contributes its share of the tokens to a round of ROUND_BATCHES batches, starting where its share of the
 previous round stopped. A source is shuffled for each of its epochs. A round does not depend on the length of the run or
@@ -26,10 +26,10 @@ Ids = NDArray[np.uint16]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedSource:
-    """Concatenated tokens of a source.
+    """Concatenated documents of a source, each between two BOS tokens.
 
-    token_ids: all documents; a document starts and ends with `bos_token_id`. starts: offset of each document, and the
-    end of the last. trained: loss mask per token. repeats: occurrences of a document in an epoch of the mixture.
+    starts: offset of each document, and the end of the last. trained: loss mask per token. repeats: occurrences of a
+    document in an epoch of the mixture.
     """
 
     token_ids: Ids
@@ -44,16 +44,14 @@ class TokenizedSource:
 
 
 class Piece(NamedTuple):
-    """Part of a document: inputs, and the next token of each input, or UNTRAINED outside the loss mask (int64)."""
+    """Part of a document: inputs, and the next token of each input (int64), UNTRAINED outside the loss mask."""
 
     inputs: Ids
     targets: NDArray[np.int64]
 
 
 class Mixture:
-    """Weighted mixture of sources, as rounds of `round_length` predicted tokens.
-
-    A document longer than `piece_length` predicted tokens is cut into pieces. seed, tag: seed of the shuffles.
+    """Weighted mixture of sources, as rounds of pieces of documents; lengths count predicted tokens.
 
     Raises:
         ValueError: there are no tokens.
@@ -85,7 +83,7 @@ class Mixture:
         return [self._piece(*chosen[place]) for place in order]
 
     def _between(self, index: int, first: int, last: int) -> list[int]:
-        """Return the pieces of a source that start at token `first` to `last` - 1, counted across its epochs."""
+        """Return the numbers of a source's pieces that start at tokens `first` to `last` - 1, counted across epochs."""
         _, lengths = self._pieces[index]
         total = int(lengths.sum())
         pieces: list[int] = []
@@ -107,7 +105,7 @@ class Mixture:
 
 
 def _cut(source: TokenizedSource, piece_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the start of each piece and its number of predicted tokens."""
+    """Return the start of each piece of a source, and the piece's number of predicted tokens."""
     documents, ends = source.starts[:-1], source.starts[1:] - 1  # the last token is only predicted
     counts = -(-(ends - documents) // piece_length)
     nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -116,11 +114,7 @@ def _cut(source: TokenizedSource, piece_length: int) -> tuple[NDArray[np.int64],
 
 
 class Batch(NamedTuple):
-    """Packed token ids of one training step.
-
-    inputs_T, targets_T: int64 token ids; a target outside the loss mask is UNTRAINED. positions_T: int64, the position
-    of each token in its sequence. starts_N: int32, see `PackedDocuments`.
-    """
+    """Packed token ids of one training step. positions_T: position of each token in its sequence. starts_N: int32."""
 
     inputs_T: Tensor
     targets_T: Tensor
@@ -128,23 +122,18 @@ class Batch(NamedTuple):
     starts_N: Tensor
 
     def to(self, device: str) -> Self:
-        """Copy the batch to a device."""
         return type(self)(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedDocuments(AttentionMetadata):
-    """Attention metadata of packed documents: a query attends only within its document.
-
-    starts_N: int32, the start of each document, and the end of the last. max_length: upper bound of their lengths.
-    """
+    """Attention metadata of packed documents. starts_N: see `attend_documents`. max_length: of a document, at most."""
 
     starts_N: Tensor
     max_length: int
 
     @classmethod
     def of(cls, batch: Batch, max_length: int) -> Self:
-        """Return the attention metadata of a batch."""
         length = (len(batch.inputs_T),)
         return cls(
             query_lengths=length,
@@ -156,10 +145,10 @@ class PackedDocuments(AttentionMetadata):
 
 
 class Batches:
-    """Batches of a mixture, by number. Only the current round is kept in memory.
+    """Batches of a mixture, by number. The pieces of the current round are kept in memory.
 
-    If `documents` is true, each piece is a separate sequence, cut where a batch ends. Otherwise the pieces of a round
-    form one stream, which is cut into rows of `sequence_length` and shuffled.
+    documents: each piece is a separate sequence, cut where a batch ends. Otherwise the pieces of a round form one
+    stream, which is cut into rows of `sequence_length` and shuffled.
     """
 
     def __init__(self, mixture: Mixture, *, sequence_length: int, batch_size: int, documents: bool) -> None:
@@ -170,7 +159,6 @@ class Batches:
         self._round_number = -1
 
     def batch(self, number: int) -> Batch:
-        """Return batch `number`, of `sequence_length * batch_size` tokens."""
         turn, place = divmod(number, ROUND_BATCHES)
         if turn != self._round_number:
             self._start_round(turn)

@@ -1,7 +1,4 @@
-"""Training of a byte-level BPE tokenizer with the library `tokenizers`.
-
-Sennrich et al. 2016 (arXiv 1508.07909), over bytes as in GPT-2 (Radford et al. 2019, section 2.2).
-"""
+"""Training of a byte-level BPE tokenizer (Sennrich et al. 2016, arXiv 1508.07909) with the library `tokenizers`."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,10 +8,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 from tokenizers.trainers import BpeTrainer
 
+from model.chat.chatml import END, START
 from model.tokenizer.byte_level import ByteLevelTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-CHAT_MARKS = ("<|im_start|>", "<|im_end|>")  # ChatML's start and end of a message
 
 # Contractions, words with one leading space or punctuation character, up to two digits, punctuation runs, line breaks,
 # spaces: as tiktoken's cl100k pattern, but a small vocabulary cannot hold all groups of three digits.
@@ -29,16 +26,15 @@ _SEPARATOR = b"\xff"  # between words; UTF-8 has no such byte
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, chat: bool = False) -> ByteLevelTokenizer:
-    """Train a tokenizer of at most `vocab_size` tokens.
+    """Train a tokenizer of at most `vocab_size` tokens; of fewer tokens if no pair of tokens occurs twice.
 
     The vocabulary is 256 bytes, the merges, `<|endoftext|>` and, if `chat`, ChatML's two special tokens. Training is
-    deterministic: of equally frequent pairs, the pair with the lower ids merges first. It stops early when no pair
-    occurs twice.
+    deterministic: of equally frequent pairs, the pair with the lower ids merges first.
 
     Raises:
         ValueError: `vocab_size` is too small for the bytes and the special tokens.
     """
-    specials = (END_OF_TEXT, *(CHAT_MARKS if chat else ()))
+    specials = (END_OF_TEXT, *((START, END) if chat else ()))
     smallest = 256 + len(specials)
     if vocab_size < smallest:
         raise ValueError(
@@ -62,13 +58,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, chat: bool = False) -> B
         pattern=SPLIT_PATTERN,
         ranks=ranks,
         special_tokens=special_tokens,
-        eos_token_ids=(end, special_tokens[CHAT_MARKS[1]]) if chat else (end,),
+        eos_token_ids=(end, special_tokens[END]) if chat else (end,),
         bos_token_id=end,  # in training, each text follows the end-of-text token of the previous text
     )
 
 
 def _separated(texts: Iterable[str]) -> Iterator[str]:
-    """Yield each text as its words, with one character per byte, since the library trains on characters."""
+    """Yield each text as separated words with one character per byte, since the library trains on characters."""
     split = regex.compile(SPLIT_PATTERN)
     for text in texts:
         words = (

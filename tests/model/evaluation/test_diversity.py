@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.evaluation.samples import Diversity, distinct, measure_diversity, repetition, words
+from model.evaluation.prompts import Diversity, distinct, measure_diversity, repetition, words
 
 SAMPLE = st.lists(st.sampled_from(["a", "b", "c"]), max_size=12)
 

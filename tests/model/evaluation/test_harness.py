@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from model.evaluation.harness import HarnessError, export_tasks
+from model.evaluation.harness import export_tasks
 from model.evaluation.minimal_pairs import Pair
+from model.io.files import OneLineError
 
 TEXTS = ['{{ 7 }} "quoted"\n\n{% raw %}', "42", "['a']", "😀 \u2028 é"]
 PAIR = Pair(good="The dogs bark.", bad="The dogs barks.", group="agreement")
@@ -35,9 +36,9 @@ def test_an_earlier_task_export_is_replaced_and_other_files_are_kept(tmp_path: P
     task = yaml.safe_load((directory / "kvasir_a.yaml").read_text())
     assert "y" in Path(task["dataset_kwargs"]["data_files"]["test"]).read_text()
     (directory / "notes.txt").write_text("mine")
-    with pytest.raises(HarnessError, match=r"holds notes\.txt; choose an empty or a new directory"):
+    with pytest.raises(OneLineError, match=r"holds notes\.txt; choose an empty or a new directory"):
         export_tasks(directory, {"a": ["x"]}, [])
-    with pytest.raises(HarnessError, match="choose another directory"):
+    with pytest.raises(OneLineError, match="choose another directory"):
         export_tasks(directory / "notes.txt", {"a": ["x"]}, [])
 
 
@@ -45,5 +46,5 @@ def test_an_earlier_task_export_is_replaced_and_other_files_are_kept(tmp_path: P
 def test_two_splits_with_the_same_task_name_are_rejected(
     tmp_path: Path, splits: dict[str, list[str]], pairs: list[Pair]
 ) -> None:
-    with pytest.raises(HarnessError, match="have the same task name"):
+    with pytest.raises(OneLineError, match="have the same task name"):
         export_tasks(tmp_path, splits, pairs)

@@ -98,16 +98,10 @@ def test_rolling_windows_equal_those_of_the_harness(ids: list[int], max_inputs: 
     assert all(window.num_inputs <= max_inputs for window in ours)
 
 
-def test_invalid_windows_are_rejected(model: Transformer) -> None:
+def test_a_window_longer_than_the_context_is_rejected(model: Transformer) -> None:
     assert score_windows(model, []) == []
-    with pytest.raises(ValueError, match="a window needs at least one given id"):
-        Window([], [1])
-    with pytest.raises(ValueError, match="a window needs at least one given id"):
-        Window([1], [])
     with pytest.raises(ValueError, match="a window of 65 tokens exceeds the model's context of 64"):
         score_windows(model, [Window([0], [1] * (CONTEXT + 1))])
-    with pytest.raises(ValueError, match="at least one token, not 0"):
-        rolling_windows([1], 0, 0)
 
 
 def tokenizer_with(*, bos: int | None, eos: tuple[int, ...]) -> ByteLevelTokenizer:
@@ -151,7 +145,7 @@ def test_held_out_metrics_equal_a_hand_calculation(model: Transformer) -> None:
         greedy += sum(count for _, count in found)
         tokens += len(tokenizer.encode(text)) + 1
     measured = evaluate(model, tokenizer, texts)
-    assert measured.documents == pytest.approx(documents, abs=1e-3)
+    assert [score.log_likelihood for score in measured.documents] == pytest.approx(documents, abs=1e-3)
     assert measured.nats_per_token == pytest.approx(nats / tokens, abs=1e-5)
     assert measured.bits_per_byte == pytest.approx(nats / math.log(2) / (9 + 360 + 2), abs=1e-5)
     assert measured.accuracy == greedy / tokens
@@ -166,8 +160,8 @@ def test_a_shorter_context_changes_the_likelihood(model: Transformer) -> None:
     windows = rolling_windows([*tokenizer.encode(texts[0]), end], end, 5)
     expected = sum(score.log_likelihood for score in score_windows(model, windows))
     measured = evaluate(model, tokenizer, texts, max_context_length=5)
-    assert measured.nats == pytest.approx(-expected)
-    assert measured.nats != pytest.approx(evaluate(model, tokenizer, texts).nats)
+    assert measured.total.log_likelihood == pytest.approx(expected)
+    assert measured.total.log_likelihood != pytest.approx(evaluate(model, tokenizer, texts).total.log_likelihood)
 
 
 def test_harness_likelihoods_omit_the_eos_token_and_reserve_two_tokens(model: Transformer) -> None:
@@ -180,7 +174,7 @@ def test_harness_likelihoods_omit_the_eos_token_and_reserve_two_tokens(model: Tr
     ]
     assert rolling_log_likelihoods(model, tokenizer, texts, max_length=CONTEXT) == pytest.approx(expected)
     assert expected[2] == 0
-    short = evaluate(model, tokenizer, texts[:1]).documents[0]
+    short = evaluate(model, tokenizer, texts[:1]).documents[0].log_likelihood
     assert short < expected[0], "the mark that ends a text costs something"
 
 

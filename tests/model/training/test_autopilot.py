@@ -58,7 +58,7 @@ def test_time_and_text_bound_the_model_and_the_steps(num_tokens: int, seconds: f
     assert config.steps * machine(flops)(config) <= seconds
     assert seen <= MOST_PASSES * num_tokens or config.steps == FEWEST_STEPS
     assert config.steps <= made.most_steps
-    if config.model.hidden_size > SIZES[0].width:
+    if config.model.hidden_size > SIZES[0][0]:
         assert parameters(made) <= PARAMETERS_PER_TOKEN * num_tokens
         assert seen >= 0.99 * min(TOKENS_PER_PARAMETER * parameters(made), ENOUGH_PASSES * num_tokens)
 

@@ -8,9 +8,8 @@ import pytest
 
 from model.config import ModelConfig
 from model.evaluation.evaluation import Evaluation
-from model.evaluation.likelihood import HeldOut
-from model.evaluation.prompts import PromptKind
-from model.evaluation.samples import Diversity, Sample
+from model.evaluation.likelihood import HeldOut, Score
+from model.evaluation.prompts import Diversity, PromptKind, Sample
 from model.training.model_card import write_model_card
 from tests.model.training.test_train import config
 
@@ -90,7 +89,7 @@ def test_the_recipes_choices_are_named(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_stands_in_tables(tmp_path: Path) -> None:
-    held_out = HeldOut(nats=9.0, num_tokens=8, num_bytes=20, num_greedy=3, documents=(-4.0, -5.0))
+    held_out = HeldOut((Score(-4.0, 3, 1), Score(-5.0, 5, 2)), num_bytes=20)
     distinct = (0.1, 0.25, None)
     diversity = [
         Diversity(temperature=0.5, num_samples=80, num_words=1234, distinct=distinct, repetition=repeated)
@@ -144,5 +143,5 @@ def test_each_architecture_option_is_a_row(tmp_path: Path, change: dict[str, Any
 
 
 def test_a_description_is_a_text() -> None:
-    with pytest.raises(ValueError, match="description must be a string"):
+    with pytest.raises(ValueError, match="description: Expected `str`"):
         dataclasses.replace(config(), description=3)  # type: ignore[arg-type]

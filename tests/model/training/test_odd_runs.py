@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from model.training.config import SourceConfig, TrainConfig
-from model.training.corpus import read_corpus
+from model.training.corpus import leave_out_held_out, read_corpus, read_source
 from model.training.data.batches import ROUND_BATCHES, TokenizedSource
-from model.training.sources import leave_out_held_out, read_source
 from model.training.state import read_log
 from model.training.train import _commit, train
 from tests.model.training.test_train import config, losses, saved_step, settings
@@ -144,7 +143,7 @@ def test_of_a_document_longer_than_a_round_every_part_comes(tmp_path: Path) -> N
 
 
 def test_more_tokens_than_two_bytes_can_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="vocab_size must be at most 65,536, not 65,537"):
+    with pytest.raises(ValueError, match="vocab_size: Expected `int` <= 65536"):
         config(vocab_size=65_537)
 
 

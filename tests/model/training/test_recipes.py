@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from model.training.config import load_train_config
-from model.training.sources import check_sources
+from model.training.corpus import check_sources
 
 CONFIGS = Path(__file__).parents[3] / "model" / "training" / "configs"
 ROOT = CONFIGS.parents[2]
@@ -55,7 +55,7 @@ def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
         ('extends = "parent.toml"\n[model]\ncolour = 3', "child.toml: unknown model config keys: colour"),
         ('extends = "parent.toml"\n[[sources]]\nname = "x"', "child.toml: .* sources tables with a path each"),
         ('extends = "parent.toml"\nsources = [3]', "child.toml: .* sources tables with a path each"),
-        ('extends = "parent.toml"\ncolour = 3', "child.toml: unknown keys: colour"),
+        ('extends = "parent.toml"\ncolour = 3', "child.toml: unknown recipe keys: colour"),
     ],
 )
 def test_what_cannot_be_extended_is_refused(tmp_path: Path, text: str, message: str) -> None:

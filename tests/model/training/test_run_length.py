@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from model.checkpoint.manifest import read_manifest
-from model.training import autopilot, progress
+from model.training import autopilot, state
 from model.training.autopilot import Deadline
 from model.training.config import TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
-from model.training.progress import Pace
+from model.training.state import Progress
 from model.training.train import train
 from tests.model.training.test_train import config as fables
 from tests.model.training.test_train import losses, no_completions, settings
@@ -32,7 +32,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     fake = Time()
-    for module in (autopilot, progress):
+    for module in (autopilot, state):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -51,14 +51,14 @@ def simulate(
     """Return the config at each step of a run, with a held-out evaluation every 20 steps."""
     configs: list[TrainConfig] = []
     held_out: list[float] = []
-    pace = Pace()
+    progress = Progress(lambda line: None)
     while len(configs) < config.steps:
         configs.append(config)
         time.now += seconds_of(len(configs))
         if len(configs) % 20 == 0:
             held_out.append(loss_of(len(configs)))
-        pace.record(len(configs))
-        config = deadline.next_config(len(configs), config, pace, held_out)
+        progress.record(len(configs))
+        config = deadline.next_config(len(configs), config, progress.seconds_per_step, held_out)
     return configs
 
 
@@ -114,21 +114,20 @@ def test_one_higher_held_out_loss_does_not_end_the_plateau(time: Time) -> None:
 
 
 def test_run_resumed_after_its_deadline_decays_at_once(time: Time) -> None:
-    deadline, pace, config = in_seconds(time, -100.0), Pace(), planned(1000)
+    deadline, config = in_seconds(time, -100.0), planned(1000)
     for step in (301, 302, 303):
         time.now += 0.5
-        pace.record(step)
-        config = deadline.next_config(step, config, pace, [])
+        config = deadline.next_config(step, config, 0.5, [])
     assert config.steps < 310
 
 
-def test_pace_is_the_recent_speed(time: Time) -> None:
-    pace = Pace()
-    assert pace.seconds_per_step is None
+def test_speed_is_measured_over_the_last_minute(time: Time) -> None:
+    progress = Progress(lambda line: None)
+    assert progress.seconds_per_step is None
     for step in range(1, 201):
         time.now += 1.0 if step < 100 else 3.0
-        pace.record(step)
-    assert pace.seconds_per_step == pytest.approx(3.0)
+        progress.record(step)
+    assert progress.seconds_per_step == pytest.approx(3.0)
 
 
 def _shorten(step: int, config: TrainConfig, *_: object) -> TrainConfig:

@@ -241,12 +241,12 @@ def test_a_full_disk_keeps_the_last_save(
 
 
 @pytest.fixture
-def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[autopilot.Wish, RunSettings]]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[autopilot.OwnTextRequest, RunSettings]]:
     """Record the training runs instead of training."""
-    asked: list[tuple[autopilot.Wish, RunSettings]] = []
+    asked: list[tuple[autopilot.OwnTextRequest, RunSettings]] = []
 
-    def record(wish: autopilot.Wish, settings: RunSettings, *_: object) -> bool:
-        asked.append((wish, settings))
+    def record(request: autopilot.OwnTextRequest, settings: RunSettings, *_: object) -> bool:
+        asked.append((request, settings))
         return False
 
     monkeypatch.setattr(command, "train_own_text", record)
@@ -254,22 +254,22 @@ def wishes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[autopilot.Wish, RunSet
     return asked
 
 
-def test_defaults_of_a_run_on_own_text(wishes: list[tuple[autopilot.Wish, RunSettings]]) -> None:
+def test_defaults_of_a_run_on_own_text(requests: list[tuple[autopilot.OwnTextRequest, RunSettings]]) -> None:
     assert main(["train", "--corpus", "a.txt", "--corpus", "b.jsonl", "--out", "checkpoints/My tales!"]) == 0
-    ((wish, settings),) = wishes
-    assert wish.corpora == (Path("a.txt"), Path("b.jsonl"))
-    assert (wish.minutes, wish.seed, wish.name) == (10.0, 1, "My-tales-")
+    ((request, settings),) = requests
+    assert request.corpora == (Path("a.txt"), Path("b.jsonl"))
+    assert (request.minutes, request.seed, request.name) == (10.0, 1, "My-tales-")
     assert settings.run_directory == Path("runs/My-tales-")
-    assert wish.began > 0
+    assert request.began > 0
 
 
 def test_a_text_may_come_from_the_environment(
-    wishes: list[tuple[autopilot.Wish, RunSettings]], monkeypatch: pytest.MonkeyPatch
+    requests: list[tuple[autopilot.OwnTextRequest, RunSettings]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVASIR_CORPUS", "a.txt:b.txt")
     assert main(["train", "--out", "x", "--minutes", "2.5", "--seed", "0"]) == 0
-    ((wish, _),) = wishes
-    assert (wish.corpora, wish.minutes, wish.seed) == ((Path("a.txt"), Path("b.txt")), 2.5, 0)
+    ((request, _),) = requests
+    assert (request.corpora, request.minutes, request.seed) == ((Path("a.txt"), Path("b.txt")), 2.5, 0)
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -296,14 +296,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_contradicting_flags_are_rejected(
-    wishes: list[tuple[autopilot.Wish, RunSettings]], what: str, capsys: pytest.CaptureFixture[str]
+    requests: list[tuple[autopilot.OwnTextRequest, RunSettings]], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, message = REFUSED[what]
     assert main(["train", *given, "--out", "x"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"kvasir train: {message}")
     assert said.count("\n") == 1
-    assert wishes == []
+    assert requests == []
 
 
 def test_an_invalid_text_is_reported_before_anything_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import torch
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
-from model.evaluation.samples import complete_one_by_one
+from model.evaluation.prompts import complete_one_by_one
 from model.sampling.params import SamplingParams
 from service.engine.engine import complete_batch
 

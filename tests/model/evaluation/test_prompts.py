@@ -10,8 +10,17 @@ from model.config import ModelConfig
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.likelihood import evaluate
 from model.evaluation.minimal_pairs import Pair, score_pairs
-from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
-from model.evaluation.samples import TEMPERATURES, Sampler, complete_one_by_one, measure_diversity
+from model.evaluation.prompts import (
+    PROMPTS,
+    TEMPERATURES,
+    Prompt,
+    PromptKind,
+    Sampler,
+    complete_one_by_one,
+    measure_diversity,
+    prompt_ids,
+    read_template,
+)
 from model.io.files import CheckpointError
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer
