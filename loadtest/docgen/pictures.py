@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.measurement.provenance import digest
+from loadtest.measurement.spread import pooled_deviation
 from loadtest.peers.comparison_cells import is_sound
 
-# Aim: maximum ratio of the streams' ITL p99 during an arrival to that before.
-MAX_ITL_RATIO = 2.0
+_MAX_ITL_RATIO = 2.0  # aim: the streams' ITL p99 while a prompt arrives, relative to the ITL before
 _FROM_STEP = 150  # before this training step, all loss curves fall steeply and alike
 
 
@@ -82,12 +82,12 @@ def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
         axes.errorbar(x, y, [below, above], fmt="o-", color=f"C{number}", capsize=3, label=label)
         for point, at in zip(points, zip(x, y, strict=True), strict=True):
             axes.annotate(f"{point[name]:g}", at, xytext=(6, 4), textcoords="offset points", fontsize=8)
-    axes.axhline(MAX_ITL_RATIO, color="black", linestyle=":", linewidth=1)
+    axes.axhline(_MAX_ITL_RATIO, color="black", linestyle=":", linewidth=1)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(left=0)
     axes.set_xlabel(f"ms to the first token of a prompt of {result['long']['prompt_tokens']:,}")
-    axes.set_ylabel(f"ITL p99 of {result['long']['streams']} others, ratio (dotted: {MAX_ITL_RATIO:g})")
+    axes.set_ylabel(f"ITL p99 of {result['long']['streams']} others, ratio (dotted: {_MAX_ITL_RATIO:g})")
     axes.grid(visible=True, alpha=0.25)
     axes.legend(fontsize=8)
     _save(figure, path, result)
@@ -119,9 +119,10 @@ def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
     _save(figure, path, result)
 
 
-def draw_attention(path: Path, rows: Mapping[str, Any], noise: float) -> None:
+def draw_attention(path: Path, rows: Mapping[str, Any]) -> None:
     """Draw each mechanism's held-out loss during training, and at the end with the noise between seeds."""
     loss = {name: [run["nats_per_token"] for run in row["runs"]] for name, row in rows.items()}
+    noise = pooled_deviation(list(loss.values()))
     ordered = sorted(rows, key=lambda name: statistics.fmean(loss[name]), reverse=True)
     figure = Figure(figsize=(11, 6.2), layout="constrained")
     curves, finals = figure.subplots(1, 2, width_ratios=(1.15, 1))

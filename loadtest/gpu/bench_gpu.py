@@ -27,7 +27,6 @@ from loadtest.inprocess.closed_loop import greedy, run_closed
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.provenance import provenance, tell
 from loadtest.measurement.roofline import Machine, WorkFormula
-from loadtest.measurement.spread import Spread
 from model.attention.kernel_selection import DECODE_KERNELS, KernelContext, SelectedKernels, Unavailable, choose
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
@@ -85,8 +84,8 @@ class GpuBench:
         """
         array = torch.ones(self.probe_bytes // 4, dtype=torch.float32, device=self.device)
         x_MK, weight_NK = torch.randn((2, self.probe_side, self.probe_side), device=self.device).to(self.dtype)
-        read = min(self.seconds(array.sum, 5).values)
-        multiply = min(self.seconds(lambda: torch.nn.functional.linear(x_MK, weight_NK), 5).values)
+        read = min(self.seconds(array.sum, 5))
+        multiply = min(self.seconds(lambda: torch.nn.functional.linear(x_MK, weight_NK), 5))
         return Machine(array.nbytes / read, 2 * self.probe_side**3 / multiply)
 
     def capture(self) -> Capture:
@@ -98,7 +97,7 @@ class GpuBench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def seconds(self, work: Callable[[], object], times: int) -> Spread:
+    def seconds(self, work: Callable[[], object], times: int) -> list[float]:
         """Return the time per call over `times` calls in a row, repeated."""
         work()
         values = []
@@ -109,7 +108,7 @@ class GpuBench:
                 work()
             self.wait()
             values.append((time.perf_counter() - began) / times)
-        return Spread(tuple(values))
+        return values
 
 
 # Shape of Qwen2 with 1.5 billion parameters (its config.json).
@@ -194,7 +193,7 @@ def _attention(bench: GpuBench, heads: tuple[int, int, int], context: int, batch
         def all_layers(way: DecodeKernel = way) -> Tensor:
             return torch.stack([way(q_BHD, form, positions_B, tables_BN, cache) for form in forms]).sum()
 
-        seconds = bench.seconds(bench.capture()(all_layers), 3).median
+        seconds = statistics.median(bench.seconds(bench.capture()(all_layers), 3))
         row[name] = {
             "us": 1e6 * seconds / num_layers,
             "bytes_per_second": layer_bytes * num_layers / seconds,
@@ -298,18 +297,19 @@ def timed_steps(
         inputs = decode_inputs(batch, bench.context)
         bound = formula.decode(batch_size=batch, context_length=bench.context).bound_seconds(machine)
         replayed = bench.seconds(partial(recorded.run, inputs), 10)
-        stepwise = bench.seconds(partial(plain.run, inputs), 3)
+        seconds = statistics.median(replayed)
+        stepwise = statistics.median(bench.seconds(partial(plain.run, inputs), 3))
         same = recorded.run(inputs).token_ids == plain.run(inputs).token_ids
         rows.append(
             {
                 "batch": batch,
                 "context": bench.context,
-                "ms": 1e3 * replayed.median,
-                "ms_values": [1e3 * value for value in replayed.values],
-                "ms_without_graphs": 1e3 * stepwise.median,
+                "ms": 1e3 * seconds,
+                "ms_values": [1e3 * value for value in replayed],
+                "ms_without_graphs": 1e3 * stepwise,
                 "bound_ms": 1e3 * bound,
-                "of_the_bound": bound / replayed.median,
-                "tokens_per_second": batch / replayed.median,
+                "of_the_bound": bound / seconds,
+                "tokens_per_second": batch / seconds,
                 "same_tokens": same,
             }
         )

@@ -19,10 +19,10 @@ class Column(NamedTuple):
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted path of a row."""
+    """Return the value at a dotted path of a row. A number in the path is an index of a list."""
     value: Any = row
     for name in key.split("."):
-        value = value[name]
+        value = value[int(name) if isinstance(value, list) else name]
     return value
 
 
