@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from loadtest.measurement.benchmark_program import read_arguments, run_benchmark
-from loadtest.measurement.shape_names import SHAPE_SIZES
+from loadtest.measurement.model_shapes import SHAPE_SIZES
 from service.config.settings import ModelSettings, SettingsError, read_settings
 
 # Option: description, default, default with --quick. A list is swept.

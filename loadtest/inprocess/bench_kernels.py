@@ -26,8 +26,7 @@ from loadtest.measurement.benchmark_program import (
     run_benchmark,
     show,
 )
-from loadtest.measurement.model_shapes import shape_config
-from loadtest.measurement.shape_names import SHAPE_SIZES
+from loadtest.measurement.model_shapes import SHAPE_SIZES, shape_config
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.measurement.tables import Column, table
 from model.attention.backends import AttentionBackend

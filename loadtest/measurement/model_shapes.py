@@ -1,23 +1,51 @@
 """Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
-S and M have Llama's architecture, qwen3-0.6b has Qwen3's. All tie their embeddings. Tokens are bytes, then pairs
-and triples of printable ASCII characters, so that completions are text. Imports torch.
+Torch is imported only to write a checkpoint. S and M have Llama's architecture, qwen3-0.6b has Qwen3's.
 """
 
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import torch
-
-from loadtest.measurement.shape_names import SHAPE_SIZES
-from model.attention.backends import ATTENTION_BACKENDS
-from model.checkpoint.loading import save_checkpoint
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.nn.transformer import Transformer
 from model.tokenizer.byte_level import ByteLevelTokenizer
+
+SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
+    "S": {
+        "vocab_size": 8192,
+        "max_context_length": 2048,
+        "num_layers": 8,
+        "hidden_size": 512,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "mlp_size": 1408,
+    },
+    "M": {
+        "vocab_size": 32000,
+        "max_context_length": 2048,
+        "num_layers": 12,
+        "hidden_size": 768,
+        "num_heads": 12,
+        "num_kv_heads": 12,
+        "head_dim": 64,
+        "mlp_size": 2048,
+    },
+    # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json. The context is 2,048 instead of 40,960
+    # positions, as in the other shapes: it limits the KV-cache and does not change speed.
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "max_context_length": 2048,
+        "num_layers": 28,
+        "hidden_size": 1024,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "mlp_size": 3072,
+    },
+}
 
 _EOS = "<|endoftext|>"
 _PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
@@ -43,7 +71,10 @@ def shape_config(name: str) -> ModelConfig:
 
 
 def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
-    """Return a tokenizer with tokens of one to three characters, and the end of text as the last token."""
+    """Return a tokenizer of bytes, then pairs and triples of printable characters, so that completions are text.
+
+    The last token is the end of text.
+    """
     pairs = (first + second for first, second in itertools.product(_PRINTABLE, repeat=2))
     triples = (b"".join(three) for three in itertools.product(_PRINTABLE, repeat=3))
     tokens = itertools.chain((bytes([byte]) for byte in range(256)), pairs, triples)
@@ -58,33 +89,30 @@ def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
 
 
 def write_random_checkpoint(
-    directory: Path,
-    name: str,
-    *,
-    seed: int = 0,
-    max_context_length: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    directory: Path, name: str, *, max_context_length: int | None = None, dtype: str = "float32"
 ) -> Path:
-    """Write a complete checkpoint of this shape, the same for the same seed, and return the directory.
+    """Write a complete checkpoint of a shape, always with the same weights, and return the directory.
 
-    Args:
-        max_context_length: replaces the shape's.
-        dtype: dtype of the weights in the file.
+    max_context_length: replaces the shape's. dtype: torch's name of the dtype of the weights in the file.
     """
+    import torch
+
+    from model.attention.backends import ATTENTION_BACKENDS
+    from model.checkpoint.loading import save_checkpoint
+    from model.nn.transformer import Transformer
+
     config = shape_config(name)
     if max_context_length is not None:
         config = dataclasses.replace(config, max_context_length=max_context_length)
     model = Transformer(config, ATTENTION_BACKENDS["sdpa"])
-    model.initialize(seed)
-    tokenizer = shape_tokenizer(config.vocab_size)
-    tensors = {key: tensor for key, tensor in model.state_dict().items() if key in config.parameter_shapes()}
+    model.initialize(0)
     save_checkpoint(
         directory,
         config=config,
-        tensors=tensors,
-        tokenizer=tokenizer,
+        tensors={key: tensor for key, tensor in model.state_dict().items() if key in config.parameter_shapes()},
+        tokenizer=shape_tokenizer(config.vocab_size),
         name=f"shape-{name}",
         training={"steps": 0},
-        dtype=dtype,
+        dtype=getattr(torch, dtype),
     )
     return directory

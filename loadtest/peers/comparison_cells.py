@@ -1,8 +1,4 @@
-"""Cells of the comparison with other engines, stored measurements, and ratios. Torch-free.
-
-Each pair of figures, Kvasir's and a peer's taken one right after the other, is appended to a file as a line of
-JSON. An interrupted comparison therefore continues where it stopped.
-"""
+"""Cells of the comparison with other engines, measured pairs, and their ratios. Torch-free."""
 
 import itertools
 import json
@@ -18,10 +14,9 @@ from loadtest.measurement.spread import ratio_spread, spread
 Kind = Literal["decode", "prompt", "http"]
 KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
 PRECISIONS: Final = ("bfloat16", "int8", "float32")
-# Used as a precision: a bfloat16 file, and both servers started without flags.
-DEFAULTS: Final = "defaults"
+DEFAULTS: Final = "defaults"  # used as a precision: a bfloat16 file, and both servers started without flags
 PROMPT_TOKENS: Final = 64
-# Kind, streams, tokens of a prompt, tokens of a completion. The long ones have a mean context of 1,024 tokens.
+# Kind, streams, tokens of a prompt, tokens of a completion. Long prompts have a mean context of 1,024 tokens.
 _DEFAULTS_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = tuple(
     ("http", streams, PROMPT_TOKENS, 128) for streams in (1, 4, 16, 64)
 )
@@ -34,15 +29,14 @@ _SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = (
 )
 _REQUESTS_PER_STREAM, _MIN_REQUESTS = 2, 3
 _MAX_SLOW_REQUESTS = 64  # for a server without flags
-# A pair is measured again if other processes used more cores, or if the processors gave a smaller share of their usual
-# speed.
+# A pair is disturbed if other processes used more cores, or if a processor probe was below this share of the usual.
 QUIET_CORES: Final = 0.2
 STEADY_SHARE: Final = 0.85
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One row of the comparison: shape, precision, kind, streams, and lengths of prompt and completion.
+    """One row of the comparison.
 
     kind: decode (tokens/s after all first tokens), prompt (prompt tokens/s until the first token), or http
     (tokens/s over a whole run of streaming clients).
@@ -57,7 +51,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Name of the cell in the stored file."""
+        """Name of the cell in the file of measured pairs."""
         return "/".join(map(str, asdict(self).values()))
 
     @property
@@ -67,7 +61,7 @@ class Cell:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts that a measurement of this cell uses."""
+        """Number of prompts that one measurement of the cell uses."""
         if self.kind != "http":
             return self.streams
         wanted = max(_MIN_REQUESTS, _REQUESTS_PER_STREAM * self.streams)
@@ -75,7 +69,7 @@ class Cell:
 
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
-    """Return the requested cells, shape by shape. `DEFAULTS` has cells of kind http only."""
+    """Return the requested cells, shape by shape. The precision `DEFAULTS` has cells of kind http only."""
     return [
         Cell(
             shape=shape,
@@ -92,7 +86,7 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
 
 
 def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
-    """Return a measurement's prompts: random token ids, so that no prefix is cached.
+    """Return prompts of random token ids for one measurement, so that no prefix is cached.
 
     The vocabulary's last id is left out, because it may end a text.
     """
@@ -104,36 +98,28 @@ def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
 class ComparedPair:
     """Figures of Kvasir and a peer in one cell, measured one right after the other, or the peer's error.
 
-    ours, theirs: figures by name; "tokens_per_second" is the one that is compared.
-    other_work_cores: cores used by other processes meanwhile.
+    ours, theirs: figures by name; "tokens_per_second" is compared.
     gflops: probes of all processors before, between and after the two sides.
-    seconds: duration of both sides.
     """
 
     cell: str
     peer: str
     round: int
-    ours: dict[str, float] | None = None
-    theirs: dict[str, float] | None = None
-    other_work_cores: float | None = None
+    ours: dict[str, float] = field(default_factory=dict)
+    theirs: dict[str, float] = field(default_factory=dict)
+    other_work_cores: float = 0.0
     gflops: list[float] = field(default_factory=list)
     seconds: float = 0.0
     error: str | None = None
 
 
 class PairStore:
-    """Append-only file of measured pairs of Kvasir and another engine. A cut-off last line is skipped."""
+    """Append-only file of measured pairs, from which an interrupted comparison continues. Skips a cut-off last line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
         self.pairs = [ComparedPair(**json.loads(line)) for line in lines]
-
-    @property
-    def usual_gflops(self) -> float:
-        """Median of all processor probes; 0 before the first."""
-        probes = [probe for pair in self.pairs for probe in pair.gflops]
-        return statistics.median(probes) if probes else 0.0
 
     def add(self, pair: ComparedPair) -> None:
         """Store a pair, in memory and in the file."""
@@ -143,56 +129,49 @@ class PairStore:
             file.write(json.dumps(asdict(pair)) + "\n")
 
     def has(self, cell: Cell, peer: str, number: int) -> bool:
-        """Return True if this pair was measured undisturbed. Disturbed and failed pairs are measured again."""
-        usual = self.usual_gflops
+        """Return True if the pair of this round was measured undisturbed."""
         return any(
-            pair.other_work_cores is not None
-            and pair.other_work_cores <= QUIET_CORES
-            and _speed_share(pair, usual) >= STEADY_SHARE
-            for pair in self._of(cell, peer)
-            if pair.round == number
+            pair.round == number and is_quiet([pair.other_work_cores], [self._speed_share(pair)])
+            for pair in self._measured(cell, peer)
         )
 
     def summarize(self, cells: Sequence[Cell], peers: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield a JSON-ready row per cell: for each peer both medians, and the median of the ratios within pairs.
+        """Yield a JSON-ready row for each cell, with the figures of each peer, or with the last error of a peer.
 
-        If a pair was measured several times, the least disturbed one counts. A peer without a pair has its last error,
-        or is absent.
+        If a pair was measured several times, the least disturbed measurement counts.
         """
-        usual = self.usual_gflops
         for cell in cells:
-            measured = {peer: found for peer in peers if (found := self._of(cell, peer))}
-            rows = {peer: _summary(found, usual) for peer, found in measured.items()}
+            rows: dict[str, Any] = {}
+            for peer in peers:
+                errors = [pair.error for pair in self.pairs if (pair.cell, pair.peer) == (cell.key, peer)]
+                if measured := self._measured(cell, peer):
+                    rows[peer] = self._summary(measured)
+                elif errors:
+                    rows[peer] = {"error": errors[-1]}
             yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
 
-    def _of(self, cell: Cell, peer: str) -> list[ComparedPair]:
-        return [pair for pair in self.pairs if (pair.cell, pair.peer) == (cell.key, peer)]
+    def _measured(self, cell: Cell, peer: str) -> list[ComparedPair]:
+        return [pair for pair in self.pairs if (pair.cell, pair.peer, pair.error) == (cell.key, peer, None)]
 
+    def _speed_share(self, pair: ComparedPair) -> float:
+        """Return the lowest processor probe of a pair relative to the median of all probes; 1 without probes."""
+        probes = [probe for each in self.pairs for probe in each.gflops]
+        return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
 
-def _speed_share(pair: ComparedPair, usual: float) -> float:
-    """Return the lowest probe of a pair relative to the usual speed; 1 without probes."""
-    return min(pair.gflops) / usual if pair.gflops else 1.0
+    def _summary(self, pairs: Sequence[ComparedPair]) -> dict[str, Any]:
+        def disturbance(pair: ComparedPair) -> tuple[bool, float]:
+            return self._speed_share(pair) < STEADY_SHARE, pair.other_work_cores
 
-
-def _summary(pairs: Sequence[ComparedPair], usual: float) -> dict[str, Any]:
-    # Of each round, the least disturbed pair. Pairs at the processors' usual speed come first.
-    best: dict[int, tuple[bool, float, ComparedPair]] = {}
-    for pair in pairs:
-        if pair.other_work_cores is not None:
-            rank = (_speed_share(pair, usual) < STEADY_SHARE, pair.other_work_cores)
-            if pair.round not in best or rank < best[pair.round][:2]:
-                best[pair.round] = (*rank, pair)
-    if not best:
-        return {"error": pairs[-1].error}
-    chosen = [best[number][2] for number in sorted(best)]
-    ours, theirs = [pair.ours or {} for pair in chosen], [pair.theirs or {} for pair in chosen]
-    return {
-        "ours": _spreads(ours),
-        "theirs": _spreads(theirs),
-        "ratio": ratio_spread(*([figures["tokens_per_second"] for figures in side] for side in (ours, theirs))),
-        "other_work_cores": [pair.other_work_cores for pair in chosen],
-        "processors_share": [round(_speed_share(pair, usual), 2) for pair in chosen],
-    }
+        best = {pair.round: pair for pair in sorted(pairs, key=disturbance, reverse=True)}
+        chosen = [best[number] for number in sorted(best)]
+        ours, theirs = [pair.ours for pair in chosen], [pair.theirs for pair in chosen]
+        return {
+            "ours": _spreads(ours),
+            "theirs": _spreads(theirs),
+            "ratio": ratio_spread(*([figures["tokens_per_second"] for figures in side] for side in (ours, theirs))),
+            "other_work_cores": [pair.other_work_cores for pair in chosen],
+            "processors_share": [round(self._speed_share(pair), 2) for pair in chosen],
+        }
 
 
 def _spreads(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -200,8 +179,11 @@ def _spreads(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
     return {name: spread(figure[name] for figure in figures) for name in names}
 
 
+def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float]) -> bool:
+    """Return True if neither other processes nor slow processors disturbed a measurement."""
+    return max(other_work_cores) <= QUIET_CORES and min(processors_share) >= STEADY_SHARE
+
+
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Return True if a peer has figures in this row and none of its pairs was disturbed."""
-    if "ratio" not in figure:
-        return False
-    return bool(max(figure["other_work_cores"]) <= QUIET_CORES and min(figure["processors_share"]) >= STEADY_SHARE)
+    """Return True if a peer has figures in this row of the results and none of its pairs was disturbed."""
+    return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])

@@ -1,40 +1,31 @@
-"""Engines of the comparison, one row each: installation, model files, and commands. Torch-free.
+"""Engines of the comparison: installation, model files, and commands. Torch-free.
 
-Environments are created once in `.venv-peers/NAME`, and model files in `.venv-peers/models/SHAPE`. A failed step raises
-`MeasurementFailed` with the reason. The comparison continues without that peer and reports the reason.
+`install.sh` creates the environments in `.venv-peers/NAME`. Model files are in `.venv-peers/models/SHAPE`. A failed
+step raises `MeasurementFailed`, and the comparison reports the reason and continues without that peer.
 """
 
-import hashlib
-import importlib.metadata
-import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from loadtest.measurement.benchmark_program import MeasurementFailed
-from loadtest.measurement.shape_names import SHAPE_SIZES
+from loadtest.measurement.model_shapes import SHAPE_SIZES
 from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
 from loadtest.scenarios.service_process import kvasir_serve
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = Path(__file__).resolve().parent
-LLAMA_PROGRAMS = ("llama-server", "llama-batched-bench", "llama-quantize")
 _DRIVERS = "loadtest.peers.drivers"
-_BUILD_FLAGS = (
-    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF"),
-    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
-)
 _QUANTIZED = {"bfloat16": "BF16", "int8": "Q8_0", DEFAULTS: "BF16"}
 _SLOT_TOKENS, _MAX_STREAMS = 256, 64  # llama-server's slots; each holds a prompt and its completion
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command to its end. Raises MeasurementFailed, with the last line of output, if the command fails."""
+    """Run a command to its end. Raises MeasurementFailed with the last line of output."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
     except OSError as error:
@@ -47,7 +38,7 @@ def run(command: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PeerFiles:
-    """Directory with everything that is created for peers, usually `.venv-peers`."""
+    """Paths in the directory of the environments and models of peers, usually `.venv-peers`."""
 
     directory: Path
 
@@ -56,7 +47,7 @@ class PeerFiles:
         return str(self.directory / environment / "bin" / name)
 
     def program(self, name: str) -> str:
-        """Return the path of a llama.cpp program."""
+        """Return the path of a program of llama.cpp."""
         return str(self.directory / "llama_cpp" / "programs" / name)
 
     def model(self, cell: Cell, kind: str) -> Path:
@@ -65,46 +56,8 @@ class PeerFiles:
 
 
 def install(files: PeerFiles, environment: str) -> None:
-    """Create an environment, and build llama.cpp's programs for its own, unless they exist."""
-    pins, home = PINS / f"{environment}.txt", files.directory / environment
-    # Peers get the installed build of torch, to avoid gigabytes of CUDA libraries.
-    torch = f"torch=={importlib.metadata.version('torch')}"
-    stamp, wanted = home / ".installed", f"{hashlib.sha256(pins.read_bytes()).hexdigest()} {torch}"
-    if not stamp.is_file() or stamp.read_text() != wanted:
-        run([sys.executable, "-m", "venv", "--clear", str(home)])
-        (home / "constraints.txt").write_text(f"{torch}\n")
-        pip = [files.python(environment), "-m", "pip"]
-        options = ["--quiet", "--disable-pip-version-check", "--constraint", str(home / "constraints.txt")]
-        run([*pip, "install", *options, "--requirement", str(pins)])
-        # The registry's torchvision is for another build of torch and fails when transformers imports it.
-        run([*pip, "uninstall", "--quiet", "--yes", "torchvision"])
-        stamp.write_text(wanted)
-    if environment == "llama_cpp" and not all(Path(files.program(name)).is_file() for name in LLAMA_PROGRAMS):
-        _build_llama_cpp(files, home)
-
-
-def _build_llama_cpp(files: PeerFiles, home: Path) -> None:
-    """Compile the three programs from the source distribution in the registry: ten minutes on one core."""
-    if shutil.which("c++") is None:
-        raise MeasurementFailed("no C++ compiler to build llama.cpp; install one")
-    pin = (PINS / "llama_cpp_source.txt").read_text().strip()
-    if not any(home.glob("*.tar.gz")):
-        download = [files.python("llama_cpp"), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary"]
-        run([*download, pin.partition("==")[0], "--dest", str(home), pin])
-    (archive,) = home.glob("*.tar.gz")
-    unpacked = home / archive.name.removesuffix(".tar.gz")
-    if not unpacked.is_dir():
-        part = home / "unpacked"  # an interrupted extraction must not look complete
-        with tarfile.open(archive) as file:
-            file.extractall(part, filter="data")
-        (part / unpacked.name).rename(unpacked)
-    build, ninja = home / "build", files.python("llama_cpp", "ninja")
-    configure = [files.python("llama_cpp", "cmake"), "-S", str(unpacked / "vendor" / "llama.cpp"), "-B", str(build)]
-    run([*configure, "-G", "Ninja", *_BUILD_FLAGS, f"-DCMAKE_MAKE_PROGRAM={ninja}"])
-    run([ninja, "-C", str(build), *LLAMA_PROGRAMS])
-    (home / "programs").mkdir(exist_ok=True)
-    for name in LLAMA_PROGRAMS:
-        shutil.copy2(build / "bin" / name, files.program(name))
+    """Create an environment, and build llama.cpp for its own, unless they exist. Raises MeasurementFailed as `run`."""
+    run(["bash", str(PINS / "install.sh"), str(files.directory), environment, sys.executable])
 
 
 def _our_weights(files: PeerFiles, cell: Cell) -> Path:
@@ -116,9 +69,11 @@ def _write_our_model(files: PeerFiles, cell: Cell) -> None:
     """Write random weights as a Kvasir checkpoint, and an export of the float32 ones for the peers' converters."""
     for path, dtype in ((files.model(cell, "ours"), "float32"), (_our_weights(files, cell), "bfloat16")):
         if not (path / "manifest.json").is_file():
-            program = "import torch; from pathlib import Path; "
-            program += "from loadtest.measurement.model_shapes import write_random_checkpoint as write; "
-            run([sys.executable, "-c", f"{program}write(Path({str(path)!r}), {cell.shape!r}, dtype=torch.{dtype})"])
+            program = (
+                "from pathlib import Path; from loadtest.measurement.model_shapes import write_random_checkpoint; "
+            )
+            program += f"write_random_checkpoint(Path({str(path)!r}), {cell.shape!r}, dtype={dtype!r})"
+            run([sys.executable, "-c", program])
     exported = files.model(cell, "hugging_face")
     if not (exported / "config.json").is_file():
         kvasir = str(Path(sys.executable).with_name("kvasir"))
@@ -196,9 +151,9 @@ Command = Callable[[PeerFiles, Cell, int], list[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """One engine of the comparison. Commands are given the files, the cell, and the number of threads.
+    """One engine of the comparison. `Command` functions receive the files, the cell, and the number of threads.
 
-    environment: name of its environment. write_model: creates the model's files unless they exist.
+    write_model: creates the model's files unless they exist.
     engine: command of a driver, see `loadtest.peers.drivers.protocol`. server: None without a completions server.
     """
 

@@ -17,20 +17,19 @@ from loadtest.peers.engines import ROOT
 from loadtest.scenarios.closed_and_open_loop import complete_all
 from loadtest.scenarios.service_process import ServiceProcess
 
-REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
-STOP_SECONDS = 20.0
+_REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
+_STOP_SECONDS = 20.0
 
 
 class DriverProcess:
-    """An engine in a child process that speaks `loadtest.peers.drivers.protocol`.
-
-    Standard error goes to a file, so that errors can quote its last line.
+    """Engine in a child process that speaks `loadtest.peers.drivers.protocol`.
 
     Raises:
         MeasurementFailed: the engine does not start.
     """
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        # Errors quote the last line of standard error.
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
         pipe, environment = subprocess.PIPE, {**os.environ, **variables}
         try:
@@ -66,10 +65,10 @@ class DriverProcess:
         return {"tokens_per_second": later_tokens / (wave["total_seconds"] - first), **wave}
 
     def close(self) -> None:
-        """Stop the process."""
+        """Stop the engine's process."""
         self.child.terminate()
         try:
-            self.child.communicate(timeout=STOP_SECONDS)
+            self.child.communicate(timeout=_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.communicate()
@@ -86,7 +85,7 @@ class DriverProcess:
 
 
 class PeerServer:
-    """A server with OpenAI's completions API. Raises MeasurementFailed if the server does not start."""
+    """Server with OpenAI's completions API. Raises MeasurementFailed if the server does not start."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._service = ServiceProcess(command).__enter__()
@@ -107,8 +106,7 @@ class PeerServer:
             LoadRequest(index=index, prompt=prompt, max_tokens=cell.output_tokens, temperature=0.0)
             for index, prompt in zip(self._indexes, prompts, strict=False)
         ]
-        target = self._service.target
-        run = complete_all(target, requests, num_streams=cell.streams, timeout_seconds=REQUEST_SECONDS)
+        run = complete_all(self._service.target, requests, num_streams=cell.streams, timeout_seconds=_REQUEST_SECONDS)
         ttfts = [outcome.ttft_seconds for outcome in run.outcomes if outcome.ttft_seconds is not None]
         p50, p99 = (1e3 * float(np.percentile(ttfts, share)) for share in (50, 99))
         return {
