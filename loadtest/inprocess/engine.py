@@ -1,4 +1,4 @@
-"""The service's engine in this process. Imports torch."""
+"""Engine of the service in this process."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,7 +12,7 @@ from service.worker.engine_factory import EngineFacts, build_engine
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """An engine built from settings exactly as the worker builds it."""
+    """Engine in this process, built from settings as the worker process builds it."""
 
     engine: Engine
     manifest: Manifest
@@ -21,19 +21,14 @@ class InProcess:
 
     @classmethod
     def open(cls, settings: ModelSettings) -> Self:
-        """Build the engine.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be used.
-            ValueError: the settings cannot be met on this machine.
-        """
+        """Build the engine. Raises ValueError if the checkpoint or the settings cannot be used."""
         manifest = read_manifest(settings.checkpoint)
         engine, built = build_engine(settings, manifest)
         return cls(engine, manifest, built, settings)
 
     @property
     def max_context_tokens(self) -> int:
-        """Context length of the model."""
+        """Context length of the model, in tokens."""
         return self.manifest.config.max_context_length
 
     @property
@@ -57,5 +52,5 @@ class InProcess:
         }
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the text's token ids in this model's vocabulary."""
+        """Encode a text by the model's tokenizer."""
         return load_tokenizer(self.manifest.directory).encode(text)

@@ -1,4 +1,4 @@
-"""Roofline of this machine: measured limits, and the bytes and FLOPs of a step by formula. Imports torch.
+"""Roofline of this machine: measured limits, and the bytes and FLOPs of a step by formula.
 
     bytes of a decode step      W w + B C k          (every weight once, every sequence's keys and values once)
     FLOPs of a decode step      2 W B + 4 B C A
@@ -54,13 +54,9 @@ class Work:
         return max(self.bytes / machine.bytes_per_second, self.flops / machine.flops_per_second)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class WorkFormula:
-    """Bytes and FLOPs of a step, by formula, for one model in one precision.
-
-    weight_type: a key of `WEIGHT_BYTES`.
-    kv_value_bytes: bytes of a number in the KV-cache.
-    """
+    """Formula of the bytes and FLOPs of a step of one model, whose weights have a type of `WEIGHT_BYTES`."""
 
     config: ModelConfig
     weight_type: str
