@@ -25,7 +25,7 @@ from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
 from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
 from loadtest.measurement.provenance import shows
 from loadtest.measurement.spread import pooled_deviation, ratio_spread, spread
-from loadtest.measurement.tables import Column, cell, table, text_table, value_at
+from loadtest.measurement.tables import Column, cell, table, value_at
 from loadtest.peers.comparison_cells import DEFAULTS, QUIET_CORES, STEADY_SHARE, is_sound
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -62,16 +62,6 @@ _AIMS: Final = {
     DEFAULTS: {1: 1.0, 16: 3.0, 64: 3.0},  # both servers started without flags
 }
 _KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
-_TTFT_COLUMNS = (
-    Column("shape", "shape"),
-    Column("precision", "precision"),
-    Column("streams", "streams"),
-    Column("peer", "peer"),
-    Column("Kvasir, TTFT p50 / p99 ms", "ours_ttft"),
-    Column("peer, TTFT p50 / p99 ms", "theirs_ttft"),
-    Column("p99 ratio", "ttft_ratio", ".2f"),
-    Column("client CPU, % of a core", "ours.client_cpu_share.median", ".0f", 100.0, " %"),
-)
 
 
 def fill(template: str, facts: Mapping[str, Any]) -> str:
@@ -120,16 +110,16 @@ def performance_page(results: Mapping[str, Any]) -> str:
     start_rows = [
         point[kind] | {"kind": kind, "bytes": point["bytes"]} for kind in ("warm", "cold") for point in starts
     ]
-    best = [
-        min(pairs, key=lambda pair: pair["ratio"]["median"]) for row in peers["cells"] if (pairs := compared_pairs(row))
-    ]
+    compared = [pairs for row in peers["cells"] if (pairs := compared_pairs(row))]
+    failures = Counter(
+        (name, figure["error"]) for row in peers["cells"] for name, figure in row["peers"].items() if "error" in figure
+    )
     facts = {
         **results,
         "tables": {
             "engine_decode": table(DECODE_COLUMNS, results["engine"]["decode"]),
             "engine_prompts": table(PROMPT_COLUMNS, results["engine"]["prompts"]),
             "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
-            "peers": _peer_tables(peers),
         },
         "quiet": {"cores": QUIET_CORES, "steady_share": STEADY_SHARE},
         "machines": _named(results),
@@ -154,7 +144,9 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "peer_shapes": _named(peers["shapes"]),
         "default_shapes": _named(results["defaults"]["shapes"]),
         "default_pairs": [pair for row in results["defaults"]["cells"] for pair in compared_pairs(row)],
-        "best_pairs": best,
+        "best_pairs": [min(pairs, key=lambda pair: pair["ratio"]["median"]) for pairs in compared],
+        "pairs": {kind: [pair for pairs in compared for pair in pairs if pair["kind"] == kind] for kind in _KINDS},
+        "failures": [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()],
         "engines": [
             {
                 "name": name,
@@ -210,43 +202,6 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             pair["ttft_ratio"] = ratio_spread(*ttfts)["median"]
         pairs.append(pair)
     return pairs
-
-
-def _peer_tables(result: Mapping[str, Any]) -> str:
-    """Return a table for each kind of cell, with a column for each peer, and a table of failures."""
-
-    def compared(figure: Mapping[str, Any] | None) -> str:
-        if figure is None or "ratio" not in figure:
-            return ""
-        rate = figure["theirs"]["tokens_per_second"]["median"]
-        return f"{rate:.0f}; {cell(figure, Column('', 'ratio', '.2f'))}" if is_sound(figure) else "†"
-
-    parts = []
-    for kind, title in _KINDS.items():
-        measured = [(row, pairs) for row in result["cells"] if row["kind"] == kind and (pairs := compared_pairs(row))]
-        if not measured:
-            continue
-        names = list(dict.fromkeys(name for row, _ in measured for name in row["peers"]))
-        sizes = ("shape", "precision", "streams", "context")
-        head = [*sizes, "Kvasir, tokens/s", *(f"{name}, tokens/s; ratio" for name in names)]
-        rows = [
-            [
-                *(str(pairs[0][key]) for key in (*sizes, "ours_rate")),
-                *(compared(row["peers"].get(name)) for name in names),
-            ]
-            for row, pairs in measured
-        ]
-        parts.append(f"### {title[0].upper()}{title[1:]}\n\n{text_table(head, rows)}")
-        if kind == "http":
-            parts.append(table(_TTFT_COLUMNS, (pair for _, pairs in measured for pair in pairs)))
-    failures = Counter(
-        (name, figure["error"]) for row in result["cells"] for name, figure in row["peers"].items() if "error" in figure
-    )
-    if failures:
-        columns = (Column("peer", "peer"), Column("cells", "cells"), Column("reason", "reason"))
-        failed = [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()]
-        parts.append(f"Failures:\n\n{table(columns, failed)}")
-    return "\n".join(parts)
 
 
 def losses(row: Mapping[str, Any]) -> list[float]:

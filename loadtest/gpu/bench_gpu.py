@@ -2,11 +2,7 @@
 
     python -m loadtest.gpu.bench_gpu PART --out FILE [--checkpoint DIR]
 
-Parts: card (the device, its limits, and the available attention kernels), attention (kernels), decode (steps of a
-random model of 1.5 billion parameters against memory bandwidth), engine (the default model as it is served) and
-quantized (decode steps with int8 and fp8 weights). Without a CUDA device a part is reported as absent.
-
-Legend: B sequences, H query heads, K key/value heads, D head dimension, N blocks of a table.
+Without a CUDA device a part is reported as absent. Legend: B sequences, H query heads, D head dimension, N blocks.
 """
 
 import argparse
@@ -25,8 +21,9 @@ from torch import Tensor
 
 from loadtest.inprocess.closed_loop import greedy, run_closed
 from loadtest.inprocess.engine import InProcess
+from loadtest.measurement.model_shapes import shape_config
 from loadtest.measurement.provenance import provenance, tell
-from loadtest.measurement.roofline import Machine, WorkFormula
+from loadtest.measurement.roofline import Machine, Roofline, WorkFormula
 from model.attention.kernel_selection import DECODE_KERNELS, KernelContext, SelectedKernels, Unavailable, choose
 from model.attention.kv_cache import KVCache
 from model.attention.layer_spec import AttentionForm
@@ -50,12 +47,25 @@ _ROUNDS = 3
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
+# Shape of Qwen2 with 1.5 billion parameters (its config.json).
+QWEN2: Mapping[str, Any] = shape_config("qwen3-0.6b").to_dict() | {
+    "max_context_length": 32_768,
+    "hidden_size": 1536,
+    "num_heads": 12,
+    "num_kv_heads": 2,
+    "mlp_size": 8960,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "qk_norm": False,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuBench:
     """Device and sizes of the benchmarks.
 
-    shape: shape of the large model. batches, context: sizes of its decode steps. probe_bytes, probe_side: sizes of
-    the machine's probe. streams, output: concurrent requests to a whole engine, and tokens of their completions.
+    batches, context: sizes of the decode steps of `shape`. attention: numbers of query heads, key/value heads and head
+    dimension. output, streams: tokens of completions of a whole engine, and its concurrent requests.
     """
 
     device: torch.device
@@ -71,22 +81,18 @@ class GpuBench:
     streams: tuple[int, ...] = (1, 16, 64, 256)
     repeats: int = 5
 
-    def place(self, config: ModelConfig | None = None) -> KernelContext:
+    @property
+    def weight_type(self) -> str:
+        """Name of the dtype, a key of `WEIGHT_BYTES`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def kernel_context(self, config: ModelConfig) -> KernelContext:
         """Return the device, dtype and model for which attention kernels are chosen."""
-        config = self.shape if config is None else config
         return KernelContext(config=config, device=self.device, dtype=self.dtype, block_size=BLOCK_SIZE)
 
-    @torch.inference_mode()
     def probe(self) -> Machine:
-        """Measure the machine's limits: reading an array larger than any cache, and a product of square matrices.
-
-        The best of several tries counts.
-        """
-        array = torch.ones(self.probe_bytes // 4, dtype=torch.float32, device=self.device)
-        x_MK, weight_NK = torch.randn((2, self.probe_side, self.probe_side), device=self.device).to(self.dtype)
-        read = min(self.seconds(array.sum, 5))
-        multiply = min(self.seconds(lambda: torch.nn.functional.linear(x_MK, weight_NK), 5))
-        return Machine(array.nbytes / read, 2 * self.probe_side**3 / multiply)
+        """Measure the device's limits: reading an array larger than any cache, and a product of square matrices."""
+        return Roofline(self.weight_type, self.device.type, self.probe_bytes, (self.probe_side,)).probe()
 
     def capture(self) -> Capture:
         """Return the capture function: CUDA graphs, or on other devices the plain function."""
@@ -98,7 +104,7 @@ class GpuBench:
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], object], times: int) -> list[float]:
-        """Return the time per call over `times` calls in a row, repeated."""
+        """Return the mean seconds per call over `times` calls in a row, for each repeat."""
         work()
         values = []
         for _ in range(self.repeats):
@@ -111,33 +117,10 @@ class GpuBench:
         return values
 
 
-# Shape of Qwen2 with 1.5 billion parameters (its config.json).
-QWEN2: Mapping[str, Any] = {
-    "vocab_size": 151_936,
-    "max_context_length": 32_768,
-    "num_layers": 28,
-    "hidden_size": 1536,
-    "num_heads": 12,
-    "num_kv_heads": 2,
-    "head_dim": 128,
-    "mlp_size": 8960,
-    "position": "rotary",
-    "rope_theta": 1_000_000.0,
-    "norm": "rms_norm",
-    "norm_eps": 1e-6,
-    "mlp": "swiglu",
-    "attention_bias": True,
-    "attention_out_bias": False,
-    "mlp_bias": False,
-    "qk_norm": False,
-    "tie_embeddings": True,
-}
-
-
 def card(bench: GpuBench) -> dict[str, Any]:
     """Return the device, its limits, and the attention kernels that work on it."""
     machine = bench.probe()
-    chosen = choose(bench.place())
+    chosen = choose(bench.kernel_context(bench.shape))
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "bytes_per_second": machine.bytes_per_second,
@@ -160,7 +143,7 @@ def card(bench: GpuBench) -> dict[str, Any]:
 def attention(bench: GpuBench) -> dict[str, Any]:
     """Measure one layer's decode attention with every available kernel: time, bytes/s, and batch invariance."""
     cases = itertools.product(bench.attention, bench.attention_contexts, bench.batches)
-    return {"rows": [_attention(bench, heads, context, batch) for heads, context, batch in cases]}
+    return {"rows": [_attention(bench, *case) for case in cases]}
 
 
 @torch.inference_mode()
@@ -183,7 +166,7 @@ def _attention(bench: GpuBench, heads: tuple[int, int, int], context: int, batch
     row: dict[str, Any] = {"heads": heads, "context": context, "batch": batch, "layers": num_layers}
     for name, make in DECODE_KERNELS.items():
         try:
-            way = make(bench.place(config))
+            way = make(bench.kernel_context(config))
         except Unavailable as error:
             row[name] = {"absent": str(error)}
             continue
@@ -202,13 +185,13 @@ def _attention(bench: GpuBench, heads: tuple[int, int, int], context: int, batch
     return row
 
 
-def random_model(config: ModelConfig, bench: GpuBench, chosen: SelectedKernels) -> Transformer:
-    """Return a model of random weights on the device. Step time does not depend on the weights' values."""
+def random_model(bench: GpuBench, chosen: SelectedKernels) -> Transformer:
+    """Return the large model with random weights on the device. Step time does not depend on the weights' values."""
     with torch.device("meta"):
-        model = Transformer(config, chosen.backend)
+        model = Transformer(bench.shape, chosen.backend)
     tensors = {
         name: torch.empty(shape, dtype=bench.dtype, device=bench.device).normal_(0.0, 0.02)
-        for name, shape in config.parameter_shapes().items()
+        for name, shape in bench.shape.parameter_shapes().items()
     }
     model.load_state_dict(tensors, strict=True, assign=True)
     model = model.to(bench.device).eval().requires_grad_(False)
@@ -242,14 +225,9 @@ def decode_inputs(batch: int, context: int) -> ModelInputs:
 
 
 def decode(bench: GpuBench) -> dict[str, Any]:
-    """Measure decode steps of the large model, with and without CUDA graphs, against memory bandwidth.
-
-    A step begins with integers on the host and ends with token ids on the host.
-    """
-    chosen = choose(bench.place())
-    machine = bench.probe()
-    weight_type = str(bench.dtype).removeprefix("torch.")
-    recorded, figures = timed_steps(bench, random_model(bench.shape, bench, chosen), weight_type, machine)
+    """Measure decode steps of the large model, with and without CUDA graphs, against memory bandwidth."""
+    chosen, machine = choose(bench.kernel_context(bench.shape)), bench.probe()
+    recorded, figures = timed_steps(bench, random_model(bench, chosen), bench.weight_type, machine)
     return {
         "attention": str(chosen),
         "parameters": bench.shape.num_parameters,
@@ -261,7 +239,7 @@ def decode(bench: GpuBench) -> dict[str, Any]:
 
 def quantized(bench: GpuBench) -> dict[str, Any]:
     """Measure decode steps with quantized matrices, in each format that the device supports."""
-    chosen, machine = choose(bench.place()), bench.probe()
+    chosen, machine = choose(bench.kernel_context(bench.shape)), bench.probe()
     figures: dict[str, Any] = {"bytes_per_second": machine.bytes_per_second}
     for name in FORMATS:
         try:
@@ -269,7 +247,7 @@ def quantized(bench: GpuBench) -> dict[str, Any]:
         except QuantizationError as error:
             figures[name] = {"absent": str(error)}
             continue
-        model = random_model(bench.shape, bench, chosen)
+        model = random_model(bench, chosen)
         replace_linears_by(model, quantization.make)
         recorded, steps = timed_steps(bench, model, name, machine)
         facts = {"matrices": str(quantization)}
@@ -280,8 +258,11 @@ def quantized(bench: GpuBench) -> dict[str, Any]:
 def timed_steps(
     bench: GpuBench, model: Transformer, weight_type: str, machine: Machine
 ) -> tuple[ModelRunner, dict[str, Any]]:
-    """Time a decode step of each batch size, with and without CUDA graphs. Return the graph runner and the figures."""
-    formula = WorkFormula(config=bench.shape, weight_type=weight_type, kv_value_bytes=bench.dtype.itemsize)
+    """Time a decode step of each batch size, with and without CUDA graphs. Return the graph runner and the figures.
+
+    A step begins with integers on the host and ends with token ids on the host.
+    """
+    formula = WorkFormula(bench.shape, weight_type, bench.dtype.itemsize)
     most = max(4, *bench.batches)
     blocks = most * -(-bench.context // BLOCK_SIZE)
     plain, recorded = (
@@ -313,12 +294,12 @@ def timed_steps(
                 "same_tokens": same,
             }
         )
-    recordings = [[bucket.rows, bucket.width] for bucket in shapes]
-    return recorded, {"record_seconds": record_seconds, "recorded": recordings, "rows": rows}
+    buckets = [[bucket.rows, bucket.width] for bucket in shapes]
+    return recorded, {"record_seconds": record_seconds, "recorded": buckets, "rows": rows}
 
 
-def kernels(bench: GpuBench, runner: ModelRunner, batch: int, *, count: int = 20) -> dict[str, Any]:
-    """Return the kernels that take most of a step's time on the device."""
+def kernels(bench: GpuBench, runner: ModelRunner, batch: int) -> dict[str, Any]:
+    """Return the 20 kernels that take most of a decode step's time on the device."""
     inputs = decode_inputs(batch, bench.context)
     on_gpu = bench.device.type == "cuda"
     activities = torch.profiler.ProfilerActivity
@@ -328,9 +309,7 @@ def kernels(bench: GpuBench, runner: ModelRunner, batch: int, *, count: int = 20
         bench.wait()
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     taken = sorted(profile.key_averages(), key=lambda average: -getattr(average, key))
-    figures = [
-        {"name": a.key[:80], "us_a_step": getattr(a, key) / 3, "calls_a_step": a.count / 3} for a in taken[:count]
-    ]
+    figures = [{"name": a.key[:80], "us_a_step": getattr(a, key) / 3, "calls_a_step": a.count / 3} for a in taken[:20]]
     return {"batch": batch, "us_a_step": sum(getattr(a, key) for a in taken) / 3, "most": figures}
 
 
@@ -350,15 +329,12 @@ def engine(bench: GpuBench, checkpoint: Path) -> dict[str, Any]:
 
 
 _PARTS: Mapping[str, Callable[[GpuBench], dict[str, Any]]] = {
-    "card": card,
-    "attention": attention,
-    "decode": decode,
-    "quantized": quantized,
+    part.__name__: part for part in (card, attention, decode, quantized)
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure a part and write JSON. Return 0, also without a device, which the JSON reports."""
+    """Measure one part and write JSON. Return 0, also without a device, which the JSON reports."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Measure one part of the GPU benchmarks.")
     parser.add_argument("part", choices=(*_PARTS, "engine"))

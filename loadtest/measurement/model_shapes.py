@@ -12,41 +12,17 @@ from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
 from model.tokenizer.byte_level import ByteLevelTokenizer
 
+_SIZES = (
+    *("vocab_size", "max_context_length", "num_layers", "hidden_size"),
+    *("num_heads", "num_kv_heads", "head_dim", "mlp_size"),
+)
 SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
-    "S": {
-        "vocab_size": 8192,
-        "max_context_length": 2048,
-        "num_layers": 8,
-        "hidden_size": 512,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "head_dim": 64,
-        "mlp_size": 1408,
-    },
-    "M": {
-        "vocab_size": 32000,
-        "max_context_length": 2048,
-        "num_layers": 12,
-        "hidden_size": 768,
-        "num_heads": 12,
-        "num_kv_heads": 12,
-        "head_dim": 64,
-        "mlp_size": 2048,
-    },
+    "S": dict(zip(_SIZES, (8192, 2048, 8, 512, 8, 4, 64, 1408), strict=True)),
+    "M": dict(zip(_SIZES, (32000, 2048, 12, 768, 12, 12, 64, 2048), strict=True)),
     # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json. The context is 2,048 instead of 40,960
     # positions, as in the other shapes: it limits the KV-cache and does not change speed.
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "max_context_length": 2048,
-        "num_layers": 28,
-        "hidden_size": 1024,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "mlp_size": 3072,
-    },
+    "qwen3-0.6b": dict(zip(_SIZES, (151936, 2048, 28, 1024, 16, 8, 128, 3072), strict=True)),
 }
-
 _EOS = "<|endoftext|>"
 _PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]

@@ -16,9 +16,8 @@ more than its window. Source of the bound: Williams et al. 2009, "Roofline".
 """
 
 import math
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +28,13 @@ from model.nn.linear import can_pack
 _READ_BYTES = 256 * 2**20  # far larger than any cache
 _SIDES = (512, 2048)
 _TRIES = 5
-_PROCESSOR_SIDE, _PROCESSOR_TRIES = 1024, 9
 
 WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measured limits: bytes/s read, and FLOP/s multiplied in the weights' type."""
+    """Measured limits of a device: bytes/s read, and FLOP/s multiplied in the weights' type."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -44,7 +42,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes and FLOPs that a step cannot avoid."""
+    """Bytes and FLOPs that an engine step cannot avoid."""
 
     bytes: int
     flops: int
@@ -102,32 +100,31 @@ class WorkFormula:
 
 
 class Roofline:
-    """Probe of the machine's limits: a sum over a large array, and matrix products. The best of several tries counts.
+    """Probe of a device's limits: a sum over a large array, and products of matrices of the given weight type.
 
-    Args:
-        weight_type: float32, bfloat16, float64, int8 or fp8; the peak is measured for this type.
-        device: cpu or cuda.
+    The best of several tries counts.
     """
 
-    def __init__(self, weight_type: str, device: str) -> None:
-        self._array = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
-        self._products = [(2 * side**3, way) for side in _SIDES for way in products(weight_type, side, device)]
+    def __init__(
+        self, weight_type: str, device: str, read_bytes: int | None = None, sides: Sequence[int] | None = None
+    ) -> None:
+        self._array = torch.ones((read_bytes or _READ_BYTES) // 4, dtype=torch.float32, device=device)
+        self._products = [(2 * side**3, way) for side in sides or _SIDES for way in products(weight_type, side, device)]
 
     @torch.inference_mode()
     def probe(self) -> Machine:
         """Measure the limits now."""
-        read = self._best_seconds(lambda: self._array.sum())
-        multiply = max(flops / self._best_seconds(product) for flops, product in self._products)
-        return Machine(self._array.nbytes / read, multiply)
 
-    @staticmethod
-    def _best_seconds(work: Callable[[], object]) -> float:
-        _seconds(work)  # warm-up
-        return min(_seconds(work) for _ in range(_TRIES))
+        def best_seconds(work: Callable[[], object]) -> float:
+            _seconds(work)  # warm-up
+            return min(_seconds(work) for _ in range(_TRIES))
+
+        read = best_seconds(self._array.sum)
+        return Machine(self._array.nbytes / read, max(flops / best_seconds(way) for flops, way in self._products))
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
-    """Return ways to multiply two square matrices of this type (float32, bfloat16, float64, int8 or fp8)."""
+    """Return functions that multiply two square matrices of a type (float32, bfloat16, float64, int8 or fp8)."""
     if weight_type == "int8":
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]
@@ -142,24 +139,6 @@ def products(weight_type: str, side: int, device: str) -> list[Callable[[], torc
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
         ways.append(lambda: torch.ops.mkldnn._linear_pointwise(x_MK, packed, None, "none", [], ""))
     return ways
-
-
-class ProcessorProbe:
-    """Probe of the processors' current speed: a bfloat16 matrix product that fits into the caches.
-
-    Two processors of a virtual machine may at times be two threads of one core of its host, which the guest cannot
-    see. A comparison therefore probes before, between and after its sides.
-    """
-
-    def __init__(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        self._product = products("bfloat16", _PROCESSOR_SIDE, "cpu")[-1]  # by oneDNN, if available
-
-    @torch.inference_mode()
-    def gflops(self) -> float:
-        """Return the current GFLOP/s: the median of a few products."""
-        self._product()
-        return 2e-9 * _PROCESSOR_SIDE**3 / statistics.median(_seconds(self._product) for _ in range(_PROCESSOR_TRIES))
 
 
 def _seconds(work: Callable[[], object]) -> float:

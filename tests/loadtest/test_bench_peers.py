@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from loadtest.client.sse_client import Target
 from loadtest.measurement.benchmark_program import MeasurementFailed
+from loadtest.measurement.roofline import Machine
 from loadtest.peers import bench_peers, processes
 from loadtest.peers.comparison_cells import DEFAULTS, Cell, make_cells, random_prompts
 from loadtest.peers.engines import OURS, PEERS, Peer, PeerFiles, run
@@ -170,16 +172,16 @@ class ScriptedWork:
 
 
 class ScriptedProbe:
-    """Replacement of `ProcessorProbe` with scripted speeds."""
+    """Replacement of `Roofline` with scripted speeds of the processors, in GFLOP/s."""
 
     speeds: ClassVar[Iterator[float]]
 
-    def __init__(self, threads: int) -> None:
-        assert threads == 2
+    def __init__(self, weight_type: str, device: str, *, read_bytes: int, sides: tuple[int, ...]) -> None:
+        assert (weight_type, device) == ("bfloat16", "cpu")
 
-    def gflops(self) -> float:
+    def probe(self) -> Machine:
         """Return the next speed."""
-        return next(self.speeds)
+        return Machine(1.0, 1e9 * next(self.speeds))
 
 
 @pytest.fixture
@@ -211,7 +213,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(bench_peers, "DriverProcess", RecordedDriver)
     monkeypatch.setattr(bench_peers, "quiet_or_warned", lambda program: 0.0)
     monkeypatch.setattr(bench_peers, "ForeignWork", ScriptedWork)
-    monkeypatch.setattr(bench_peers, "ProcessorProbe", ScriptedProbe)
+    monkeypatch.setattr(bench_peers, "Roofline", ScriptedProbe)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setattr(bench_peers, "_pins", lambda environment: [f"{environment}==1"])
     ScriptedWork.cores_of_pairs = itertools.repeat(0.1)
     ScriptedProbe.speeds = itertools.repeat(800.0)
