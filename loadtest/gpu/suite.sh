@@ -36,21 +36,32 @@ part() {
         timeout --kill-after=5 "$limit" "$@" >"$work/$name.log" 2>&1
         code=$?
     fi
-    "$python" -m loadtest.gpu.report --out "$out" --part "$name" --code "$code" --seconds "$((SECONDS - began))" \
-        --log "$work/$name.log" --result "$work/$name.json"
+    "$python" -m loadtest.gpu.report "$out" "$name" "$code" "$((SECONDS - began))" "$work/$name.log" "$work/$name.json"
 }
 
-# tests NAME SECONDS FILE...: run pytest files as a part; absent without a device.
+# on_gpu NAME SECONDS COMMAND...: run a part if there is a device.
+on_gpu() {
+    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$work/torch.log"; then
+        part "$@"
+    else
+        echo '{"absent": "no CUDA device"}' >"$work/$1.json"
+        part "$1" "$2" true
+    fi
+}
+
+# tests NAME SECONDS FILE...: run pytest files as a part, without the project's settings: they name plugins that the
+# machine may lack.
 tests() {
     local name=$1 limit=$2
     shift 2
-    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$work/torch.log"; then
-        # Without the project's pytest settings: they name plugins that the machine may lack.
-        part "$name" "$limit" "$python" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu "$@"
-    else
-        echo '{"absent": "no CUDA device"}' >"$work/$name.json"
-        part "$name" "$limit" true
-    fi
+    on_gpu "$name" "$limit" "$python" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu "$@"
+}
+
+# bench NAME SECONDS FLAG... [-- SETTING...]: run `kvasir bench` with these flags as a part.
+bench() {
+    local name=$1 limit=$2
+    shift 2
+    on_gpu "$name" "$limit" "$python" -m loadtest.inprocess.bench_command --out "$work/$name.json" "$@"
 }
 
 if [ -n "$wheels" ]; then
@@ -58,15 +69,17 @@ if [ -n "$wheels" ]; then
         --target "$work/site" "$wheels"/*.whl
     export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
-bench="$python -m loadtest.gpu.bench_gpu"
-# Most important parts first, in case the suite is stopped.
-part card 60 $bench card --out "$work/card.json"
+large="--shape qwen2-1.5b --context 1024 --prompt-tokens 1024"
+batches="--batch 1 2 4 8 16 32 64"
+# Most important parts first, in case the suite is stopped. Unquoted variables hold several words.
+part card 60 "$python" -m loadtest.gpu.bench_gpu card --out "$work/card.json"
 tests paged 150 tests/gpu/test_paged.py tests/gpu/test_fused.py tests/gpu/test_quantization.py
-part decode 120 $bench decode --out "$work/decode.json"
-part engine 90 $bench engine --checkpoint "$checkpoint" --out "$work/engine.json"
-part quantized 75 $bench quantized --out "$work/quantized.json"
+bench decode 120 $large $batches -- --dtype bfloat16
+bench engine 90 --checkpoint "$checkpoint" --batch 1 16 64 256 --context 512 -- --max-num-running 256
+bench int8 90 $large --batch 1 64 -- --dtype bfloat16 --quantize int8
+bench fp8 90 $large --batch 1 64 -- --dtype bfloat16 --quantize fp8
 tests engine_tests 100 tests/gpu/test_engine.py
-part attention 60 $bench attention --out "$work/attention.json"
+part attention 60 "$python" -m loadtest.gpu.bench_gpu attention --out "$work/attention.json"
 tests mechanisms 100 tests/gpu/test_cuda.py
 tests training 100 tests/gpu/test_cuda_training.py
 echo "$out after $SECONDS s"

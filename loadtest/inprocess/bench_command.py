@@ -44,7 +44,7 @@ def _parser() -> _Parser:
     model.add_argument(
         "--shape",
         choices=sorted(SHAPE_SIZES),
-        help="random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596 million parameters",
+        help="random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
     parser.add_argument(
@@ -91,3 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from loadtest.inprocess import bench_engine  # imports torch, which takes seconds
 
     return run_benchmark(parser, arguments, lambda: bench_engine.run(arguments, settings), prints_json=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

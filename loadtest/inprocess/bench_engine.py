@@ -195,7 +195,8 @@ def run(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any
     """Run the sweep on the given checkpoint, or on a temporary one of a shape, and print its tables."""
     with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as scratch:
         if arguments.shape is not None:
-            made = write_random_checkpoint(Path(scratch) / "model", arguments.shape)
+            dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
+            made = write_random_checkpoint(Path(scratch) / "model", arguments.shape, dtype=dtype)
             settings = settings.model_copy(update={"checkpoint": made})
         result = measure(arguments, settings)
     print(table(DECODE_COLUMNS, result["decode"]))

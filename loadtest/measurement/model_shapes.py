@@ -1,6 +1,6 @@
 """Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
-Torch is imported only to write a checkpoint. S and M have Llama's architecture, qwen3-0.6b has Qwen3's.
+Torch is imported only to write a checkpoint. S and M have Llama's architecture.
 """
 
 import dataclasses
@@ -22,6 +22,8 @@ SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
     # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json. The context is 2,048 instead of 40,960
     # positions, as in the other shapes: it limits the KV-cache and does not change speed.
     "qwen3-0.6b": dict(zip(_SIZES, (151936, 2048, 28, 1024, 16, 8, 128, 3072), strict=True)),
+    # Source: https://huggingface.co/Qwen/Qwen2-1.5B/blob/main/config.json, likewise.
+    "qwen2-1.5b": dict(zip(_SIZES, (151936, 2048, 28, 1536, 12, 2, 128, 8960), strict=True)),
 }
 _EOS = "<|endoftext|>"
 _PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
@@ -30,18 +32,19 @@ _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]
 
 def shape_config(name: str) -> ModelConfig:
     """Return the config of a shape, a key of `SHAPE_SIZES`."""
-    is_qwen3 = name.startswith("qwen3")
+    is_qwen = name.startswith("qwen")
     sizes: dict[str, Any] = SHAPE_SIZES[name]
     return ModelConfig(
         **sizes,
         position=PositionKind.ROTARY,
-        rope_theta=1e6 if is_qwen3 else 1e4,
+        rope_theta=1e6 if is_qwen else 1e4,
         norm=NormKind.RMS_NORM,
-        norm_eps=1e-6 if is_qwen3 else 1e-5,
+        norm_eps=1e-6 if is_qwen else 1e-5,
         mlp=MlpKind.SWIGLU,
-        attention_bias=False,
+        attention_bias=name.startswith("qwen2"),
+        attention_out_bias=False,
         mlp_bias=False,
-        qk_norm=is_qwen3,
+        qk_norm=name.startswith("qwen3"),
         tie_embeddings=True,
     )
 

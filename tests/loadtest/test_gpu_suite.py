@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from loadtest.gpu import bench_gpu, report
-from loadtest.gpu.bench_gpu import QWEN2, GpuBench, attention, card, decode, engine, quantized
-from model.config import ModelConfig
+from loadtest.gpu.bench_gpu import GpuBench, attention, card
+from loadtest.measurement.model_shapes import shape_config
 
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu" / "suite.sh"
 PARTS = [
@@ -19,7 +19,8 @@ PARTS = [
     "paged",
     "decode",
     "engine",
-    "quantized",
+    "int8",
+    "fp8",
     "engine_tests",
     "attention",
     "mechanisms",
@@ -31,8 +32,8 @@ out() {{ while [ "$1" != --out ]; do shift; done; echo "$2"; }}
 case "$*" in
     *loadtest.gpu.report*) exec {python} "$@" ;;
     *"bench_gpu card"*) echo '{{"name": "a card"}}' >"$(out "$@")" ;;
-    *"bench_gpu decode"*) echo "out of memory"; exit 3 ;;
-    *"bench_gpu engine"*) exit 124 ;;
+    *bench_command*qwen2-1.5b*"--batch 1 2 "*"-- --dtype bfloat16") echo "out of memory"; exit 3 ;;
+    *bench_command*--checkpoint*) exit 124 ;;
     *"bench_gpu attention"*) echo '{{"rows": [' >"$(out "$@")"; exit 137 ;;
     *pip*) exit 0 ;;
     *"import sys, torch"*) exit {no_gpu} ;;
@@ -56,14 +57,19 @@ def run(tmp_path: Path, *, no_gpu: int = 1, budget: int = 500, wheels: bool = Fa
 
 
 def test_the_report_has_every_part_even_if_others_fail(tmp_path: Path) -> None:
-    parts = run(tmp_path)["parts"]
+    parts = run(tmp_path, no_gpu=0)["parts"]
     assert list(parts) == PARTS
     assert (parts["card"]["state"], parts["card"]["result"]) == ("passed", {"name": "a card"})
     assert (parts["decode"]["state"], parts["decode"]["code"]) == ("failed", 3)
     assert parts["decode"]["end_of_log"] == "out of memory\n"
     assert parts["engine"]["state"] == parts["attention"]["state"] == "cut short"
     assert "result" not in parts["attention"]
-    assert {parts[name]["state"] for name in ("paged", "engine_tests", "mechanisms", "training")} == {"absent"}
+
+
+def test_without_a_gpu_tests_and_benchmarks_are_absent(tmp_path: Path) -> None:
+    parts = run(tmp_path)["parts"]
+    assert list(parts) == PARTS
+    assert {parts[name]["state"] for name in set(PARTS) - {"card", "attention"}} == {"absent"}
 
 
 def test_with_a_gpu_tests_run_after_the_wheels(tmp_path: Path) -> None:
@@ -105,31 +111,26 @@ def test_a_repeated_part_replaces_the_earlier_report() -> None:
 
 def test_a_part_without_a_device_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench_gpu.main(["decode", "--out", str(tmp_path / "decode.json")]) == 0
-    found = json.loads((tmp_path / "decode.json").read_text())
+    assert bench_gpu.main(["card", "--out", str(tmp_path / "card.json")]) == 0
+    found = json.loads((tmp_path / "card.json").read_text())
     assert found["absent"] == "no CUDA device"
-    assert found["command"].startswith("python -m loadtest.gpu.bench_gpu decode")
+    assert found["command"].startswith("python -m loadtest.gpu.bench_gpu card")
 
 
-TINY = {"vocab_size": 300, "max_context_length": 64, "num_layers": 2, "hidden_size": 64, "mlp_size": 96}
 BENCH = GpuBench(
     device=torch.device("cpu"),
     dtype=torch.float32,
-    shape=ModelConfig.from_dict({**QWEN2, **TINY, "num_heads": 4, "head_dim": 16}),
+    heads=((4, 2, 16),),
+    contexts=(40,),
     batches=(1, 5),
-    context=40,
-    attention=((4, 2, 16),),
-    attention_contexts=(40,),
     probe_bytes=2**20,
     probe_side=64,
-    output=16,
-    streams=(1, 3),
     repeats=2,
 )
 
 
 def test_the_large_model_has_the_sizes_of_qwen2() -> None:
-    shape = ModelConfig.from_dict(dict(QWEN2))
+    shape = shape_config("qwen2-1.5b")
     assert shape.num_parameters == 1_543_714_304  # those of the published checkpoint of 1.5B
     assert shape.kv_bytes_per_token(2) == 28_672
 
@@ -146,31 +147,3 @@ def test_attention_measures_every_available_kernel() -> None:
     assert (first["batch"], second["batch"], first["heads"]) == (1, 5, (4, 2, 16))
     assert "absent" in first["triton"]
     assert first["gathered"]["bytes_per_second"] > 0
-
-
-def test_decode_measures_steps_with_and_without_graphs() -> None:
-    found = decode(BENCH)
-    assert [row["batch"] for row in found["rows"]] == [1, 5]
-    assert all(row["same_tokens"] for row in found["rows"])
-    assert found["recorded"] == [[8, 3], [4, 3]]
-    for row in found["rows"]:
-        assert row["of_the_bound"] == pytest.approx(row["bound_ms"] / row["ms"])
-        assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["ms"])
-    assert found["kernels"][0]["most"][0]["us_a_step"] > 0
-
-
-def test_quantized_measures_int8_and_reports_fp8_as_absent() -> None:
-    found = quantized(BENCH)
-    assert found["int8"]["matrices"] == "int8 matrices by torch._int_mm"
-    whole = {row["batch"]: row["bound_ms"] for row in decode(BENCH)["rows"]}
-    assert {row["batch"] for row in found["int8"]["rows"]} == set(whole)
-    assert all(row["same_tokens"] for row in found["int8"]["rows"])
-    assert found["fp8"] == {"absent": "--quantize fp8 needs --dtype bfloat16; add it, or choose --quantize int8"}
-
-
-def test_engine_measures_each_number_of_streams(tiny_checkpoint: Path) -> None:
-    threads = torch.get_num_threads()
-    found = engine(BENCH, tiny_checkpoint)
-    torch.set_num_threads(threads)
-    assert [row["streams"] for row in found["rows"]] == [1, 3]
-    assert all(len(row["values"]) == 3 for row in found["rows"])
