@@ -41,18 +41,15 @@ def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit of the working tree, marked if files differ from it; 'unknown' outside a checkout.
-
-    Changes in docs/ do not count, because a run writes its results there.
-    """
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
+    """Return the commit of the working tree, marked if files outside docs/ differ; 'unknown' outside a checkout."""
     try:
-        head = git("rev-parse", "--short=12", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+        head, changed = (
+            subprocess.check_output(["git", *arguments], cwd=_ROOT, text=True, stderr=subprocess.DEVNULL).strip()
+            for arguments in (
+                ("rev-parse", "--short=12", "HEAD"),
+                ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs"),
+            )
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{head} with local changes" if changed else head
@@ -112,10 +109,10 @@ def quiet_or_warned(program: str) -> float:
 
 
 def digest(result: object) -> str:
-    """Return a digest of a result. It is stored in the picture, so that an outdated picture is detected."""
+    """Return a digest of a result, which its picture stores, so that an outdated picture is detected."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
 def shows(path: Path, result: object) -> bool:
-    """Return True if the file is a picture of this result."""
+    """Return True if the file is a picture that stores the digest of this result."""
     return path.is_file() and digest(result).encode() in path.read_bytes()

@@ -67,7 +67,7 @@ class WorkFormula:
         per_layer = self.config.kv_bytes_per_token(self.kv_value_bytes) / self.config.num_layers
         return Work(
             self._weight_bytes + round(batch_size * seen * per_layer),
-            2 * self.num_multiplied * batch_size + round(4 * batch_size * seen * self._attended),
+            2 * self.num_multiplied * batch_size + round(4 * batch_size * seen * self._query_size),
         )
 
     def prompt(self, *, num_tokens: int, tokens_per_step: int) -> Work:
@@ -76,7 +76,7 @@ class WorkFormula:
         windows = (self.config.window(layer) or num_tokens for layer in range(self.config.num_layers))
         pairs = sum(sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows)
         linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
-        return Work(self._weight_bytes * steps, linear + 4 * pairs * self._attended)
+        return Work(self._weight_bytes * steps, linear + 4 * pairs * self._query_size)
 
     @property
     def num_multiplied(self) -> int:
@@ -94,8 +94,8 @@ class WorkFormula:
         return self.num_multiplied * WEIGHT_BYTES[self.weight_type]
 
     @property
-    def _attended(self) -> int:
-        """Numbers in one layer's query heads."""
+    def _query_size(self) -> int:
+        """Numbers in the query heads of one layer."""
         return self.config.num_heads * self.config.head_dim
 
 

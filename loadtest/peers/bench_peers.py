@@ -34,8 +34,7 @@ from loadtest.peers.comparison_cells import (
     make_cells,
     random_prompts,
 )
-from loadtest.peers.engines import OURS, PEERS, PINS, ROOT, Peer, PeerFiles, install
-from loadtest.peers.processes import DriverProcess, PeerServer
+from loadtest.peers.engines import OURS, PEERS, PINS, ROOT, DriverProcess, Peer, PeerFiles, PeerServer, install
 
 _AGREED = 16  # first tokens of a completion that are compared
 

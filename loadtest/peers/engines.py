@@ -1,27 +1,37 @@
-"""Engines of the comparison: installation, model files, and commands. Torch-free.
+"""Engines of the comparison: installation, model files, commands, and child processes.
 
 `install.sh` creates the environments in `.venv-peers/NAME`. Model files are in `.venv-peers/models/SHAPE`. A failed
 step raises `MeasurementFailed`, and the comparison reports the reason and continues without that peer.
 """
 
+import itertools
+import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+
+from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
-from loadtest.measurement.model_shapes import SHAPE_SIZES
+from loadtest.measurement.model_shapes import SHAPE_SIZES, write_random_checkpoint
 from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
-from loadtest.scenarios.service_process import kvasir_serve
+from loadtest.scenarios.closed_and_open_loop import complete_all
+from loadtest.scenarios.service_process import ServiceProcess, kvasir_serve
+from model.checkpoint.conversion.hugging_face import export_checkpoint
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PINS = Path(__file__).resolve().parent
+ROOT, PINS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
 _DRIVERS = "loadtest.peers.drivers"
 _QUANTIZED = {"bfloat16": "BF16", "int8": "Q8_0", DEFAULTS: "BF16"}
 _SLOT_TOKENS, _MAX_STREAMS = 256, 64  # llama-server's slots; each holds a prompt and its completion
+_REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
+_STOP_SECONDS = 20.0
 
 
 def run(command: Sequence[str]) -> None:
@@ -69,15 +79,10 @@ def _write_our_model(files: PeerFiles, cell: Cell) -> None:
     """Write random weights as a Kvasir checkpoint, and an export of the float32 ones for the peers' converters."""
     for path, dtype in ((files.model(cell, "ours"), "float32"), (_our_weights(files, cell), "bfloat16")):
         if not (path / "manifest.json").is_file():
-            program = (
-                "from pathlib import Path; from loadtest.measurement.model_shapes import write_random_checkpoint; "
-            )
-            program += f"write_random_checkpoint(Path({str(path)!r}), {cell.shape!r}, dtype={dtype!r})"
-            run([sys.executable, "-c", program])
+            write_random_checkpoint(path, cell.shape, dtype=dtype)
     exported = files.model(cell, "hugging_face")
     if not (exported / "config.json").is_file():
-        kvasir = str(Path(sys.executable).with_name("kvasir"))
-        run([kvasir, "convert", "--export", str(files.model(cell, "ours")), "--out", str(exported)])
+        export_checkpoint(files.model(cell, "ours"), exported)
 
 
 def _our_settings(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
@@ -203,3 +208,103 @@ PEERS: Final = (
         "activations quantized by OpenVINO; KV-cache float16, with int8 weights int8",
     ),
 )
+
+
+class DriverProcess:
+    """Engine in a child process that speaks `loadtest.peers.drivers.protocol`.
+
+    Raises:
+        MeasurementFailed: the engine does not start.
+    """
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        # Errors quote the last line of standard error.
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
+        pipe, environment = subprocess.PIPE, {**os.environ, **variables}
+        try:
+            self.child = subprocess.Popen(
+                command, cwd=ROOT, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=self._log
+            )
+        except OSError as error:
+            self._log.close()
+            raise MeasurementFailed(f"{command[0]}: {error.strerror}") from error
+        try:
+            self._read()
+        except MeasurementFailed:
+            self.close()
+            raise
+
+    def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
+        """Run one wave of prompts. Return tokens/s for the cell's kind, and the first sequence's token ids.
+
+        Raises:
+            MeasurementFailed: the engine failed or died.
+        """
+        try:
+            line = json.dumps({"prompts": prompts, "output_tokens": cell.output_tokens})
+            print(line, file=self.child.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # the read below reports the engine's last line
+        wave = self._read()
+        if "error" in wave:
+            raise MeasurementFailed(wave["error"])
+        first, later_tokens = wave["first_seconds"], wave.pop("later_tokens")
+        if cell.kind == "prompt":
+            return {"tokens_per_second": sum(map(len, prompts)) / first, **wave}
+        return {"tokens_per_second": later_tokens / (wave["total_seconds"] - first), **wave}
+
+    def close(self) -> None:
+        """Stop the engine's process."""
+        self.child.terminate()
+        try:
+            self.child.communicate(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.communicate()
+        self._log.close()
+
+    def _read(self) -> dict[str, Any]:
+        for line in self.child.stdout or ():
+            if line.startswith("{"):  # skip what libraries print while they load
+                response: dict[str, Any] = json.loads(line)
+                return response
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
+        raise MeasurementFailed(f"the engine ended: {lines[-1] if lines else 'no output'}")
+
+
+class PeerServer:
+    """Server with OpenAI's completions API. Raises MeasurementFailed if the server does not start."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._service = ServiceProcess(command).__enter__()
+        self._indexes = itertools.count()
+        try:
+            self._service.wait_first_token()
+        except MeasurementFailed:
+            self.close()
+            raise
+
+    def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
+        """Send all prompts from `cell.streams` clients in a closed loop.
+
+        Raises:
+            MeasurementFailed: a request failed.
+        """
+        requests = [
+            LoadRequest(index=index, prompt=prompt, max_tokens=cell.output_tokens, temperature=0.0)
+            for index, prompt in zip(self._indexes, prompts, strict=False)
+        ]
+        run = complete_all(self._service.target, requests, num_streams=cell.streams, timeout_seconds=_REQUEST_SECONDS)
+        ttfts = [outcome.ttft_seconds for outcome in run.outcomes if outcome.ttft_seconds is not None]
+        p50, p99 = (1e3 * float(np.percentile(ttfts, share)) for share in (50, 99))
+        return {
+            "tokens_per_second": run.tokens_per_second,
+            "ttft_p50_ms": p50,
+            "ttft_p99_ms": p99,
+            "client_cpu_share": run.client_cpu_share,
+        }
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._service.__exit__()

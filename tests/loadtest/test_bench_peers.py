@@ -15,10 +15,9 @@ import torch
 from loadtest.client.sse_client import Target
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.roofline import Machine
-from loadtest.peers import bench_peers, processes
+from loadtest.peers import bench_peers, engines
 from loadtest.peers.comparison_cells import DEFAULTS, Cell, make_cells, random_prompts
-from loadtest.peers.engines import OURS, PEERS, Peer, PeerFiles, run
-from loadtest.peers.processes import DriverProcess, PeerServer
+from loadtest.peers.engines import OURS, PEERS, DriverProcess, Peer, PeerFiles, PeerServer, run
 from loadtest.scenarios.service_process import ServiceProcess
 from tests.loadtest.stub_server import Script, StubServer
 from tests.loadtest.test_bench_peers_cells import cell
@@ -101,7 +100,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[StubServer], PeerServer
         def wait_first_token(self) -> float:
             return 0.0
 
-    monkeypatch.setattr(processes, "ServiceProcess", StubProcess)
+    monkeypatch.setattr(engines, "ServiceProcess", StubProcess)
     idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     return lambda stub: PeerServer([*idle, str(stub.port)])
 

@@ -1,11 +1,7 @@
 """Converter of Kvasir's export to GGUF: `python -m loadtest.peers.drivers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
 
-The file is written in float32 by llama.cpp's gguf package, because llama.cpp's converter rejects unknown
-tokenizers, such as that of random weights. As in that converter, rows of Llama's queries and keys are reordered:
-llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, and transformers rotates its two halves.
-llama.cpp's "qwen3" rotates halves too.
-
-Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
+The file is written in float32 by llama.cpp's gguf package, because llama.cpp's converter rejects the tokenizer of the
+random weights. Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
 """
 
 import json
@@ -17,7 +13,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-_ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face, and their names in GGUF
+_ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face and of GGUF
 _NAMES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
@@ -34,7 +30,6 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-
 # GGUF names of sizes, and their names in config.json. Without the lengths of keys and values, llama.cpp assumes a head
 # size of hidden size / heads.
 _SIZES = {
@@ -53,15 +48,19 @@ _SIZES = {
 
 
 def main() -> None:
-    """Read the float32 export, write the file. Exit with a one-line error for an unsupported model type."""
+    """Read the float32 export and write the file. Exit with a one-line error for an unsupported model type."""
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads((source / "config.json").read_text())
     model_type = config["model_type"]
     if model_type not in _ARCHITECTURES:
         sys.exit(f"{source}: model type {model_type!r}; only {', '.join(_ARCHITECTURES)} are converted to GGUF")
     writer = gguf.GGUFWriter(out, model_type)
-    _write_sizes(writer, config)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    for name, key in _SIZES.items():
+        getattr(writer, f"add_{name}")(config[key])
     _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
+    # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers. Its "qwen3" and transformers rotate two halves.
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     reordered = heads if model_type == "llama" else {}
     for path in sorted(source.glob("*.safetensors")):
@@ -73,13 +72,6 @@ def main() -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    for name, key in _SIZES.items():
-        getattr(writer, f"add_{name}")(config[key])
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
@@ -99,7 +91,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None
 
 
 def _gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a transformers tensor."""
+    """Return llama.cpp's name of a tensor of transformers."""
     parts = name.removeprefix("model.").removesuffix(".weight")
     if parts in _NAMES:
         return f"{_NAMES[parts]}.weight"

@@ -1,9 +1,7 @@
-"""Driver of OpenVINO GenAI's continuous batching.
+"""Driver of OpenVINO GenAI: `python -m loadtest.peers.drivers.openvino_engine DIR PRECISION THREADS`.
 
-    python -m loadtest.peers.drivers.openvino_engine DIR PRECISION THREADS
-
-DIR holds the exported weights. PRECISION is that of the arithmetic: float32 or bfloat16, or int8 for int8 weights.
-int8 weights run with a float32 hint, and OpenVINO then rounds activations to int8.
+DIR holds the exported weights. PRECISION is float32, bfloat16, or int8 for int8 weights with a float32 hint: OpenVINO
+then rounds activations to int8.
 """
 
 import sys
@@ -17,14 +15,13 @@ import openvino_genai
 from loadtest.peers.drivers.protocol import Prompts, Wave, serve
 
 _HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
-_CACHE_GB = 3
 
 
 def main() -> None:
     """Compile the model and serve requests."""
     directory, precision, threads = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = _CACHE_GB
+    scheduler.cache_size = 3  # GB
     scheduler.max_num_batched_tokens = 512
     scheduler.max_num_seqs = 64
     scheduler.enable_prefix_caching = False
