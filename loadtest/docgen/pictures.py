@@ -18,7 +18,7 @@ _FROM_STEP = 150  # before this training step, all loss curves fall steeply and 
 
 
 def draw_engine(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw step time over the number of sequences, a line per context, and the roofline below each."""
+    """Draw step time over the number of sequences, a line per context, and the roofline below each line."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     points, machine = result["decode"], result["roofline"]
@@ -50,7 +50,12 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
     for axes, panel in zip(grid, panels, strict=False):
         own = [cell for cell in cells if (cell["shape"], cell["precision"]) == panel]
         for number, name in enumerate(("ours", *result["peers"])):
-            lines = [(cell["streams"], rate) for cell in own if (rate := _rate(cell, name)) is not None]
+            lines = []
+            for cell in own:
+                side, names = ("ours", list(cell["peers"])) if name == "ours" else ("theirs", [name])
+                sound = [peer for each in names if is_sound(peer := cell["peers"].get(each, {}))]
+                if rates := [rate for peer in sound for rate in peer[side]["tokens_per_second"]["values"]]:
+                    lines.append((cell["streams"], statistics.median(rates)))
             if lines:
                 width = 2.5 if name == "ours" else 1.2
                 axes.plot(*zip(*lines, strict=True), "o-", color=f"C{number}", linewidth=width, label=name)
@@ -59,12 +64,6 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     _save(figure, path, result)
-
-
-def _rate(cell: Mapping[str, Any], name: str) -> float | None:
-    side, peers = ("ours", cell["peers"].values()) if name == "ours" else ("theirs", [cell["peers"].get(name, {})])
-    rates = [value for peer in peers if is_sound(peer) for value in peer[side]["tokens_per_second"]["values"]]
-    return statistics.median(rates) if rates else None
 
 
 def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
@@ -77,9 +76,8 @@ def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
         points = [p for p in result["long"]["points"] if (p["prompt_slowdown"] is None) == (number == 0)]
         ratios = [point["itl_p99_ratio"] for point in points]
         x, y = [point["ttft_ms"]["median"] for point in points], [ratio["median"] for ratio in ratios]
-        below = [ratio["median"] - ratio["min"] for ratio in ratios]
-        above = [ratio["max"] - ratio["median"] for ratio in ratios]
-        axes.errorbar(x, y, [below, above], fmt="o-", color=f"C{number}", capsize=3, label=label)
+        errors = [[abs(ratio["median"] - ratio[end]) for ratio in ratios] for end in ("min", "max")]
+        axes.errorbar(x, y, errors, fmt="o-", color=f"C{number}", capsize=3, label=label)
         for point, at in zip(points, zip(x, y, strict=True), strict=True):
             axes.annotate(f"{point[name]:g}", at, xytext=(6, 4), textcoords="offset points", fontsize=8)
     axes.axhline(_MAX_ITL_RATIO, color="black", linestyle=":", linewidth=1)

@@ -49,6 +49,7 @@ BASELINE = "multi-head"
 EAGER = "eager"  # the baseline's weights on the unfused attention backend
 # One thread: the machine is shared, and a second thread gains little for a model of this size.
 TRAIN_FLAGS = ("--threads", "1", "--no-compile")
+LAST_FILE = Path("checkpoint", "MODEL_CARD.md")  # the last file of a run that `kvasir train` writes
 TRAIN_STEPS = 8
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 64
 KERNEL_LENGTHS = (128, 512, 2048)
@@ -94,10 +95,6 @@ ROWS = (
 )
 
 
-def _is_finished(run: Path) -> bool:
-    return (run / "checkpoint" / "MODEL_CARD.md").is_file()  # `kvasir train` writes the model card last
-
-
 def train_run(row: Row, seed: int, run: Path) -> None:
     """Start or continue one training run by `kvasir train`. Raises MeasurementFailed if the command fails."""
     show(f"training {row.name}, seed {seed}")
@@ -114,7 +111,7 @@ def run_result(row: Row, seed: int, run: Path) -> dict[str, Any]:
     Raises:
         MeasurementFailed: the run is not finished or has another recipe.
     """
-    if not _is_finished(run):
+    if not (run / LAST_FILE).is_file():
         raise MeasurementFailed(f"{run} is not finished: run bench_attention train --seeds {seed}")
     manifest, recipe = read_manifest(run / "checkpoint"), row.recipe()
     training = manifest.training
@@ -142,7 +139,7 @@ def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
     done = {}
     for seed, row in itertools.product(seeds, ROWS):
         run = runs / f"{row.name}-{seed}"
-        if not _is_finished(run):
+        if not (run / LAST_FILE).is_file():
             train_run(row, seed, run)
         done[row.name, seed] = run_result(row, seed, run)
     if len({run["tokenizer"] for run in done.values()}) > 1:
@@ -173,7 +170,7 @@ def speed(runs: Path, seed: int, rounds: int, threads: int) -> dict[str, Any]:
     """Measure training and serving speed of each mechanism, and the speedup of the fused kernel, JSON-ready.
 
     Raises:
-        MeasurementFailed: a run of this seed is missing.
+        MeasurementFailed: a training run of this seed is missing.
     """
     trained = {row.name: runs / f"{row.name}-{seed}" for row in ROWS}
     for row in ROWS:

@@ -52,51 +52,36 @@ class Work:
         return max(self.bytes / machine.bytes_per_second, self.flops / machine.flops_per_second)
 
 
-@dataclass(frozen=True, slots=True)
 class WorkFormula:
     """Formula of the bytes and FLOPs of a step of one model, whose weights have a type of `WEIGHT_BYTES`."""
 
-    config: ModelConfig
-    weight_type: str
-    kv_value_bytes: int
+    def __init__(self, config: ModelConfig, weight_type: str, kv_value_bytes: int) -> None:
+        shapes = config.parameter_shapes()
+        layers = (shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
+        self._config = config
+        self._head = config.vocab_size * config.hidden_size
+        # The input embedding is only looked up.
+        self.num_multiplied = sum(map(math.prod, layers)) + self._head
+        self._weight_bytes = self.num_multiplied * WEIGHT_BYTES[weight_type]
+        self._kv_layer_bytes = config.kv_bytes_per_token(kv_value_bytes) / config.num_layers
+        self._query_size = config.num_heads * config.head_dim
 
     def decode(self, *, batch_size: int, context_length: float) -> Work:
         """Return the work of a step that decodes `batch_size` sequences of `context_length` tokens on average."""
-        windows = map(self.config.window, range(self.config.num_layers))
+        windows = map(self._config.window, range(self._config.num_layers))
         seen = sum(context_length if window is None else min(context_length, window) for window in windows)
-        per_layer = self.config.kv_bytes_per_token(self.kv_value_bytes) / self.config.num_layers
         return Work(
-            self._weight_bytes + round(batch_size * seen * per_layer),
+            self._weight_bytes + round(batch_size * seen * self._kv_layer_bytes),
             2 * self.num_multiplied * batch_size + round(4 * batch_size * seen * self._query_size),
         )
 
     def prompt(self, *, num_tokens: int, tokens_per_step: int) -> Work:
         """Return the work until the first token of a prompt without a cached prefix, alone in the engine."""
         steps = -(-num_tokens // tokens_per_step)
-        windows = (self.config.window(layer) or num_tokens for layer in range(self.config.num_layers))
+        windows = (self._config.window(layer) or num_tokens for layer in range(self._config.num_layers))
         pairs = sum(sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows)
         linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
         return Work(self._weight_bytes * steps, linear + 4 * pairs * self._query_size)
-
-    @property
-    def num_multiplied(self) -> int:
-        """Numbers in all matrices that multiply a token's vector. The input embedding is only looked up."""
-        shapes = self.config.parameter_shapes()
-        layers = (shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
-        return sum(map(math.prod, layers)) + self._head
-
-    @property
-    def _head(self) -> int:
-        return self.config.vocab_size * self.config.hidden_size
-
-    @property
-    def _weight_bytes(self) -> int:
-        return self.num_multiplied * WEIGHT_BYTES[self.weight_type]
-
-    @property
-    def _query_size(self) -> int:
-        """Numbers in the query heads of one layer."""
-        return self.config.num_heads * self.config.head_dim
 
 
 class Roofline:

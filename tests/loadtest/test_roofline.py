@@ -45,7 +45,7 @@ WEIGHTS = 2 * A_LAYER + HEAD
 
 
 def formula(config: ModelConfig = CONFIG, weight_type: str = "float32") -> WorkFormula:
-    return WorkFormula(config=config, weight_type=weight_type, kv_value_bytes=4)
+    return WorkFormula(config, weight_type, 4)
 
 
 def test_bytes_and_flops_of_a_decode_step() -> None:

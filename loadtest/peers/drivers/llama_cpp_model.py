@@ -60,7 +60,7 @@ def main() -> None:
     for name, key in _SIZES.items():
         getattr(writer, f"add_{name}")(config[key])
     _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
-    # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers. Its "qwen3" and transformers rotate two halves.
+    # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, its "qwen3" and transformers the two halves.
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     reordered = heads if model_type == "llama" else {}
     for path in sorted(source.glob("*.safetensors")):
