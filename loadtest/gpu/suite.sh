@@ -57,11 +57,11 @@ tests() {
     on_gpu "$name" "$limit" "$python" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu "$@"
 }
 
-# bench NAME SECONDS FLAG... [-- SETTING...]: run `kvasir bench` with these flags as a part.
+# bench NAME SECONDS PROGRAM FLAG... [-- SETTING...]: run a benchmark of loadtest/inprocess as a part.
 bench() {
-    local name=$1 limit=$2
-    shift 2
-    on_gpu "$name" "$limit" "$python" -m loadtest.inprocess.bench_command --out "$work/$name.json" "$@"
+    local name=$1 limit=$2 program=$3
+    shift 3
+    on_gpu "$name" "$limit" "$python" -m "loadtest.inprocess.$program" --out "$work/$name.json" "$@"
 }
 
 if [ -n "$wheels" ]; then
@@ -72,14 +72,13 @@ fi
 large="--shape qwen2-1.5b --context 1024 --prompt-tokens 1024"
 batches="--batch 1 2 4 8 16 32 64"
 # Most important parts first, in case the suite is stopped. Unquoted variables hold several words.
-part card 60 "$python" -m loadtest.gpu.bench_gpu card --out "$work/card.json"
 tests paged 150 tests/gpu/test_paged.py tests/gpu/test_fused.py tests/gpu/test_quantization.py
-bench decode 120 $large $batches -- --dtype bfloat16
-bench engine 90 --checkpoint "$checkpoint" --batch 1 16 64 256 --context 512 -- --max-num-running 256
-bench int8 90 $large --batch 1 64 -- --dtype bfloat16 --quantize int8
-bench fp8 90 $large --batch 1 64 -- --dtype bfloat16 --quantize fp8
+bench decode 120 bench_command $large $batches -- --dtype bfloat16
+bench engine 90 bench_command --checkpoint "$checkpoint" --batch 1 16 64 256 --context 512 -- --max-num-running 256
+bench int8 90 bench_command $large --batch 1 64 -- --dtype bfloat16 --quantize int8
+bench fp8 90 bench_command $large --batch 1 64 -- --dtype bfloat16 --quantize fp8
 tests engine_tests 100 tests/gpu/test_engine.py
-part attention 60 "$python" -m loadtest.gpu.bench_gpu attention --out "$work/attention.json"
+bench attention 60 bench_kernels --device cuda --shape qwen2-1.5b qwen3-0.6b S $batches --context 1024 8192
 tests mechanisms 100 tests/gpu/test_cuda.py
 tests training 100 tests/gpu/test_cuda_training.py
 echo "$out after $SECONDS s"

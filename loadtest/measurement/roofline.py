@@ -96,16 +96,14 @@ class Roofline:
         self._array = torch.ones((read_bytes or _READ_BYTES) // 4, dtype=torch.float32, device=device)
         self._products = [(2 * side**3, way) for side in sides or _SIDES for way in products(weight_type, side, device)]
 
+    def bytes_per_second(self) -> float:
+        """Read the array and return the bandwidth."""
+        return self._array.nbytes / _best_seconds(self._array.sum)
+
     @torch.inference_mode()
     def probe(self) -> Machine:
-        """Measure the limits now."""
-
-        def best_seconds(work: Callable[[], object]) -> float:
-            _seconds(work)  # warm-up
-            return min(_seconds(work) for _ in range(_TRIES))
-
-        read = best_seconds(self._array.sum)
-        return Machine(self._array.nbytes / read, max(flops / best_seconds(way) for flops, way in self._products))
+        """Measure both limits now."""
+        return Machine(self.bytes_per_second(), max(flops / _best_seconds(way) for flops, way in self._products))
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
@@ -126,9 +124,13 @@ def products(weight_type: str, side: int, device: str) -> list[Callable[[], torc
     return ways
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+def _best_seconds(work: Callable[[], object]) -> float:
+    """Return the least time of several calls, after one warm-up call."""
+    seconds = []
+    for _ in range(_TRIES + 1):
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])

@@ -151,3 +151,9 @@ def test_no_two_prompts_share_a_block() -> None:
     beginnings = {prompts.next(16) for _ in range(2000)}
     assert len(beginnings) == 2000
     assert {len(prompt) for prompt in beginnings} == {16}
+
+
+def test_the_large_gpu_shape_has_the_sizes_of_qwen2() -> None:
+    shape = model_shapes.shape_config("qwen2-1.5b")
+    assert shape.num_parameters == 1_543_714_304  # those of the published checkpoint of 1.5B
+    assert shape.kv_bytes_per_token(2) == 28_672

@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from loadtest.gpu import bench_gpu, report
-from loadtest.gpu.bench_gpu import GpuBench, attention, card
-from loadtest.measurement.model_shapes import shape_config
+from loadtest.gpu import report
 
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu" / "suite.sh"
 PARTS = [
-    "card",
     "paged",
     "decode",
     "engine",
@@ -31,10 +27,10 @@ STAND_IN = """#!/bin/sh
 out() {{ while [ "$1" != --out ]; do shift; done; echo "$2"; }}
 case "$*" in
     *loadtest.gpu.report*) exec {python} "$@" ;;
-    *"bench_gpu card"*) echo '{{"name": "a card"}}' >"$(out "$@")" ;;
+    *bench_command*int8*) echo '{{"decode": []}}' >"$(out "$@")" ;;
     *bench_command*qwen2-1.5b*"--batch 1 2 "*"-- --dtype bfloat16") echo "out of memory"; exit 3 ;;
     *bench_command*--checkpoint*) exit 124 ;;
-    *"bench_gpu attention"*) echo '{{"rows": [' >"$(out "$@")"; exit 137 ;;
+    *bench_kernels*) echo '{{"rows": [' >"$(out "$@")"; exit 137 ;;
     *pip*) exit 0 ;;
     *"import sys, torch"*) exit {no_gpu} ;;
 esac
@@ -59,7 +55,7 @@ def run(tmp_path: Path, *, no_gpu: int = 1, budget: int = 500, wheels: bool = Fa
 def test_the_report_has_every_part_even_if_others_fail(tmp_path: Path) -> None:
     parts = run(tmp_path, no_gpu=0)["parts"]
     assert list(parts) == PARTS
-    assert (parts["card"]["state"], parts["card"]["result"]) == ("passed", {"name": "a card"})
+    assert (parts["int8"]["state"], parts["int8"]["result"]) == ("passed", {"decode": []})
     assert (parts["decode"]["state"], parts["decode"]["code"]) == ("failed", 3)
     assert parts["decode"]["end_of_log"] == "out of memory\n"
     assert parts["engine"]["state"] == parts["attention"]["state"] == "cut short"
@@ -69,7 +65,7 @@ def test_the_report_has_every_part_even_if_others_fail(tmp_path: Path) -> None:
 def test_without_a_gpu_tests_and_benchmarks_are_absent(tmp_path: Path) -> None:
     parts = run(tmp_path)["parts"]
     assert list(parts) == PARTS
-    assert {parts[name]["state"] for name in set(PARTS) - {"card", "attention"}} == {"absent"}
+    assert {part["state"] for part in parts.values()} == {"absent"}
 
 
 def test_with_a_gpu_tests_run_after_the_wheels(tmp_path: Path) -> None:
@@ -83,7 +79,7 @@ def test_with_a_gpu_tests_run_after_the_wheels(tmp_path: Path) -> None:
 def test_without_time_every_part_is_reported_as_cut_short(tmp_path: Path) -> None:
     parts = run(tmp_path, budget=0)["parts"]
     assert [part["state"] for part in parts.values()] == ["cut short"] * len(PARTS)
-    assert parts["card"]["end_of_log"] == "no time left\n"
+    assert parts["paged"]["end_of_log"] == "no time left\n"
 
 
 def test_the_default_budget_is_under_ten_minutes() -> None:
@@ -107,43 +103,3 @@ def test_a_repeated_part_replaces_the_earlier_report() -> None:
     assert both["parts"]["b"]["state"] == "absent"
     last = report.add_part(both, "a", code=0, seconds=3.0, log="", result={"n": 1})
     assert (last["parts"]["a"]["state"], last["parts"]["a"]["result"]) == ("passed", {"n": 1})
-
-
-def test_a_part_without_a_device_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench_gpu.main(["card", "--out", str(tmp_path / "card.json")]) == 0
-    found = json.loads((tmp_path / "card.json").read_text())
-    assert found["absent"] == "no CUDA device"
-    assert found["command"].startswith("python -m loadtest.gpu.bench_gpu card")
-
-
-BENCH = GpuBench(
-    device=torch.device("cpu"),
-    dtype=torch.float32,
-    heads=((4, 2, 16),),
-    contexts=(40,),
-    batches=(1, 5),
-    probe_bytes=2**20,
-    probe_side=64,
-    repeats=2,
-)
-
-
-def test_the_large_model_has_the_sizes_of_qwen2() -> None:
-    shape = shape_config("qwen2-1.5b")
-    assert shape.num_parameters == 1_543_714_304  # those of the published checkpoint of 1.5B
-    assert shape.kv_bytes_per_token(2) == 28_672
-
-
-def test_card_reports_limits_and_attention_kernels() -> None:
-    found = card(BENCH)
-    assert found["attention"] == "paged (decode: gathered, prompts: one by one)"
-    assert len(found["left_out"]) == 2
-    assert found["bytes_per_second"] > 0
-
-
-def test_attention_measures_every_available_kernel() -> None:
-    first, second = attention(BENCH)["rows"]
-    assert (first["batch"], second["batch"], first["heads"]) == (1, 5, (4, 2, 16))
-    assert "absent" in first["triton"]
-    assert first["gathered"]["bytes_per_second"] > 0
