@@ -65,7 +65,7 @@ _KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
 
 
 def fill(template: str, facts: Mapping[str, Any]) -> str:
-    """Return the template with every placeholder replaced. Strings under `tables` are inserted as Markdown.
+    """Return the text with every placeholder replaced. Strings under `tables` are inserted as Markdown.
 
     Raises:
         KeyError: the facts lack a path; another version of the benchmark wrote the result.
@@ -88,10 +88,6 @@ def fill(template: str, facts: Mapping[str, Any]) -> str:
     return _PLACEHOLDER.sub(replacement, template)
 
 
-def _template(name: str) -> str:
-    return Path(__file__).with_name(f"{name}_template.md").read_text(encoding="utf-8")
-
-
 def _named(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "name": name} for name, row in rows.items()]
 
@@ -111,6 +107,9 @@ def performance_page(results: Mapping[str, Any]) -> str:
         point[kind] | {"kind": kind, "bytes": point["bytes"]} for kind in ("warm", "cold") for point in starts
     ]
     compared = [pairs for row in peers["cells"] if (pairs := compared_pairs(row))]
+    http = [pair for pairs in compared for pair in pairs if pair["kind"] == "http" and pair["streams"] in _STREAMS]
+    ttfts = [pair["ttft_ratio"] for pair in http]
+    num_reached = sum(ratio <= _TTFT_RATIO for ratio in ttfts)
     failures = Counter(
         (name, figure["error"]) for row in peers["cells"] for name, figure in row["peers"].items() if "error" in figure
     )
@@ -140,7 +139,9 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "starts": start_rows,
         "large_starts": [row for row in start_rows if row["bytes"] >= _LARGE_BYTES],
         "bandwidth": {"low": min(shares), "high": max(shares)},
-        "ttft": _ttft_aim(peers),
+        "ttft": [{"low": min(ttfts), "high": max(ttfts), "num_reached": num_reached, "num": len(ttfts)}]
+        if ttfts
+        else [],
         "peer_shapes": _named(peers["shapes"]),
         "default_shapes": _named(results["defaults"]["shapes"]),
         "default_pairs": [pair for row in results["defaults"]["cells"] for pair in compared_pairs(row)],
@@ -156,19 +157,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
             for name, peer in peers["peers"].items()
         ],
     }
-    return fill(_template("performance"), facts)
-
-
-def _ttft_aim(peers: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return one row on the ratios of TTFT p99 to other servers', or no row without such a figure."""
-    ratios = [
-        pair["ttft_ratio"]
-        for row in peers["cells"]
-        if row["kind"] == "http" and row["streams"] in _STREAMS
-        for pair in compared_pairs(row)
-    ]
-    num_reached = sum(ratio <= _TTFT_RATIO for ratio in ratios)
-    return [{"low": min(ratios), "high": max(ratios), "num_reached": num_reached, "num": len(ratios)}] if ratios else []
+    return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
 
 
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -261,7 +250,8 @@ def attention_page(page: str, results: Mapping[str, Any]) -> str:
         "num_runs": sum(len(row["runs"]) for row in rows),
         "commits": ", ".join(sorted({f"`{run['commit']}`" for row in rows for run in row["runs"]})),
     }
-    parts = {match[2]: match[3] for match in _MEASURED.finditer(fill(_template("attention"), facts))}
+    filled = fill(Path(__file__).with_name("attention_template.md").read_text(encoding="utf-8"), facts)
+    parts = {match[2]: match[3] for match in _MEASURED.finditer(filled)}
     named = [match[2] for match in _MEASURED.finditer(page)]
     if sorted(named) != sorted(parts):
         raise ValueError(f"the page must have each part once: {', '.join(parts)}; the page has {', '.join(named)}")
@@ -287,17 +277,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "write nothing; exit with 1 if the page or a picture does not match the results"
     parser.add_argument("--check", action="store_true", help=text)
     arguments = parser.parse_args(argv)
-    path, is_attention = arguments.docs / f"{arguments.name}.md", arguments.name == "attention"
+    path = arguments.docs / f"{arguments.name}.md"
+
+    def read(name: str) -> Any:
+        return json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8"))
+
     try:
-        files = {name: arguments.results / f"{name}.json" for name in (("attention",) if is_attention else NAMES)}
-        read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
-        results = read["attention"] if is_attention else read
-        page = attention_page(path.read_text(encoding="utf-8"), results) if is_attention else performance_page(results)
-    except KeyError as error:
-        print(f"{parser.prog}: the results lack {error}; run the benchmark again", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        if arguments.name == "attention":
+            results = read("attention")
+            page = attention_page(path.read_text(encoding="utf-8"), results)
+        else:
+            results = {name: read(name) for name in NAMES}
+            page = performance_page(results)
+    except (OSError, ValueError, KeyError) as error:
+        reason = f"the results lack {error}; run the benchmark again" if isinstance(error, KeyError) else error
+        print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2
     drawn = {
         arguments.docs / file: (draw, value_at(results, at)) for file, (draw, at) in PICTURES[arguments.name].items()

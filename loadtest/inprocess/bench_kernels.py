@@ -78,8 +78,11 @@ class DecodeCase:
         scale = config.head_dim**-0.5
         self.forms = [AttentionForm(layer=n, scale=scale, window=None, bias=None) for n in range(self.num_layers)]
 
-    def run_backend(self, backend: AttentionBackend) -> None:
-        """Run all layers by an attention backend."""
+    def backend_passes(self, backends: Mapping[str, AttentionBackend]) -> dict[str, Callable[[], object]]:
+        """Return a pass over all layers for each attention backend."""
+        return {name: partial(self._run_backend, backend) for name, backend in backends.items()}
+
+    def _run_backend(self, backend: AttentionBackend) -> None:
         last = self.context - 1
         metadata = AttentionMetadata(
             query_lengths=(1,) * self.batch,
@@ -172,8 +175,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         case = DecodeCase(*sizes, arguments.device)
         show(case.name)
         if is_cpu:
-            backends = {"native": NativeAttention(library), "sdpa": SdpaAttention()}
-            passes = {name: partial(case.run_backend, backend) for name, backend in backends.items()}
+            backends: dict[str, AttentionBackend] = {"native": NativeAttention(library), "sdpa": SdpaAttention()}
+            passes = case.backend_passes(backends)
         else:
             passes = case.captured_kernels(CudaCapture())
         rows.append(measure(case, passes, arguments.repeats, probe))

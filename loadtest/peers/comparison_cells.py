@@ -34,7 +34,7 @@ QUIET_CORES: Final = 0.2
 STEADY_SHARE: Final = 0.85
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One row of the comparison.
 
@@ -71,17 +71,10 @@ class Cell:
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
     """Return the requested cells, shape by shape. The precision `DEFAULTS` has cells of kind http only."""
     return [
-        Cell(
-            shape=shape,
-            precision=precision,
-            kind=kind,
-            streams=streams,
-            prompt_tokens=prompt,
-            output_tokens=output,
-        )
+        Cell(shape, precision, *size)
         for shape, precision in itertools.product(shapes, precisions)
-        for kind, streams, prompt, output in (_DEFAULTS_SIZES if precision == DEFAULTS else _SIZES)
-        if kind in kinds
+        for size in (_DEFAULTS_SIZES if precision == DEFAULTS else _SIZES)
+        if size[0] in kinds
     ]
 
 
@@ -131,8 +124,9 @@ class PairStore:
     def has(self, cell: Cell, peer: str, number: int) -> bool:
         """Return True if the pair of this round was measured undisturbed."""
         return any(
-            pair.round == number and is_quiet([pair.other_work_cores], [self._speed_share(pair)])
-            for pair in self._measured(cell, peer)
+            (pair.cell, pair.peer, pair.round, pair.error) == (cell.key, peer, number, None)
+            and is_quiet([pair.other_work_cores], [self._speed_share(pair)])
+            for pair in self.pairs
         )
 
     def summarize(self, cells: Sequence[Cell], peers: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -141,17 +135,9 @@ class PairStore:
         If a pair was measured several times, the least disturbed measurement counts.
         """
         for cell in cells:
-            rows: dict[str, Any] = {}
-            for peer in peers:
-                errors = [pair.error for pair in self.pairs if (pair.cell, pair.peer) == (cell.key, peer)]
-                if measured := self._measured(cell, peer):
-                    rows[peer] = self._summary(measured)
-                elif errors:
-                    rows[peer] = {"error": errors[-1]}
+            found = {peer: [p for p in self.pairs if (p.cell, p.peer) == (cell.key, peer)] for peer in peers}
+            rows = {peer: self._summary(pairs) for peer, pairs in found.items() if pairs}
             yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
-
-    def _measured(self, cell: Cell, peer: str) -> list[ComparedPair]:
-        return [pair for pair in self.pairs if (pair.cell, pair.peer, pair.error) == (cell.key, peer, None)]
 
     def _speed_share(self, pair: ComparedPair) -> float:
         """Return the lowest processor probe of a pair relative to the median of all probes; 1 without probes."""
@@ -162,7 +148,10 @@ class PairStore:
         def disturbance(pair: ComparedPair) -> tuple[bool, float]:
             return self._speed_share(pair) < STEADY_SHARE, pair.other_work_cores
 
-        best = {pair.round: pair for pair in sorted(pairs, key=disturbance, reverse=True)}
+        measured = [pair for pair in pairs if pair.error is None]
+        if not measured:
+            return {"error": pairs[-1].error}
+        best = {pair.round: pair for pair in sorted(measured, key=disturbance, reverse=True)}
         chosen = [best[number] for number in sorted(best)]
         ours, theirs = [pair.ours for pair in chosen], [pair.theirs for pair in chosen]
         return {

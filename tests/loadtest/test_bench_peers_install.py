@@ -1,13 +1,13 @@
 """Installation of llama.cpp from source by loadtest/peers/install.sh, with stubs of Python, cmake and ninja."""
 
 import importlib.metadata
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from loadtest.measurement.benchmark_program import MeasurementFailed
-from loadtest.peers import engines
 from loadtest.peers.engines import PeerFiles, install
 
 SOURCE = "llama_cpp_python-1.0"
@@ -33,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with tarfile.open(tmp_path / f"{SOURCE}.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / SOURCE, SOURCE)
     write_stub(tmp_path)
-    monkeypatch.setattr(engines.sys, "executable", str(tmp_path / "stub"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "stub"))
     return tmp_path / "llama_cpp"
 
 

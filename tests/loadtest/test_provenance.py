@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ def test_the_machine_has_cores_and_memory() -> None:
 def test_busy_cores_are_measured_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cores: float, warning: str
 ) -> None:
-    monkeypatch.setattr(provenance.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(ForeignWork, "cores", lambda self: cores)
     assert quiet_or_warned("bench") == round(cores, 2)
     shown = capsys.readouterr().err
