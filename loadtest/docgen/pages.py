@@ -65,10 +65,9 @@ _KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
 
 
 def fill(template: str, facts: Mapping[str, Any]) -> str:
-    """Return the text with every placeholder replaced. Strings under `tables` are inserted as Markdown.
+    """Return the text with every placeholder replaced. Raises KeyError if the facts lack a path.
 
-    Raises:
-        KeyError: the facts lack a path; another version of the benchmark wrote the result.
+    Strings under `tables` are inserted as Markdown.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -223,7 +222,7 @@ def attention_page(page: str, results: Mapping[str, Any]) -> str:
     """Return docs/attention.md with the text between `<!-- measured: NAME -->` and `<!-- end -->` replaced.
 
     Raises:
-        KeyError: as `fill`, because a phase of the benchmark has not run.
+        KeyError: a phase of the benchmark has not run.
         ValueError: only one seed was trained, or the page and the template have different parts.
     """
     training, speed = results["train"], results["speed"]

@@ -106,11 +106,7 @@ def train_run(row: Row, seed: int, run: Path) -> None:
 
 
 def run_result(row: Row, seed: int, run: Path) -> dict[str, Any]:
-    """Return the losses and facts of a training run, JSON-ready.
-
-    Raises:
-        MeasurementFailed: the run is not finished or has another recipe.
-    """
+    """Return the losses of a training run. Raises MeasurementFailed if the run is unfinished or of another recipe."""
     if not (run / LAST_FILE).is_file():
         raise MeasurementFailed(f"{run} is not finished: run bench_attention train --seeds {seed}")
     manifest, recipe = read_manifest(run / "checkpoint"), row.recipe()
@@ -167,7 +163,7 @@ def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def speed(runs: Path, seed: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Measure training and serving speed of each mechanism, and the speedup of the fused kernel, JSON-ready.
+    """Measure training and serving speed of each mechanism, and the fused kernel's speedup, in rounds.
 
     Raises:
         MeasurementFailed: a training run of this seed is missing.
@@ -266,10 +262,7 @@ def _server(run: Path, attention: str, threads: int) -> Callable[[], int]:
 
 
 def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
-    """Measure causal attention over one sequence on the eager and the fused backend: CPU milliseconds per call.
-
-    score_bytes: size of the stored scores, heads x length² x 4 bytes. The fused kernel stores no scores.
-    """
+    """Measure causal attention over one sequence on the eager and the fused backend: CPU milliseconds per call."""
     qkv = torch.randn(3, length, _KERNEL_HEADS, _KERNEL_HEAD_DIM).unbind()
     form = AttentionForm(layer=0, scale=_KERNEL_HEAD_DIM**-0.5, window=None, bias=None)
     metadata = AttentionMetadata.uncached((length,))
@@ -286,7 +279,7 @@ def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
     eager, fused = ([1e3 / by_cpu for _, by_cpu in rates[name]] for name in ("eager", "sdpa"))
     return {
         "length": length,
-        "score_bytes": _KERNEL_HEADS * length**2 * 4,
+        "score_bytes": _KERNEL_HEADS * length**2 * 4,  # the fused kernel stores no scores
         "eager_ms": spread(eager),
         "fused_ms": spread(fused),
         "ratio": ratio_spread(eager, fused),

@@ -1,8 +1,4 @@
-"""Command `kvasir bench`: read the arguments, then load torch and measure the engine in this process.
-
-kvasir bench --checkpoint checkpoints/NAME --out docs/results/engine.json
-kvasir bench --shape S -- --dtype bfloat16 --threads 2
-"""
+"""Command `kvasir bench`: read the arguments, then load torch and measure the engine in this process."""
 
 import argparse
 from collections.abc import Sequence
@@ -41,15 +37,11 @@ def _parser() -> _Parser:
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--checkpoint", metavar="DIR", help="checkpoint directory")
-    model.add_argument(
-        "--shape",
-        choices=sorted(SHAPE_SIZES),
-        help="random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters",
-    )
+    text = "random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters"
+    model.add_argument("--shape", choices=sorted(SHAPE_SIZES), help=text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
-    parser.add_argument(
-        "--quick", action="store_true", help="default to batch 1 and 16, context 128, one prompt, 16 steps, 3 repeats"
-    )
+    text = "default to batch 1 and 16, context 128, one prompt, 16 steps, 3 repeats"
+    parser.add_argument("--quick", action="store_true", help=text)
     for name, (text, usual, _) in _OPTIONS.items():
         values = " ".join(map(str, usual)) if isinstance(usual, list) else usual
         parser.add_argument(

@@ -1,12 +1,9 @@
 """Sweep of the engine in this process over batch size, context and prompt length.
 
-Decode: `batch` sequences of `context` tokens each, which share no KV-cache block, are timed over a few steps. In each
-step every sequence gets a token. Their prompts are computed once and then come from the prefix cache.
-
-Prompts: each length alone in the engine, without a cached prefix, until its first token.
-
-Each repeat goes round the whole sweep and begins with a probe of the machine's limits, so that a slow minute of the
-machine affects every point alike.
+Decode: `batch` sequences of `context` tokens each, which share no KV-cache block, are timed over a few steps. Their
+prompts are computed once and then come from the prefix cache. Prompts: each length alone in the engine, without a
+cached prefix, until its first token. Each repeat goes round the whole sweep, so that a slow minute of the machine
+affects every point alike.
 """
 
 import argparse
@@ -128,10 +125,9 @@ class Sweep:
 def make_points(
     arguments: argparse.Namespace, settings: ModelSettings, formula: WorkFormula, max_context_tokens: int
 ) -> list[Point]:
-    """Return the requested points. Of lists that were not given, only values that fit the model are used.
+    """Return the requested points. Raises ValueError if a requested size does not fit the model or the engine.
 
-    Raises:
-        ValueError: a point does not fit the model's context, or the engine's batch.
+    Default sizes that do not fit are left out.
     """
     points = []
     for context, batch in itertools.product(arguments.context, arguments.batch):

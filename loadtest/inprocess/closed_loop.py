@@ -55,11 +55,7 @@ class EngineRun:
 
     @property
     def full_step_seconds(self) -> float:
-        """Mean time of a step in which every sequence got a token, from the end of one such step to the next.
-
-        Raises:
-            ValueError: there are fewer than two such steps.
-        """
+        """Mean time of a step in which every sequence got a token. Raises ValueError without two such steps."""
         tokens_at = Counter(seconds for times in self.token_seconds for seconds in times)
         ends = [seconds for seconds, count in sorted(tokens_at.items()) if count == len(self.token_seconds)]
         if len(ends) < 2:
@@ -76,9 +72,7 @@ class EngineRun:
 
 
 def run_closed(engine: Any, submits: Iterable[Submit], *, num_streams: int) -> EngineRun:
-    """Keep `num_streams` sequences in the engine until all are done.
-
-    engine: a `service.engine.engine.Engine`, or an object with its `has_work`, `submit` and `step`.
+    """Keep `num_streams` sequences in a `service.engine.engine.Engine` until all are done.
 
     Raises:
         RuntimeError: a sequence ended in error, or the engine stopped before its sequences did.

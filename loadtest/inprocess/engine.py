@@ -1,6 +1,6 @@
 """Engine of the service in this process."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from model.checkpoint.manifest import Manifest, read_manifest
@@ -34,20 +34,13 @@ class InProcess:
     @property
     def facts(self) -> dict[str, Any]:
         """Facts of the model and the engine, JSON-ready."""
-        return {
+        built = asdict(self.built)
+        return built | {
             "name": self.manifest.name,
             "parameters": self.manifest.config.num_parameters,
-            "context": self.max_context_tokens,
-            "device": self.built.device,
-            "dtype": self.built.dtype,
-            "weights": self.built.matrices if self.built.matrices in ("int8", "fp8") else self.built.dtype,
-            "matrices": self.built.matrices,
-            "attention": self.built.attention,
-            "threads": self.built.threads,
+            "weights": built["matrices"] if built["matrices"] in ("int8", "fp8") else built["dtype"],
             "max_num_running": self.settings.max_num_running,
             "max_batched_tokens": self.settings.max_batched_tokens,
-            "block_size": self.built.block_size,
-            "kv_cache_dtype": self.built.kv_cache_dtype,
             "kv_cache_tokens": self.built.num_blocks * self.built.block_size,
         }
 

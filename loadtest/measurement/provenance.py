@@ -67,10 +67,7 @@ def tell(result: dict[str, Any], out: Path | None) -> None:
 
 
 class ForeignWork:
-    """Meter of the CPU time that other processes use: work of all cores minus that of this process and its descendants.
-
-    Engine threads wait for each other, so an engine loses far more time to another process than that process takes.
-    """
+    """Meter of the CPU time that other processes use: work of all cores minus that of this process and its children."""
 
     def __init__(self) -> None:
         self._began = self._now()

@@ -18,11 +18,7 @@ def ratio_spread(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
-    """Return the root of the mean within-group variance, weighted by degrees of freedom.
-
-    Raises:
-        ValueError: no group has two values.
-    """
+    """Return the root of the mean variance within groups. Raises ValueError if no group has two values."""
     freedom = sum(len(values) - 1 for values in groups)
     if freedom < 1:
         raise ValueError("one seed shows no noise; train a second seed by bench_attention train --seeds 1 2")

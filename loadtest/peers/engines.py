@@ -1,7 +1,6 @@
 """Engines of the comparison: installation, model files, commands, and child processes.
 
-`install.sh` creates the environments in `.venv-peers/NAME`. Model files are in `.venv-peers/models/SHAPE`. A failed
-step raises `MeasurementFailed`, and the comparison reports the reason and continues without that peer.
+`install.sh` creates the environments in `.venv-peers/NAME`. Model files are in `.venv-peers/models/SHAPE`.
 """
 
 import itertools
@@ -156,10 +155,9 @@ Command = Callable[[PeerFiles, Cell, int], list[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """One engine of the comparison. `Command` functions receive the files, the cell, and the number of threads.
+    """One engine of the comparison: a command of its driver, and of its completions server if the engine has one.
 
-    write_model: creates the model's files unless they exist.
-    engine: command of a driver, see `loadtest.peers.drivers.protocol`. server: None without a completions server.
+    write_model: function that creates the model's files unless they exist.
     """
 
     name: str
@@ -211,11 +209,7 @@ PEERS: Final = (
 
 
 class DriverProcess:
-    """Engine in a child process that speaks `loadtest.peers.drivers.protocol`.
-
-    Raises:
-        MeasurementFailed: the engine does not start.
-    """
+    """Engine in a child process that runs a driver. Raises MeasurementFailed if the driver does not start."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         # Errors quote the last line of standard error.
@@ -235,11 +229,7 @@ class DriverProcess:
             raise
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """Run one wave of prompts. Return tokens/s for the cell's kind, and the first sequence's token ids.
-
-        Raises:
-            MeasurementFailed: the engine failed or died.
-        """
+        """Run one wave of prompts and return the figures of the cell's kind. Raises MeasurementFailed if it fails."""
         try:
             line = json.dumps({"prompts": prompts, "output_tokens": cell.output_tokens})
             print(line, file=self.child.stdin, flush=True)
@@ -286,11 +276,7 @@ class PeerServer:
             raise
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """Send all prompts from `cell.streams` clients in a closed loop.
-
-        Raises:
-            MeasurementFailed: a request failed.
-        """
+        """Send all prompts from `cell.streams` closed-loop clients. Raises MeasurementFailed if a request fails."""
         requests = [
             LoadRequest(index=index, prompt=prompt, max_tokens=cell.output_tokens, temperature=0.0)
             for index, prompt in zip(self._indexes, prompts, strict=False)

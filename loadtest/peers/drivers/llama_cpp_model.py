@@ -65,9 +65,9 @@ def main() -> None:
     reordered = heads if model_type == "llama" else {}
     for path in sorted(source.glob("*.safetensors")):
         for name, array in load_file(path).items():
-            gguf_name = _gguf_name(name)
-            part = gguf_name.removesuffix(".weight").rpartition(".")[2]
-            writer.add_tensor(gguf_name, _as_pairs(array, reordered[part]) if part in reordered else array)
+            prefix, part = _gguf_name(name)
+            pairs = _as_pairs(array, reordered[part]) if part in reordered else array
+            writer.add_tensor(f"{prefix}{part}.weight", pairs)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -75,10 +75,9 @@ def main() -> None:
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
-    ids = dict(tokenizer["model"]["vocab"])
     special = {added["content"]: added["id"] for added in tokenizer["added_tokens"]}
-    names = {number: name for name, number in (ids | special).items()}
-    tokens = [names[number] for number in range(len(names))]
+    ids = tokenizer["model"]["vocab"] | special
+    tokens = sorted(ids, key=ids.__getitem__)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in tokenizer["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
@@ -90,13 +89,13 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None
     writer.add_add_bos_token(False)
 
 
-def _gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor of transformers."""
-    parts = name.removeprefix("model.").removesuffix(".weight")
-    if parts in _NAMES:
-        return f"{_NAMES[parts]}.weight"
-    _, layer, inner = parts.split(".", 2)
-    return f"blk.{layer}.{_NAMES[inner]}.weight"
+def _gguf_name(name: str) -> tuple[str, str]:
+    """Return llama.cpp's name of a tensor of transformers: the layer's prefix, and the name within the layer."""
+    part = name.removeprefix("model.").removesuffix(".weight")
+    if part in _NAMES:
+        return "", _NAMES[part]
+    _, layer, inner = part.split(".", 2)
+    return f"blk.{layer}.", _NAMES[inner]
 
 
 def _as_pairs(weight_FE: np.ndarray, num_heads: int) -> np.ndarray:
