@@ -95,16 +95,6 @@ ROWS = (
 )
 
 
-def train_run(row: Row, seed: int, run: Path) -> None:
-    """Start or continue one training run by `kvasir train`. Raises MeasurementFailed if the command fails."""
-    show(f"training {row.name}, seed {seed}")
-    recipe = ["--config", str(RECIPES / f"{row.name}.toml"), "--seed", str(seed)]
-    paths = ["--run-directory", str(run), "--out", str(run / "checkpoint")]
-    command = [sys.executable, "-m", "service.cli", "train", *recipe, *paths, *TRAIN_FLAGS]
-    if code := subprocess.run(command, check=False).returncode:
-        raise MeasurementFailed(f"{' '.join(command)}: exit code {code}; repeat the command to continue")
-
-
 def run_result(row: Row, seed: int, run: Path) -> dict[str, Any]:
     """Return the losses of a training run. Raises MeasurementFailed if the run is unfinished or of another recipe."""
     if not (run / LAST_FILE).is_file():
@@ -136,15 +126,20 @@ def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
     for seed, row in itertools.product(seeds, ROWS):
         run = runs / f"{row.name}-{seed}"
         if not (run / LAST_FILE).is_file():
-            train_run(row, seed, run)
+            show(f"training {row.name}, seed {seed}")
+            recipe = ["--config", str(RECIPES / f"{row.name}.toml"), "--seed", str(seed)]
+            paths = ["--run-directory", str(run), "--out", str(run / "checkpoint")]
+            command = [sys.executable, "-m", "service.cli", "train", *recipe, *paths, *TRAIN_FLAGS]
+            if code := subprocess.run(command, check=False).returncode:
+                raise MeasurementFailed(f"{' '.join(command)}: exit code {code}; repeat the command to continue")
         done[row.name, seed] = run_result(row, seed, run)
     if len({run["tokenizer"] for run in done.values()}) > 1:
         raise MeasurementFailed(f"the runs in {runs} have different tokenizers, so losses differ; delete the runs")
-    recipe = ROWS[0].recipe()
+    config = ROWS[0].recipe()
     return {
         "settings": {
             "seeds": list(seeds),
-            **{key: getattr(recipe, key) for key in ("steps", "batch_size", "sequence_length", "vocab_size")},
+            **{key: getattr(config, key) for key in ("steps", "batch_size", "sequence_length", "vocab_size")},
             "precision": sorted({run["precision"] for run in done.values()}),
             "train_minutes": math.ceil(sum(run["train_seconds"] for run in done.values()) / 60),
         },

@@ -36,8 +36,6 @@ from loadtest.peers.comparison_cells import (
 )
 from loadtest.peers.engines import OURS, PEERS, PINS, ROOT, DriverProcess, Peer, PeerFiles, PeerServer, install
 
-_AGREED = 16  # first tokens of a completion that are compared
-
 
 class Comparison:
     """Runner of the comparison: starts the engines that are needed, measures pairs, and stops the engines."""
@@ -79,13 +77,9 @@ class Comparison:
         except MeasurementFailed as error:
             lines = str(error).splitlines()
             return pair(error=": ".join(dict.fromkeys((lines[0], lines[-1]))))
-        ours, theirs = figures[OURS.name], figures[peer.name]
-        tokens = zip(ours.pop("token_ids", [])[:_AGREED], theirs.pop("token_ids", [])[:_AGREED], strict=False)
-        if agreements := [mine == other for mine, other in tokens]:
-            theirs["first_tokens_alike"] = float([*agreements, False].index(False))
         return pair(
-            ours=ours,
-            theirs=theirs,
+            ours=figures[OURS.name],
+            theirs=figures[peer.name],
             other_work_cores=round(foreign.cores(), 2),
             gflops=gflops,
             seconds=round(time.monotonic() - began, 1),

@@ -51,13 +51,9 @@ class PeerFiles:
 
     directory: Path
 
-    def python(self, environment: str, name: str = "python") -> str:
-        """Return the interpreter of an environment, or another program of it."""
+    def program(self, environment: str, name: str = "python") -> str:
+        """Return the interpreter of an environment, or another program of the environment."""
         return str(self.directory / environment / "bin" / name)
-
-    def program(self, name: str) -> str:
-        """Return the path of a program of llama.cpp."""
-        return str(self.directory / "llama_cpp" / "programs" / name)
 
     def model(self, cell: Cell, kind: str) -> Path:
         """Return a model's file or directory, for example of kind ours, hugging_face or llama_cpp_int8.gguf."""
@@ -113,19 +109,25 @@ def _llama_weights(files: PeerFiles, cell: Cell) -> Path:
 def _write_llama_model(files: PeerFiles, cell: Cell) -> None:
     whole, out = files.model(cell, "llama_cpp_float32.gguf"), _llama_weights(files, cell)
     if not whole.is_file():
-        convert = [files.python("llama_cpp"), "-m", f"{_DRIVERS}.llama_cpp_model"]
+        convert = [files.program("llama_cpp"), "-m", f"{_DRIVERS}.llama_cpp_model"]
         run([*convert, str(files.model(cell, "hugging_face")), str(whole)])
     if not out.is_file():
-        run([files.program("llama-quantize"), str(whole), str(out), _QUANTIZED[cell.precision], "1"])
+        run([files.program("llama_cpp", "llama-quantize"), str(whole), str(out), _QUANTIZED[cell.precision], "1"])
 
 
 def _llama_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    driver = [sys.executable, "-m", f"{_DRIVERS}.llama_cpp_engine", files.program("llama-batched-bench")]
+    driver = [sys.executable, "-m", f"{_DRIVERS}.llama_cpp_engine", files.program("llama_cpp", "llama-batched-bench")]
     return [*driver, str(_llama_weights(files, cell)), str(threads)]
 
 
 def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    command = [files.program("llama-server"), "-m", str(_llama_weights(files, cell)), "--host", "127.0.0.1"]
+    command = [
+        files.program("llama_cpp", "llama-server"),
+        "-m",
+        str(_llama_weights(files, cell)),
+        "--host",
+        "127.0.0.1",
+    ]
     # No prompt cache in host memory: no prompt repeats, and the copies would cost time.
     flags = ["-t", str(threads), "-tb", str(threads), "-np", str(_MAX_STREAMS), "--cache-ram", "0"]
     flags += ["-c", str(_MAX_STREAMS * _SLOT_TOKENS)]
@@ -140,13 +142,19 @@ def _openvino_weights(files: PeerFiles, cell: Cell) -> Path:
 def _write_openvino_model(files: PeerFiles, cell: Cell) -> None:
     out = _openvino_weights(files, cell)
     if not (out / "openvino_model.bin").is_file():
-        command = [files.python("openvino", "optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
+        command = [
+            files.program("openvino", "optimum-cli"),
+            "export",
+            "openvino",
+            "--task",
+            "text-generation-with-past",
+        ]
         command += ["--model", str(files.model(cell, "hugging_face"))]
         run([*command, "--weight-format", "int8" if cell.precision == "int8" else "fp32", str(out)])
 
 
 def _openvino_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    driver = [files.python("openvino"), "-m", f"{_DRIVERS}.openvino_engine"]
+    driver = [files.program("openvino"), "-m", f"{_DRIVERS}.openvino_engine"]
     return [*driver, str(_openvino_weights(files, cell)), cell.precision, str(threads)]
 
 

@@ -20,7 +20,7 @@ if [ ! -f "$home/.installed" ] || [ "$(cat "$home/.installed")" != "$wanted" ]; 
     "$home/bin/python" -m pip uninstall --quiet --yes torchvision
     echo "$wanted" >"$home/.installed"
 fi
-if [ "$2" != llama_cpp ] || [ -d "$home/programs" ]; then exit 0; fi
+if [ "$2" != llama_cpp ] || [ -f "$home/bin/llama-server" ]; then exit 0; fi
 if ! command -v c++ >/dev/null; then
     echo "no C++ compiler to build llama.cpp; install one" >&2
     exit 1
@@ -34,4 +34,5 @@ tar -xzf "$home"/source/*.tar.gz -C "$home/source" --strip-components=1
     -DCMAKE_MAKE_PROGRAM="$home/bin/ninja" -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF \
     -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 "$home/bin/ninja" -C "$home/build" llama-server llama-batched-bench llama-quantize
-mv "$home/build/bin" "$home/programs"
+cp "$home/build/bin/llama-batched-bench" "$home/build/bin/llama-quantize" "$home/bin"
+mv "$home/build/bin/llama-server" "$home/bin"  # last, because its presence skips the build

@@ -32,7 +32,7 @@ def measure(prompts, output_tokens):
     if sys.argv[1] == "fails":
         raise ValueError("no such thing\\nhere")
     later = len(prompts) * (output_tokens - 1)
-    return Wave(0.5, 0.5 + float(sys.argv[1]), later, [1, 2, int(sys.argv[2]), 4])
+    return Wave(0.5, 0.5 + float(sys.argv[1]), later)
 
 print("a library says something")
 serve(measure)
@@ -64,7 +64,6 @@ def test_a_driver_returns_tokens_per_second_of_decode_and_prompt() -> None:
         prompts = random_prompts(cell(), 100, 0)
         decode = stub.measure(cell(), prompts)
         assert decode["tokens_per_second"] == pytest.approx(2 * 4 / 2.0)
-        assert decode["token_ids"] == [1, 2, 3, 4]
         prompt = stub.measure(cell("prompt", output_tokens=1), prompts)
         assert prompt["tokens_per_second"] == pytest.approx(2 * 3 / 0.5)
     finally:
@@ -242,7 +241,6 @@ def test_a_comparison_resumes_from_stored_pairs(tmp_path: Path, started: list[st
         assert list(row["peers"]) == ["slow"]
         expected = 1.0 if row["kind"] == "prompt" else 2.0
         assert row["peers"]["slow"]["ratio"]["values"] == [pytest.approx(expected)]
-        assert row["peers"]["slow"]["theirs"]["first_tokens_alike"]["median"] == 2.0
         assert row["peers"]["slow"]["other_work_cores"] == [0.1]
     assert all(row["peers"] == {} for row in first["cells"] if row["precision"] == "int8")
 

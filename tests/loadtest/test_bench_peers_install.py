@@ -18,7 +18,7 @@ last=${{@: -1}}
 case "$*" in
     *"-m venv"*) mkdir -p "$last/bin"; for name in python cmake ninja; do cp "$0" "$last/bin/$name"; done ;;
     *"pip download"*) cp {archive} {home}/source/ ;;
-    *"-C "*) mkdir -p {home}/build/bin; touch {home}/build/bin/llama-server; exit {build} ;;
+    *"-C "*) mkdir -p {home}/build/bin; touch {home}/build/bin/llama-{{server,batched-bench,quantize}}; exit {build} ;;
     *importlib*) echo 1.0 ;;
 esac
 """
@@ -57,7 +57,7 @@ def test_the_source_is_downloaded_and_built_once(tmp_path: Path, home: Path) -> 
     done = steps(tmp_path)
     assert [line.split()[0] for line in done] == ["stub", "python", "python", "python", "cmake", "ninja"]
     assert (home / "source" / "vendor" / "llama.cpp" / "CMakeLists.txt").read_text() == "project(llama)"
-    assert Path(PeerFiles(tmp_path).program("llama-server")).is_file()
+    assert Path(PeerFiles(tmp_path).program("llama_cpp", "llama-server")).is_file()
     install(PeerFiles(tmp_path), "llama_cpp")
     assert steps(tmp_path) == []
 
@@ -71,7 +71,7 @@ def test_a_failed_build_starts_again(tmp_path: Path, home: Path) -> None:
     (home / "bin" / "ninja").write_text((tmp_path / "stub").read_text())
     install(PeerFiles(tmp_path), "llama_cpp")
     assert [line.split()[0] for line in steps(tmp_path)] == ["python", "cmake", "ninja"]
-    assert Path(PeerFiles(tmp_path).program("llama-server")).is_file()
+    assert Path(PeerFiles(tmp_path).program("llama_cpp", "llama-server")).is_file()
 
 
 def test_without_a_compiler_nothing_is_downloaded(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

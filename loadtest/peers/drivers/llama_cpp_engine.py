@@ -1,7 +1,7 @@
 """Driver of llama.cpp's llama-batched-bench: `python -m loadtest.peers.drivers.llama_cpp_engine BENCH MODEL THREADS`.
 
-llama-batched-bench feeds random tokens instead of sampling, so this driver returns no token ids. It is started for each
-wave, and its load time is not counted.
+llama-batched-bench feeds random tokens instead of sampling. It is started for each wave, and its load time is not
+counted.
 """
 
 import json
@@ -27,8 +27,8 @@ def measure(prompts: Prompts, output_tokens: int) -> Wave:
         raise RuntimeError(f"llama-batched-bench failed with exit code {done.returncode}: {done.stderr[-300:]!r}")
     result = json.loads(lines[-1])
     if output_tokens == 1:
-        return Wave(result["t_pp"], result["t_pp"], 0, [])
-    return Wave(result["t_pp"], result["t_pp"] + result["t_tg"], sequences * steps, [])
+        return Wave(result["t_pp"], result["t_pp"], 0)
+    return Wave(result["t_pp"], result["t_pp"] + result["t_tg"], sequences * steps)
 
 
 if __name__ == "__main__":

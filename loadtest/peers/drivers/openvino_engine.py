@@ -41,24 +41,22 @@ def main() -> None:
         while waiting:
             pipeline.step()
             waiting = [handle for handle in waiting if not handle.can_read()]
-        early = [_read(handle) for handle in handles]
+        num_early = sum(map(_num_read, handles))
         first = time.perf_counter() - began
         while pipeline.has_non_finished_requests():
             pipeline.step()
         total = time.perf_counter() - began
-        later = len(prompts) * output_tokens - sum(map(len, early))
-        return Wave(first, max(total, first), later, early[0] + _read(handles[0]))
+        return Wave(first, max(total, first), len(prompts) * output_tokens - num_early)
 
     serve(measure)
 
 
-def _read(handle: Any) -> list[int]:
-    """Return the tokens of a sequence that have not been read yet."""
-    token_ids: list[int] = []
+def _num_read(handle: Any) -> int:
+    """Read the new tokens of a sequence and return their number."""
+    count = 0
     while handle.can_read():
-        for output in handle.read().values():
-            token_ids += output.generated_ids
-    return token_ids
+        count += sum(len(output.generated_ids) for output in handle.read().values())
+    return count
 
 
 if __name__ == "__main__":
