@@ -26,7 +26,8 @@ from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
 from loadtest.measurement.provenance import shows
 from loadtest.measurement.spread import pooled_deviation, ratio_spread, spread
 from loadtest.measurement.tables import Column, cell, table, value_at
-from loadtest.peers.comparison_cells import DEFAULTS, QUIET_CORES, STEADY_SHARE, is_sound
+from loadtest.peers.bench_peers import QUIET_CORES, STEADY_SHARE, is_sound
+from loadtest.peers.engines import DEFAULTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "results"

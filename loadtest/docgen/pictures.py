@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from loadtest.measurement.provenance import digest
 from loadtest.measurement.spread import pooled_deviation
-from loadtest.peers.comparison_cells import is_sound
+from loadtest.peers.bench_peers import is_sound
 
 _MAX_ITL_RATIO = 2.0  # aim: the streams' ITL p99 while a prompt arrives, relative to the ITL before
 _FROM_STEP = 150  # before this training step, all loss curves fall steeply and alike

@@ -7,16 +7,18 @@ are stored: the same command continues an interrupted run and repeats disturbed 
 """
 
 import argparse
-import dataclasses
 import itertools
+import json
 import os
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,17 +26,104 @@ from loadtest.measurement.benchmark_program import MeasurementFailed, benchmark_
 from loadtest.measurement.model_shapes import SHAPE_SIZES
 from loadtest.measurement.provenance import ForeignWork, provenance, quiet_or_warned, tell
 from loadtest.measurement.roofline import Roofline
-from loadtest.peers.comparison_cells import (
-    DEFAULTS,
-    KINDS,
-    PRECISIONS,
-    Cell,
-    ComparedPair,
-    PairStore,
-    make_cells,
-    random_prompts,
-)
-from loadtest.peers.engines import OURS, PEERS, PINS, ROOT, DriverProcess, Peer, PeerFiles, PeerServer, install
+from loadtest.measurement.spread import ratio_spread, spread
+from loadtest.peers import engines
+from loadtest.peers.engines import OURS, PEERS, Cell, DriverProcess, Peer, PeerFiles, PeerServer, install
+
+# A pair is disturbed if other processes used more cores, or if a processor probe was below this share of the usual.
+QUIET_CORES: Final = 0.2
+STEADY_SHARE: Final = 0.85
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedPair:
+    """Figures of Kvasir and a peer in one cell, measured one right after the other, or the peer's error.
+
+    ours, theirs: figures by name; "tokens_per_second" is compared.
+    gflops: probes of all processors before, between and after the two sides.
+    """
+
+    cell: str
+    peer: str
+    round: int
+    ours: dict[str, float] = field(default_factory=dict)
+    theirs: dict[str, float] = field(default_factory=dict)
+    other_work_cores: float = 0.0
+    gflops: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class PairStore:
+    """Append-only file of measured pairs, from which an interrupted comparison continues. Skips a cut-off last line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+        self.pairs = [ComparedPair(**json.loads(line)) for line in lines]
+
+    def add(self, pair: ComparedPair) -> None:
+        """Store a pair, in memory and in the file."""
+        self.pairs.append(pair)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(pair)) + "\n")
+
+    def has(self, cell: Cell, peer: str, number: int) -> bool:
+        """Return True if the pair of this round was measured undisturbed."""
+        return any(
+            (pair.cell, pair.peer, pair.round, pair.error) == (cell.key, peer, number, None)
+            and is_quiet([pair.other_work_cores], [self._speed_share(pair)])
+            for pair in self.pairs
+        )
+
+    def summarize(self, cells: Sequence[Cell], peers: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield a JSON-ready row for each cell, with the figures of each peer, or with the last error of a peer.
+
+        If a pair was measured several times, the least disturbed measurement counts.
+        """
+        for cell in cells:
+            found = {peer: [p for p in self.pairs if (p.cell, p.peer) == (cell.key, peer)] for peer in peers}
+            rows = {peer: self._summary(pairs) for peer, pairs in found.items() if pairs}
+            yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
+
+    def _speed_share(self, pair: ComparedPair) -> float:
+        """Return the lowest processor probe of a pair relative to the median of all probes; 1 without probes."""
+        probes = [probe for each in self.pairs for probe in each.gflops]
+        return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
+
+    def _summary(self, pairs: Sequence[ComparedPair]) -> dict[str, Any]:
+        def disturbance(pair: ComparedPair) -> tuple[bool, float]:
+            return self._speed_share(pair) < STEADY_SHARE, pair.other_work_cores
+
+        measured = [pair for pair in pairs if pair.error is None]
+        if not measured:
+            return {"error": pairs[-1].error}
+        best = {pair.round: pair for pair in sorted(measured, key=disturbance, reverse=True)}
+        chosen = [best[number] for number in sorted(best)]
+        ours, theirs = [pair.ours for pair in chosen], [pair.theirs for pair in chosen]
+        return {
+            "ours": _spreads(ours),
+            "theirs": _spreads(theirs),
+            "ratio": ratio_spread(*([figures["tokens_per_second"] for figures in side] for side in (ours, theirs))),
+            "other_work_cores": [pair.other_work_cores for pair in chosen],
+            "processors_share": [round(self._speed_share(pair), 2) for pair in chosen],
+        }
+
+
+def _spreads(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
+    names = [name for name in figures[0] if all(name in figure for figure in figures)]
+    return {name: spread(figure[name] for figure in figures) for name in names}
+
+
+def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float]) -> bool:
+    """Return True if neither other processes nor slow processors disturbed a measurement."""
+    return max(other_work_cores) <= QUIET_CORES and min(processors_share) >= STEADY_SHARE
+
+
+def is_sound(figure: Mapping[str, Any]) -> bool:
+    """Return True if a peer has figures in this row of the results and none of its pairs was disturbed."""
+    return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 
 class Comparison:
@@ -99,7 +188,7 @@ class Comparison:
                 self._running[key] = DriverProcess(side.engine(self._files, cell, self._threads), side.variables)
         warm = (side.name, cell.kind, cell.streams)
         if warm not in self._warm:
-            self._figures(dataclasses.replace(cell, output_tokens=2), side, self._prompts(cell, "warm-up"))
+            self._figures(replace(cell, output_tokens=2), side, self._prompts(cell, "warm-up"))
             self._warm.add(warm)
 
     def _figures(self, cell: Cell, side: Peer, prompts: list[list[int]]) -> dict[str, Any]:
@@ -114,7 +203,7 @@ class Comparison:
 
     def _prompts(self, cell: Cell, pair: str) -> list[list[int]]:
         seed = int.from_bytes(f"{cell.key} {pair}".encode(), "big")
-        return random_prompts(cell, SHAPE_SIZES[cell.shape]["vocab_size"], seed)
+        return engines.random_prompts(cell, SHAPE_SIZES[cell.shape]["vocab_size"], seed)
 
     def _stop_all(self) -> None:
         while self._running:
@@ -123,7 +212,9 @@ class Comparison:
 
 
 def _pins(environment: str) -> list[str]:
-    lines = [line for path in sorted(PINS.glob(f"{environment}*.txt")) for line in path.read_text().splitlines()]
+    lines = [
+        line for path in sorted(engines.PINS.glob(f"{environment}*.txt")) for line in path.read_text().splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -135,16 +226,22 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     add = parser.add_argument
     names = [peer.name for peer in PEERS]
     add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="model shapes (default: S M)")
-    text = f"default: all except {DEFAULTS} (a bfloat16 file served without flags)"
-    add("--precisions", nargs="+", choices=(*PRECISIONS, DEFAULTS), default=list(PRECISIONS), help=text)
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of cells (default: all)")
+    text = f"default: all except {engines.DEFAULTS} (a bfloat16 file served without flags)"
+    add(
+        "--precisions",
+        nargs="+",
+        choices=(*engines.PRECISIONS, engines.DEFAULTS),
+        default=list(engines.PRECISIONS),
+        help=text,
+    )
+    add("--kinds", nargs="+", choices=engines.KINDS, default=list(engines.KINDS), help="kinds of cells (default: all)")
     text = f"peers (default: all): {', '.join(names)}"
     add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=text)
     add("--rounds", type=int, default=3, metavar="N", help="pairs per cell and peer (default: 3)")
     text = "threads per engine (default: one per core)"
     add("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help=text)
     text = "directory of environments, models and stored pairs"
-    add("--directory", type=Path, default=ROOT / ".venv-peers", metavar="DIR", help=text)
+    add("--directory", type=Path, default=engines.ROOT / ".venv-peers", metavar="DIR", help=text)
     arguments = read_arguments(parser, argv)
     if min(arguments.rounds, arguments.threads) < 1:
         parser.error("--rounds and --threads must be at least 1")
@@ -162,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MeasurementFailed as error:
             unavailable[peer.name] = str(error)
     facts = provenance(parser.prog, arguments.given) | {"other_work_cores": quiet_or_warned(parser.prog)}
-    cells = make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
+    cells = engines.make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
     kept = PairStore(files.directory / "progress.jsonl")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = 0

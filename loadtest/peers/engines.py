@@ -1,4 +1,4 @@
-"""Engines of the comparison: installation, model files, commands, and child processes.
+"""Engines of the comparison and the cells that they run: installation, model files, commands, and child processes.
 
 `install.sh` creates the environments in `.venv-peers/NAME`. Model files are in `.venv-peers/models/SHAPE`.
 """
@@ -6,31 +6,102 @@
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.model_shapes import SHAPE_SIZES, write_random_checkpoint
-from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
 from loadtest.scenarios.closed_and_open_loop import complete_all
 from loadtest.scenarios.service_process import ServiceProcess, kvasir_serve
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
 
 ROOT, PINS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
+Kind = Literal["decode", "prompt", "http"]
+KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
+PRECISIONS: Final = ("bfloat16", "int8", "float32")
+DEFAULTS: Final = "defaults"  # used as a precision: a bfloat16 file, and both servers started without flags
+PROMPT_TOKENS: Final = 64
+# Kind, streams, tokens of a prompt, tokens of a completion. Long prompts have a mean context of 1,024 tokens.
+_DEFAULTS_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = tuple(
+    ("http", streams, PROMPT_TOKENS, 128) for streams in (1, 4, 16, 64)
+)
+_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = (
+    ("decode", 1, PROMPT_TOKENS, 256),
+    *(("decode", streams, PROMPT_TOKENS, 128) for streams in (4, 16, 64)),
+    *(size for size in _DEFAULTS_SIZES if size[1] != 4),
+    ("prompt", 1, 1024, 1),
+    *(("decode", streams, 992, 64) for streams in (1, 4, 16)),
+)
+_REQUESTS_PER_STREAM, _MIN_REQUESTS = 2, 3
+_MAX_SLOW_REQUESTS = 64  # for a server without flags
 _DRIVERS = "loadtest.peers.drivers"
 _QUANTIZED = {"bfloat16": "BF16", "int8": "Q8_0", DEFAULTS: "BF16"}
 _SLOT_TOKENS, _MAX_STREAMS = 256, 64  # llama-server's slots; each holds a prompt and its completion
 _REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
 _STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row of the comparison.
+
+    kind: decode (tokens/s after all first tokens), prompt (prompt tokens/s until the first token), or http
+    (tokens/s over a whole run of streaming clients).
+    """
+
+    shape: str
+    precision: str
+    kind: Kind
+    streams: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def key(self) -> str:
+        """Name of the cell in the file of measured pairs."""
+        return "/".join(map(str, asdict(self).values()))
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of a sequence in the middle of its completion."""
+        return self.prompt_tokens + self.output_tokens // 2
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts that one measurement of the cell uses."""
+        if self.kind != "http":
+            return self.streams
+        wanted = max(_MIN_REQUESTS, _REQUESTS_PER_STREAM * self.streams)
+        return min(wanted, _MAX_SLOW_REQUESTS) if self.precision == DEFAULTS else wanted
+
+
+def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
+    """Return the requested cells, shape by shape. The precision `DEFAULTS` has cells of kind http only."""
+    return [
+        Cell(shape, precision, *size)
+        for shape, precision in itertools.product(shapes, precisions)
+        for size in (_DEFAULTS_SIZES if precision == DEFAULTS else _SIZES)
+        if size[0] in kinds
+    ]
+
+
+def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
+    """Return prompts of random token ids for one measurement, so that no prefix is cached.
+
+    The vocabulary's last id is left out, because it may end a text.
+    """
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size - 1) for _ in range(cell.prompt_tokens)] for _ in range(cell.num_prompts)]
 
 
 def run(command: Sequence[str]) -> None:

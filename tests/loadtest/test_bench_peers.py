@@ -16,8 +16,19 @@ from loadtest.client.sse_client import Target
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.roofline import Machine
 from loadtest.peers import bench_peers, engines
-from loadtest.peers.comparison_cells import DEFAULTS, Cell, make_cells, random_prompts
-from loadtest.peers.engines import OURS, PEERS, DriverProcess, Peer, PeerFiles, PeerServer, run
+from loadtest.peers.engines import (
+    DEFAULTS,
+    OURS,
+    PEERS,
+    Cell,
+    DriverProcess,
+    Peer,
+    PeerFiles,
+    PeerServer,
+    make_cells,
+    random_prompts,
+    run,
+)
 from loadtest.scenarios.service_process import ServiceProcess
 from tests.loadtest.stub_server import Script, StubServer
 from tests.loadtest.test_bench_peers_cells import cell
@@ -40,22 +51,22 @@ serve(measure)
 
 
 class RecordedDriver(DriverProcess):
-    """Driver that records the prompts of each wave, with the third token of its stub."""
+    """Driver that records the prompts of each wave, with the label of its stub."""
 
     waves: ClassVar[list[tuple[str, list[list[int]], str]]] = []
 
     def __init__(self, command: list[str], variables: dict[str, str]) -> None:
         super().__init__(command, variables)
-        self.third = command[-1]
+        self.side = command[-1]
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
         """Record the wave and measure it."""
-        self.waves.append((cell.key, prompts, self.third))
+        self.waves.append((cell.key, prompts, self.side))
         return super().measure(cell, prompts)
 
 
-def stub_command(seconds: str, third: int = 3) -> list[str]:
-    return [sys.executable, "-c", STUB, seconds, str(third)]
+def stub_command(seconds: str, side: int = 3) -> list[str]:
+    return [sys.executable, "-c", STUB, seconds, str(side)]
 
 
 def test_a_driver_returns_tokens_per_second_of_decode_and_prompt() -> None:
@@ -187,10 +198,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Use two peers, one half as fast as Kvasir and one that cannot be installed. Return the engines started."""
     names: list[str] = []
 
-    def peer(name: str, environment: str, seconds: str, third: int) -> Peer:
+    def peer(name: str, environment: str, seconds: str, side: int) -> Peer:
         def engine(files: PeerFiles, made: Cell, threads: int) -> list[str]:
             names.append(f"{name} {made.precision}")
-            return stub_command(seconds, third)
+            return stub_command(seconds, side)
 
         return Peer(
             name=name,
@@ -283,10 +294,10 @@ def test_a_pair_on_slow_processors_is_measured_again(tmp_path: Path, started: li
 def test_both_sides_of_a_pair_get_the_same_fresh_prompts(tmp_path: Path, started: list[str]) -> None:
     RecordedDriver.waves.clear()
     compare(tmp_path, "--rounds", "2")
-    thirds = collections.defaultdict(list)
-    for key, prompts, third in RecordedDriver.waves:
-        thirds[json.dumps([key, prompts])].append(third)
-    assert {tuple(both) for both in thirds.values()} == {("3", "9"), ("9", "3")}  # the order alternates
+    sides = collections.defaultdict(list)
+    for key, prompts, side in RecordedDriver.waves:
+        sides[json.dumps([key, prompts])].append(side)
+    assert {tuple(both) for both in sides.values()} == {("3", "9"), ("9", "3")}  # the order alternates
 
 
 def test_an_interrupted_comparison_writes_its_measured_pairs(
