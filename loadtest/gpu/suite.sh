@@ -85,7 +85,7 @@ bench engine 90 bench_command --checkpoint "$checkpoint" --batch 1 16 64 256 --c
 bench int8 90 bench_command $large --batch 1 64 -- --dtype bfloat16 --quantize int8
 bench fp8 90 bench_command $large --batch 1 64 -- --dtype bfloat16 --quantize fp8
 tests engine_tests 100 tests/gpu/test_engine.py
-bench attention 60 bench_kernels --device cuda --shape qwen2-1.5b qwen3-0.6b S $batches --context 1024 8192
+bench attention 90 bench_command --shape qwen2-1.5b --batch 1 16 --context 1920 -- --dtype bfloat16 --attention sdpa
 tests mechanisms 100 tests/gpu/test_cuda.py
 tests training 100 tests/gpu/test_cuda_training.py
 echo "$work after $SECONDS s"

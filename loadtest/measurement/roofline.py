@@ -96,14 +96,11 @@ class Roofline:
         self._array = torch.ones((read_bytes or _READ_BYTES) // 4, dtype=torch.float32, device=device)
         self._products = [(2 * side**3, way) for side in sides or _SIDES for way in products(weight_type, side, device)]
 
-    def bytes_per_second(self) -> float:
-        """Read the array and return the bandwidth."""
-        return self._array.nbytes / _best_seconds(self._array.sum)
-
     @torch.inference_mode()
     def probe(self) -> Machine:
         """Measure both limits now."""
-        return Machine(self.bytes_per_second(), max(flops / _best_seconds(way) for flops, way in self._products))
+        read = self._array.nbytes / _best_seconds(self._array.sum)
+        return Machine(read, max(flops / _best_seconds(way) for flops, way in self._products))
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:

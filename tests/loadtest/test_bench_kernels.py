@@ -10,7 +10,6 @@ import torch
 from loadtest.inprocess import bench_kernels
 from loadtest.measurement import benchmark_program
 from model.kernels.build import BuildError
-from service.engine.execution.cuda_graphs import call_again
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
 ASKED = ["--shape", "S", "--batch", "2", "--context", "48", "--repeats", "2", "--threads", "1"]
@@ -18,8 +17,8 @@ ASKED = ["--shape", "S", "--batch", "2", "--context", "48", "--repeats", "2", "-
 
 @pytest.fixture(autouse=True)
 def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_kernels, "_COLD_BYTES", {"cpu": 1})
-    monkeypatch.setattr(bench_kernels, "_READ_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(bench_kernels, "_COLD_BYTES", 1)
+    monkeypatch.setattr(bench_kernels, "_READ_BYTES", 2**20)
     monkeypatch.setattr(benchmark_program, "quiet_or_warned", lambda _: 0.0)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
@@ -47,14 +46,3 @@ def test_missing_kernels_end_in_one_line_with_the_reason(
     monkeypatch.setattr(bench_kernels, "load_kernels", Mock(side_effect=BuildError("no C++ compiler")))
     assert bench_kernels.main(ASKED) == 1
     assert capsys.readouterr().err == "python -m loadtest.inprocess.bench_kernels: no C++ compiler\n"
-
-
-def test_the_kernels_of_a_gpu_are_measured_as_captured_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    case = bench_kernels.DecodeCase("S", "float32", 2, 48)
-    passes = case.captured_kernels(call_again)
-    assert list(passes) == ["gathered"]
-    assert "measuring: without triton: " in capsys.readouterr().err
-    row = bench_kernels.measure(case, passes, 2, lambda: 1e9)
-    assert len(row["gathered_us"]["values"]) == 2
-    figures = zip(row["gb_per_second"]["values"], row["gathered_us"]["values"], strict=True)
-    assert all(rate == pytest.approx(case.layer_bytes / 1e3 / microseconds) for rate, microseconds in figures)
