@@ -66,10 +66,7 @@ _KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
 
 
 def fill(template: str, facts: Mapping[str, Any]) -> str:
-    """Return the text with every placeholder replaced. Raises KeyError if the facts lack a path.
-
-    Strings under `tables` are inserted as Markdown.
-    """
+    """Return the text with every placeholder replaced, Markdown of `tables` too. Raises KeyError for an unknown path."""
 
     def replacement(match: re.Match[str]) -> str:
         if match["rows"]:
@@ -94,7 +91,7 @@ def _named(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def performance_page(results: Mapping[str, Any]) -> str:
     """Return docs/performance.md for the results listed in `NAMES`. Raises KeyError as `fill` does."""
-    service, frontend, peers = results["service"], results["frontend"]["levels"], results["peers"]
+    service, frontend = results["service"], results["frontend"]["levels"]
     memory, starts = results["scaling"]["kv_memory"]["points"], results["scaling"]["starts"]["points"]
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
@@ -103,16 +100,8 @@ def performance_page(results: Mapping[str, Any]) -> str:
         for row in results["kernels"]["rows"]
         if row["batch"] >= _BANDWIDTH_BATCH and row["context"] >= _BANDWIDTH_CONTEXT
     ]
-    start_rows = [
-        point[kind] | {"kind": kind, "bytes": point["bytes"]} for kind in ("warm", "cold") for point in starts
-    ]
-    compared = [pairs for row in peers["cells"] if (pairs := compared_pairs(row))]
-    http = [pair for pairs in compared for pair in pairs if pair["kind"] == "http" and pair["streams"] in _STREAMS]
-    ttfts = [pair["ttft_ratio"] for pair in http]
-    num_reached = sum(ratio <= _TTFT_RATIO for ratio in ttfts)
-    failures = Counter(
-        (name, figure["error"]) for row in peers["cells"] for name, figure in row["peers"].items() if "error" in figure
-    )
+    kinds = ("warm", "cold")
+    start_rows = [point[kind] | {"kind": kind, "bytes": point["bytes"]} for kind in kinds for point in starts]
     facts = {
         **results,
         "tables": {
@@ -139,14 +128,27 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "starts": start_rows,
         "large_starts": [row for row in start_rows if row["bytes"] >= _LARGE_BYTES],
         "bandwidth": {"low": min(shares), "high": max(shares)},
-        "ttft": [{"low": min(ttfts), "high": max(ttfts), "num_reached": num_reached, "num": len(ttfts)}]
-        if ttfts
-        else [],
+        **_peer_facts(results["peers"], results["defaults"]),
+    }
+    return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
+
+
+def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    compared = [pairs for row in peers["cells"] if (pairs := compared_pairs(row))]
+    every = [pair for pairs in compared for pair in pairs]
+    ttfts = [pair["ttft_ratio"] for pair in every if pair["kind"] == "http" and pair["streams"] in _STREAMS]
+    num_reached = sum(ratio <= _TTFT_RATIO for ratio in ttfts)
+    ttft = [{"low": min(ttfts), "high": max(ttfts), "num_reached": num_reached, "num": len(ttfts)}] if ttfts else []
+    failures = Counter(
+        (name, figure["error"]) for row in peers["cells"] for name, figure in row["peers"].items() if "error" in figure
+    )
+    return {
+        "ttft": ttft,
         "peer_shapes": _named(peers["shapes"]),
-        "default_shapes": _named(results["defaults"]["shapes"]),
-        "default_pairs": [pair for row in results["defaults"]["cells"] for pair in compared_pairs(row)],
+        "default_shapes": _named(defaults["shapes"]),
+        "default_pairs": [pair for row in defaults["cells"] for pair in compared_pairs(row)],
         "best_pairs": [min(pairs, key=lambda pair: pair["ratio"]["median"]) for pairs in compared],
-        "pairs": {kind: [pair for pairs in compared for pair in pairs if pair["kind"] == kind] for kind in _KINDS},
+        "pairs": {kind: [pair for pair in every if pair["kind"] == kind] for kind in _KINDS},
         "failures": [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()],
         "engines": [
             {
@@ -157,7 +159,6 @@ def performance_page(results: Mapping[str, Any]) -> str:
             for name, peer in peers["peers"].items()
         ],
     }
-    return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
 
 
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -224,7 +225,7 @@ def attention_page(page: str, results: Mapping[str, Any]) -> str:
 
     Raises:
         KeyError: a phase of the benchmark has not run.
-        ValueError: only one seed was trained, or the page and the template have different parts.
+        ValueError: only one seed was trained, or page and template have different parts.
     """
     training, speed = results["train"], results["speed"]
     settings, found = training["settings"], differences(training["rows"])
