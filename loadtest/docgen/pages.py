@@ -66,7 +66,7 @@ _KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
 
 
 def fill(template: str, facts: Mapping[str, Any]) -> str:
-    """Return the text with every placeholder replaced, Markdown of `tables` too. Raises KeyError for an unknown path."""
+    """Return the template with every placeholder replaced. Raises KeyError for an unknown path."""
 
     def replacement(match: re.Match[str]) -> str:
         if match["rows"]:
@@ -76,7 +76,7 @@ def fill(template: str, facts: Mapping[str, Any]) -> str:
             )
         value = value_at(facts, match["path"])
         if match["path"].startswith("tables."):
-            return str(value)
+            return str(value)  # finished Markdown
         if match["limit"]:
             figure, limit = value["median"] if isinstance(value, Mapping) else value, float(match["limit"])
             return "yes" if (figure <= limit if match["sign"] == "<" else figure >= limit) else "**no**"
