@@ -162,7 +162,7 @@ def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the undisturbed figures of a cell, one row per peer, with the sizes and the aim of the cell.
+    """Return the undisturbed figures of a compared cell, a row per peer engine, with the cell's sizes and aim.
 
     An aim stays open if the figure of another peer was disturbed.
     """
@@ -195,7 +195,7 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def losses(row: Mapping[str, Any]) -> list[float]:
-    """Return the held-out nats per token of each seed of a mechanism."""
+    """Return the held-out loss of an attention mechanism for each seed, in nats per token."""
     return [run["nats_per_token"] for run in row["runs"]]
 
 
@@ -260,7 +260,7 @@ def attention_page(page: str, results: Mapping[str, Any]) -> str:
 
 
 def _changes(row: Mapping[str, Any]) -> str:
-    """Return the changed settings of a mechanism as its recipe writes them, with fractions shortened."""
+    """Return the changed settings of an attention mechanism as text, with fractions shortened."""
     texts = []
     for key, value in row["changes"].items():
         text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
@@ -270,7 +270,7 @@ def _changes(row: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check a page and its pictures. Return the exit code: 0; 1 if one differs; 2 if results are missing."""
+    """Write or check a page of docs/ with the page's pictures. Return 0; 1 if a file differs; 2 without results."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.docgen.pages", description="Write a page of docs/.")
     parser.add_argument("name", choices=sorted(PICTURES), metavar="PAGE", help="performance or attention")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: docs/results")

@@ -67,7 +67,7 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw the ratio of the streams' gaps to those before a long prompt, over its TTFT: a point per limit."""
+    """Draw how much a long prompt lengthens the ITL of streams, over the prompt's TTFT: a point per limit."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for number, (name, label) in enumerate(
@@ -151,7 +151,7 @@ def draw_attention(path: Path, rows: Mapping[str, Any]) -> None:
 def _draw_law(
     axes: Axes, curve: Mapping[str, Any], over: str, value: Callable[[Any], float], name: str, *, scale: float = 1
 ) -> None:
-    """Draw points and the power law through them. `scale` converts from the unit in which the law was fitted."""
+    """Draw points and their fitted power law. `scale` converts from the unit of the fit."""
     xs = [point[over] for point in curve["points"]]
     law = curve["fits"]["power"]
     (markers,) = axes.plot(xs, [value(point) for point in curve["points"]], "o")

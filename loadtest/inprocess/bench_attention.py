@@ -59,7 +59,7 @@ _KERNEL_HEADS, _KERNEL_HEAD_DIM = 4, 32
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Mechanism of docs/attention.md: names of the recipe and on the page, and the row that differs by one choice."""
+    """Attention mechanism: name of the recipe, title on the page, and the mechanism that differs by one choice."""
 
     name: str
     title: str
@@ -197,7 +197,7 @@ Rates = list[tuple[float, float]]  # of each round: tokens or calls per second, 
 
 
 def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) -> dict[str, Rates]:
-    """Run all works in turn in each round, after one warm-up round. A work returns its number of tokens or calls."""
+    """Run all functions in turn in each round, after a warm-up round. A function returns its tokens or calls."""
     rates: dict[str, Rates] = {name: [] for name in works}
     for number in range(rounds + 1):
         show(f"{label}, round {number} of {rounds}")
@@ -210,7 +210,7 @@ def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) 
 
 
 def _speeds(label: str, rates: Mapping[str, Rates], name: str) -> dict[str, Any]:
-    """Return a mechanism's tokens/s, and its ratio to the baseline within each round."""
+    """Return the tokens/s of an attention mechanism, and the ratio to the baseline within each round."""
     own, baseline = ([by_cpu for _, by_cpu in rates[side]] for side in (name, BASELINE))
     return {
         f"{label}_tokens_per_second": spread(rate for rate, _ in rates[name]),
@@ -282,7 +282,7 @@ def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a phase and write its part of the JSON. Return the exit code: 0; 1 if the phase failed."""
+    """Run `train` or `speed` and write that part of the JSON. Return the exit code: 0; 1 after a failure."""
     parser = benchmark_parser("loadtest.inprocess.bench_attention", "Train and measure every attention mechanism.")
     add = parser.add_argument
     add("phase", choices=("train", "speed"))

@@ -89,7 +89,7 @@ class Point:
 
 
 class Sweep:
-    """Runner of the sweep on one engine."""
+    """Runner of timed decode steps and prompts on one engine in this process."""
 
     def __init__(self, contestant: InProcess) -> None:
         self._engine = contestant.engine
@@ -106,7 +106,7 @@ class Sweep:
             self._decode(point, 4)
 
     def measure(self, point: Point, machine: Machine) -> None:
-        """Add one repeat to a point. Raises `ValueError` if the sequences never ran at the same time."""
+        """Time one repeat of a point of the sweep. Raises ValueError if the sequences never ran at the same time."""
         if point.batch_size:
             seconds = self._decode(point, point.output_tokens).full_step_seconds
         else:
@@ -188,7 +188,7 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
 
 
 def run(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
-    """Run the sweep on the given checkpoint, or on a temporary one of a shape, and print its tables."""
+    """Run the sweep on a checkpoint, or on a temporary checkpoint of a shape, and print the tables."""
     with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as scratch:
         if arguments.shape is not None:
             dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"

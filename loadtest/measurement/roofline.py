@@ -122,7 +122,7 @@ def products(weight_type: str, side: int, device: str) -> list[Callable[[], torc
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
-    """Return the least time of several calls, after one warm-up call."""
+    """Return the least time of several calls of a function, after one warm-up call."""
     seconds = []
     for _ in range(_TRIES + 1):
         began = time.perf_counter()

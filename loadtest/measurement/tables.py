@@ -27,7 +27,7 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def cell(row: Mapping[str, Any], column: Column) -> str:
-    """Return the text of one value. A spread becomes its median, with minimum and maximum in brackets."""
+    """Return the text of one table cell. A spread becomes its median, with minimum and maximum in brackets."""
     value = value_at(row, column.key)
     if isinstance(value, Mapping):
         low, median, high = (f"{column.scale * value[name]:{column.form}}" for name in ("min", "median", "max"))

@@ -37,7 +37,7 @@ STEADY_SHARE: Final = 0.85
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedPair:
-    """Figures of Kvasir and a peer in one cell, measured one right after the other, or the peer's error.
+    """Figures of Kvasir and a peer engine in one cell, measured one after the other, or the peer's error.
 
     ours, theirs: figures by name; "tokens_per_second" is compared.
     gflops: probes of all processors before, between and after the two sides.
@@ -122,7 +122,7 @@ def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Return True if a peer has figures in this row of the results and none of its pairs was disturbed."""
+    """Return True if a row of the results has figures of a peer, and none of the peer's pairs was disturbed."""
     return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 
@@ -178,7 +178,7 @@ class Comparison:
         return round(self._processors.probe().flops_per_second / 1e9, 1)
 
     def _start(self, cell: Cell, side: Peer) -> None:
-        """Start one side if it does not run, and warm it up for the cell: the first wave of a size is slower."""
+        """Start the engine of one side unless it runs, and warm it up: the first wave of a size is slower."""
         key = (side.name, cell.kind == "http")
         if key not in self._running:
             if cell.kind == "http":
@@ -192,7 +192,7 @@ class Comparison:
             self._warm.add(warm)
 
     def _figures(self, cell: Cell, side: Peer, prompts: list[list[int]]) -> dict[str, Any]:
-        """Measure one side. An engine that fails is stopped."""
+        """Measure one engine with these prompts, and stop the engine if the measurement fails."""
         key = (side.name, cell.kind == "http")
         try:
             return self._running[key].measure(cell, prompts)

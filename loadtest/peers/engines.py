@@ -73,12 +73,12 @@ class Cell:
 
     @property
     def context_length(self) -> int:
-        """Tokens of a sequence in the middle of its completion."""
+        """Length of a sequence in the middle of the completion, in tokens."""
         return self.prompt_tokens + self.output_tokens // 2
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts that one measurement of the cell uses."""
+        """Number of prompts in one measurement of the cell."""
         if self.kind != "http":
             return self.streams
         wanted = max(_MIN_REQUESTS, _REQUESTS_PER_STREAM * self.streams)
@@ -96,7 +96,7 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
 
 
 def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
-    """Return prompts of random token ids for one measurement, so that no prefix is cached.
+    """Return prompts of random token ids, so that no engine finds a prefix in a cache.
 
     The vocabulary's last id is left out, because it may end a text.
     """
@@ -105,7 +105,7 @@ def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command to its end. Raises MeasurementFailed with the last line of output."""
+    """Run a command and wait for its end. Raises MeasurementFailed with the command's last line of output."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
     except OSError as error:
@@ -132,7 +132,7 @@ class PeerFiles:
 
 
 def install(files: PeerFiles, environment: str) -> None:
-    """Create an environment, and build llama.cpp for its own, unless they exist. Raises MeasurementFailed as `run`."""
+    """Create the Python environment of a peer engine unless it exists. Raises MeasurementFailed as `run`."""
     run(["bash", str(PINS / "install.sh"), str(files.directory), environment, sys.executable])
 
 
@@ -142,7 +142,7 @@ def _our_weights(files: PeerFiles, cell: Cell) -> Path:
 
 
 def _write_our_model(files: PeerFiles, cell: Cell) -> None:
-    """Write random weights as a Kvasir checkpoint, and an export of the float32 ones for the peers' converters."""
+    """Write a Kvasir checkpoint of random weights, and the float32 export that the peers' converters read."""
     for path, dtype in ((files.model(cell, "ours"), "float32"), (_our_weights(files, cell), "bfloat16")):
         if not (path / "manifest.json").is_file():
             write_random_checkpoint(path, cell.shape, dtype=dtype)
@@ -308,7 +308,7 @@ class DriverProcess:
             raise
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """Run one wave of prompts and return the figures of the cell's kind. Raises MeasurementFailed if it fails."""
+        """Run one wave of prompts and return tokens/s. Raises MeasurementFailed if the engine fails."""
         try:
             line = json.dumps({"prompts": prompts, "output_tokens": cell.output_tokens})
             print(line, file=self.child.stdin, flush=True)
