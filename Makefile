@@ -83,16 +83,16 @@ performance: bench ## benchmark engine and service, and write docs/performance.m
 	$(BIN)/python -m loadtest.scenarios.bench_frontend --checkpoint $(CHECKPOINT) --out docs/results/frontend.json
 	$(BIN)/python -m loadtest.scenarios.bench_latency --out docs/results/latency.json -- --dtype bfloat16
 	$(BIN)/python -m loadtest.scenarios.bench_scaling --checkpoint $(CHECKPOINT) --out docs/results/scaling.json
-	$(BIN)/python -m loadtest.docgen.performance_page
+	$(BIN)/python -m loadtest.docgen.pages performance
 
 peers: install ## benchmark other engines for comparison, each in its own environment (5 GB, 10 minutes of compiling, once; resumable)
 	$(BIN)/python -m loadtest.peers.bench_peers --out docs/results/peers.json
-	$(BIN)/python -m loadtest.docgen.performance_page
+	$(BIN)/python -m loadtest.docgen.pages performance
 
 attention: install ## train and benchmark every mechanism of docs/attention.md (hours; resumable; needs the corpora of docs/training.md)
 	$(BIN)/python -m loadtest.inprocess.bench_attention train --seeds 1 2
 	$(BIN)/python -m loadtest.inprocess.bench_attention speed
-	$(BIN)/python -m loadtest.docgen.attention_page
+	$(BIN)/python -m loadtest.docgen.pages attention
 
 loadtest: install ## run locust for 1 minute against a service on 127.0.0.1:8000; PORT=N and HOST=ADDRESS change the address
 	$(BIN)/locust -f loadtest/locustfile.py --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)

@@ -43,6 +43,7 @@ IMPORTS_LATE = {
     ("service/cli/inspect_attention.py", "main"),  # matplotlib is an extra
     ("loadtest/scenarios/instant_engine.py", "build"),
     ("loadtest/inprocess/bench_command.py", "main"),
+    ("loadtest/measurement/model_shapes.py", "write_random_checkpoint"),
 }
 TORCH_FREE = [
     "service.api.app",

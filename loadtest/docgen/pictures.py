@@ -10,15 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.measurement.provenance import digest
-from loadtest.peers.comparison_cells import is_sound
+from loadtest.measurement.spread import pooled_deviation
+from loadtest.peers.bench_peers import is_sound
 
-# Aim: maximum ratio of the streams' ITL p99 during an arrival to that before.
-MAX_ITL_RATIO = 2.0
+_MAX_ITL_RATIO = 2.0  # aim: the streams' ITL p99 while a prompt arrives, relative to the ITL before
 _FROM_STEP = 150  # before this training step, all loss curves fall steeply and alike
 
 
 def draw_engine(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw step time over the number of sequences, a line per context, and the roofline below each."""
+    """Draw step time over the number of sequences, a line per context, and the roofline below each line."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     points, machine = result["decode"], result["roofline"]
@@ -50,7 +50,12 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
     for axes, panel in zip(grid, panels, strict=False):
         own = [cell for cell in cells if (cell["shape"], cell["precision"]) == panel]
         for number, name in enumerate(("ours", *result["peers"])):
-            lines = [(cell["streams"], rate) for cell in own if (rate := _rate(cell, name)) is not None]
+            lines = []
+            for cell in own:
+                side, names = ("ours", list(cell["peers"])) if name == "ours" else ("theirs", [name])
+                sound = [peer for each in names if is_sound(peer := cell["peers"].get(each, {}))]
+                if rates := [rate for peer in sound for rate in peer[side]["tokens_per_second"]["values"]]:
+                    lines.append((cell["streams"], statistics.median(rates)))
             if lines:
                 width = 2.5 if name == "ours" else 1.2
                 axes.plot(*zip(*lines, strict=True), "o-", color=f"C{number}", linewidth=width, label=name)
@@ -61,14 +66,8 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
     _save(figure, path, result)
 
 
-def _rate(cell: Mapping[str, Any], name: str) -> float | None:
-    side, peers = ("ours", cell["peers"].values()) if name == "ours" else ("theirs", [cell["peers"].get(name, {})])
-    rates = [value for peer in peers if is_sound(peer) for value in peer[side]["tokens_per_second"]["values"]]
-    return statistics.median(rates) if rates else None
-
-
 def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw the ratio of the streams' gaps to those before a long prompt, over its TTFT: a point per limit."""
+    """Draw how much a long prompt lengthens the ITL of streams, over the prompt's TTFT: a point per limit."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for number, (name, label) in enumerate(
@@ -77,17 +76,16 @@ def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
         points = [p for p in result["long"]["points"] if (p["prompt_slowdown"] is None) == (number == 0)]
         ratios = [point["itl_p99_ratio"] for point in points]
         x, y = [point["ttft_ms"]["median"] for point in points], [ratio["median"] for ratio in ratios]
-        below = [ratio["median"] - ratio["min"] for ratio in ratios]
-        above = [ratio["max"] - ratio["median"] for ratio in ratios]
-        axes.errorbar(x, y, [below, above], fmt="o-", color=f"C{number}", capsize=3, label=label)
+        errors = [[abs(ratio["median"] - ratio[end]) for ratio in ratios] for end in ("min", "max")]
+        axes.errorbar(x, y, errors, fmt="o-", color=f"C{number}", capsize=3, label=label)
         for point, at in zip(points, zip(x, y, strict=True), strict=True):
             axes.annotate(f"{point[name]:g}", at, xytext=(6, 4), textcoords="offset points", fontsize=8)
-    axes.axhline(MAX_ITL_RATIO, color="black", linestyle=":", linewidth=1)
+    axes.axhline(_MAX_ITL_RATIO, color="black", linestyle=":", linewidth=1)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(left=0)
     axes.set_xlabel(f"ms to the first token of a prompt of {result['long']['prompt_tokens']:,}")
-    axes.set_ylabel(f"ITL p99 of {result['long']['streams']} others, ratio (dotted: {MAX_ITL_RATIO:g})")
+    axes.set_ylabel(f"ITL p99 of {result['long']['streams']} others, ratio (dotted: {_MAX_ITL_RATIO:g})")
     axes.grid(visible=True, alpha=0.25)
     axes.legend(fontsize=8)
     _save(figure, path, result)
@@ -119,9 +117,10 @@ def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
     _save(figure, path, result)
 
 
-def draw_attention(path: Path, rows: Mapping[str, Any], noise: float) -> None:
+def draw_attention(path: Path, rows: Mapping[str, Any]) -> None:
     """Draw each mechanism's held-out loss during training, and at the end with the noise between seeds."""
     loss = {name: [run["nats_per_token"] for run in row["runs"]] for name, row in rows.items()}
+    noise = pooled_deviation(list(loss.values()))
     ordered = sorted(rows, key=lambda name: statistics.fmean(loss[name]), reverse=True)
     figure = Figure(figsize=(11, 6.2), layout="constrained")
     curves, finals = figure.subplots(1, 2, width_ratios=(1.15, 1))
@@ -152,7 +151,7 @@ def draw_attention(path: Path, rows: Mapping[str, Any], noise: float) -> None:
 def _draw_law(
     axes: Axes, curve: Mapping[str, Any], over: str, value: Callable[[Any], float], name: str, *, scale: float = 1
 ) -> None:
-    """Draw points and the power law through them. `scale` converts from the unit in which the law was fitted."""
+    """Draw points and their fitted power law. `scale` converts from the unit of the fit."""
     xs = [point[over] for point in curve["points"]]
     law = curve["fits"]["power"]
     (markers,) = axes.plot(xs, [value(point) for point in curve["points"]], "o")

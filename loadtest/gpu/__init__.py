@@ -1,1 +1,1 @@
-"""Benchmarks of a GPU."""
+"""Suite of all tests and benchmarks that need a GPU."""

@@ -3,9 +3,8 @@
     python -m loadtest.inprocess.bench_attention train --seeds 1 2    trains missing runs: half an hour per seed
     python -m loadtest.inprocess.bench_attention speed                trains and serves all mechanisms in turn: minutes
 
-`train` runs `kvasir train` for each recipe and seed. An interrupted run continues with the same command, and a
-finished run is read. `speed` measures in rounds: each round runs every mechanism for a moment, so that a slow minute
-of the machine affects all. Ratios compare tokens per second of CPU time, so that other processes do not count.
+An interrupted `train` continues with the same command. Each round of `speed` runs every mechanism for a moment, so that
+a slow minute of the machine affects all. Ratios compare tokens per second of CPU time, without other processes' work.
 """
 
 import itertools
@@ -16,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,18 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.checkpoint.manifest import read_manifest
 from model.training.config import TrainConfig, load_train_config
-from model.training.corpus import read_corpus
+from model.training.corpus import Corpus, read_corpus
 from model.training.state import deterministic, read_log
 from model.training.train import RunSettings, Trainer, default_precision
 from service.config.settings import ModelSettings
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "model" / "training" / "configs" / "attention"
 BASELINE = "multi-head"
 EAGER = "eager"  # the baseline's weights on the unfused attention backend
 # One thread: the machine is shared, and a second thread gains little for a model of this size.
 TRAIN_FLAGS = ("--threads", "1", "--no-compile")
+LAST_FILE = Path("checkpoint", "MODEL_CARD.md")  # the last file of a run that `kvasir train` writes
 TRAIN_STEPS = 8
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 64
 KERNEL_LENGTHS = (128, 512, 2048)
@@ -57,18 +58,14 @@ _KERNEL_HEADS, _KERNEL_HEAD_DIM = 4, 32
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One mechanism of docs/attention.md.
-
-    name: name of its recipe and of its runs. title: name on the page. compared_with: the row from which it differs
-    by one choice.
-    """
+    """Attention mechanism: name of the recipe, title on the page, and the mechanism that differs by one choice."""
 
     name: str
     title: str
     compared_with: str = BASELINE
 
     def recipe(self) -> TrainConfig:
-        """Read the recipe. Raises ValueError as `load_train_config` does."""
+        """Read the training recipe. Raises ValueError as `load_train_config` does."""
         return load_train_config(RECIPES / f"{self.name}.toml")
 
     def changes(self) -> dict[str, Any]:
@@ -97,56 +94,25 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRun:
-    """One mechanism trained from one seed, in a directory of its own."""
-
-    row: Row
-    seed: int
-    directory: Path
-
-    @property
-    def checkpoint(self) -> Path:
-        """Directory of the run's checkpoint."""
-        return self.directory / "checkpoint"
-
-    @property
-    def is_finished(self) -> bool:
-        """True if the run is finished: `kvasir train` writes the model card last."""
-        return (self.checkpoint / "MODEL_CARD.md").is_file()
-
-    def train(self) -> None:
-        """Start or continue the run by `kvasir train`. Raises MeasurementFailed if the command fails."""
-        recipe = ["--config", str(RECIPES / f"{self.row.name}.toml"), "--seed", str(self.seed)]
-        paths = ["--run-directory", str(self.directory), "--out", str(self.checkpoint)]
-        command = [sys.executable, "-m", "service.cli", "train", *recipe, *paths, *TRAIN_FLAGS]
-        if code := subprocess.run(command, check=False).returncode:
-            raise MeasurementFailed(f"{' '.join(command)}: exit code {code}; repeat the command to continue")
-
-    def result(self) -> dict[str, Any]:
-        """Return the run's losses and facts, JSON-ready.
-
-        Raises MeasurementFailed if the run is not finished or has another recipe.
-        """
-        if not self.is_finished:
-            raise MeasurementFailed(f"{self.directory} is not finished: run bench_attention train --seeds {self.seed}")
-        manifest, recipe = read_manifest(self.checkpoint), self.row.recipe()
-        training = manifest.training
-        if (manifest.config, training["steps"], training["seed"]) != (recipe.model, recipe.steps, self.seed):
-            raise MeasurementFailed(
-                f"{self.directory} was trained with another recipe than {self.row.name}.toml; delete it"
-            )
-        (nats,) = training["held_out_nats_per_token"].values()
-        log = [line for line in read_log(self.directory / "log.jsonl") if "held_out_loss" in line]
-        return {
-            "seed": self.seed,
-            "nats_per_token": nats,
-            "train_seconds": training["seconds"],
-            "precision": training["precision"],
-            "commit": training["commit"][:12],
-            "tokenizer": manifest.files["tokenizer.tiktoken"][1],
-            "curve": [[line["step"] + 1, round(line["held_out_loss"], 4)] for line in log],
-        }
+def run_result(row: Row, seed: int, run: Path) -> dict[str, Any]:
+    """Return the losses of a training run. Raises MeasurementFailed if the run is unfinished or of another recipe."""
+    if not (run / LAST_FILE).is_file():
+        raise MeasurementFailed(f"{run} is not finished: run bench_attention train --seeds {seed}")
+    manifest, recipe = read_manifest(run / "checkpoint"), row.recipe()
+    training = manifest.training
+    if (manifest.config, training["steps"], training["seed"]) != (recipe.model, recipe.steps, seed):
+        raise MeasurementFailed(f"{run} was trained with another recipe than {row.name}.toml; delete it")
+    (nats,) = training["held_out_nats_per_token"].values()
+    log = [line for line in read_log(run / "log.jsonl") if "held_out_loss" in line]
+    return {
+        "seed": seed,
+        "nats_per_token": nats,
+        "train_seconds": training["seconds"],
+        "precision": training["precision"],
+        "commit": training["commit"][:12],
+        "tokenizer": manifest.files["tokenizer.tiktoken"][1],
+        "curve": [[line["step"] + 1, round(line["held_out_loss"], 4)] for line in log],
+    }
 
 
 def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
@@ -155,19 +121,24 @@ def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
     Raises:
         MeasurementFailed: a run failed, has another recipe, or has another tokenizer than the other runs.
     """
-    planned = {(row.name, seed): TrainingRun(row, seed, runs / f"{row.name}-{seed}") for seed in seeds for row in ROWS}
-    for run in planned.values():
-        if not run.is_finished:
-            show(f"training {run.row.name}, seed {run.seed}")
-            run.train()
-    done = {key: run.result() for key, run in planned.items()}
+    done = {}
+    for seed, row in itertools.product(seeds, ROWS):
+        run = runs / f"{row.name}-{seed}"
+        if not (run / LAST_FILE).is_file():
+            show(f"training {row.name}, seed {seed}")
+            recipe = ["--config", str(RECIPES / f"{row.name}.toml"), "--seed", str(seed)]
+            paths = ["--run-directory", str(run), "--out", str(run / "checkpoint")]
+            command = [sys.executable, "-m", "service.cli", "train", *recipe, *paths, *TRAIN_FLAGS]
+            if code := subprocess.run(command, check=False).returncode:
+                raise MeasurementFailed(f"{' '.join(command)}: exit code {code}; repeat the command to continue")
+        done[row.name, seed] = run_result(row, seed, run)
     if len({run["tokenizer"] for run in done.values()}) > 1:
         raise MeasurementFailed(f"the runs in {runs} have different tokenizers, so losses differ; delete the runs")
-    recipe = ROWS[0].recipe()
+    config = ROWS[0].recipe()
     return {
         "settings": {
             "seeds": list(seeds),
-            **{key: getattr(recipe, key) for key in ("steps", "batch_size", "sequence_length", "vocab_size")},
+            **{key: getattr(config, key) for key in ("steps", "batch_size", "sequence_length", "vocab_size")},
             "precision": sorted({run["precision"] for run in done.values()}),
             "train_minutes": math.ceil(sum(run["train_seconds"] for run in done.values()) / 60),
         },
@@ -186,20 +157,25 @@ def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def speed(runs: Path, seed: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Measure training and serving speed of each mechanism, and the speedup of the fused kernel, JSON-ready.
+    """Measure training and serving speed of each mechanism, and the fused kernel's speedup, in rounds.
 
     Raises:
-        MeasurementFailed: a run of this seed is missing.
+        MeasurementFailed: a training run of this seed is missing.
     """
-    trained = {row.name: TrainingRun(row, seed, runs / f"{row.name}-{seed}") for row in ROWS}
-    for run in trained.values():
-        run.result()  # report a missing run before the long work
+    trained = {row.name: runs / f"{row.name}-{seed}" for row in ROWS}
+    for row in ROWS:
+        run_result(row, seed, trained[row.name])  # report a missing run before the long work
     torch.set_num_threads(threads)
-    sides = {name: (run, "sdpa") for name, run in trained.items()} | {EAGER: (trained[BASELINE], "eager")}
+    sides = {row.name: (row, "sdpa") for row in ROWS}
+    baseline, _ = sides[BASELINE]
+    sides[EAGER] = (baseline, "eager")
+    corpus = read_corpus(baseline.recipe(), trained[BASELINE], show)  # all mechanisms share corpus and tokenizer
     with tempfile.TemporaryDirectory() as scratch:
-        training = _in_rounds("training", _trainers(sides, Path(scratch)), rounds)
+        trainers = {name: _trainer(*side, corpus, Path(scratch) / name) for name, side in sides.items()}
+        training = _in_rounds("training", trainers, rounds)
     torch.use_deterministic_algorithms(mode=False)
-    serving = _in_rounds("serving", _servers(sides, threads), rounds)
+    servers = {name: _server(trained[row.name], attention, threads) for name, (row, attention) in sides.items()}
+    serving = _in_rounds("serving", servers, rounds)
     return {
         "settings": {
             "rounds": rounds,
@@ -216,110 +192,88 @@ def speed(runs: Path, seed: int, rounds: int, threads: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Tokens or calls, and the seconds that they took: wall time, and CPU time of all threads of this process."""
-
-    count: int
-    seconds: float
-    cpu_seconds: float
+Rates = list[tuple[float, float]]  # of each round: tokens or calls per second, and per second of CPU time
 
 
-def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) -> dict[str, list[Timing]]:
-    """Run all works in turn in each round, after one warm-up round. A work returns its number of tokens or calls."""
-    timings: dict[str, list[Timing]] = {name: [] for name in works}
+def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) -> dict[str, Rates]:
+    """Run all functions in turn in each round, after a warm-up round. A function returns its tokens or calls."""
+    rates: dict[str, Rates] = {name: [] for name in works}
     for number in range(rounds + 1):
         show(f"{label}, round {number} of {rounds}")
         for name, work in works.items():
             began, cpu_began = time.perf_counter(), time.process_time()
             count = work()
-            timing = Timing(count, time.perf_counter() - began, time.process_time() - cpu_began)
-            timings[name] += [timing] if number else []
-    return timings
+            rate = count / (time.perf_counter() - began), count / (time.process_time() - cpu_began)
+            rates[name] += [rate] if number else []
+    return rates
 
 
-def _speeds(label: str, timings: Mapping[str, Sequence[Timing]], name: str) -> dict[str, Any]:
-    """Return a mechanism's tokens/s, and its ratio to the baseline within each round."""
-    own, baseline = ([timing.count / timing.cpu_seconds for timing in timings[side]] for side in (name, BASELINE))
+def _speeds(label: str, rates: Mapping[str, Rates], name: str) -> dict[str, Any]:
+    """Return the tokens/s of an attention mechanism, and the ratio to the baseline within each round."""
+    own, baseline = ([by_cpu for _, by_cpu in rates[side]] for side in (name, BASELINE))
     return {
-        f"{label}_tokens_per_second": spread(timing.count / timing.seconds for timing in timings[name]),
+        f"{label}_tokens_per_second": spread(rate for rate, _ in rates[name]),
         f"{label}_ratio": ratio_spread(own, baseline),
     }
 
 
-def _trainers(sides: Mapping[str, tuple[TrainingRun, str]], scratch: Path) -> dict[str, Callable[[], int]]:
-    """Return functions that train each mechanism for a few steps. All share the baseline's corpus and tokenizer."""
-    run, _ = sides[BASELINE]
-    corpus = read_corpus(run.row.recipe(), run.directory, show)
+def _trainer(row: Row, attention: str, corpus: Corpus, scratch: Path) -> Callable[[], int]:
+    """Return a function that trains a mechanism for a few steps and returns the number of tokens."""
+    recipe = row.recipe()
+    deterministic(recipe.seed)
+    settings = RunSettings(
+        run_directory=scratch,
+        checkpoint=scratch / "checkpoint",
+        device="cpu",
+        precision=default_precision("cpu"),
+        compile=False,
+        stop_after=None,
+        attention=attention,
+    )
+    trainer = Trainer(recipe, settings, corpus)
 
-    def trainer_of(name: str, recipe: TrainConfig, attention: str) -> Callable[[], int]:
-        deterministic(recipe.seed)
-        settings = RunSettings(
-            run_directory=scratch / name,
-            checkpoint=scratch / name / "checkpoint",
-            device="cpu",
-            precision=default_precision("cpu"),
-            compile=False,
-            stop_after=None,
-            attention=attention,
-        )
-        trainer = Trainer(recipe, settings, corpus)
+    def steps() -> int:
+        for _ in range(TRAIN_STEPS):
+            trainer.train_step()
+        return TRAIN_STEPS * recipe.tokens_per_step
 
-        def steps() -> int:
-            for _ in range(TRAIN_STEPS):
-                trainer.train_step()
-            return TRAIN_STEPS * recipe.tokens_per_step
-
-        return steps
-
-    return {name: trainer_of(name, run.row.recipe(), attention) for name, (run, attention) in sides.items()}
+    return steps
 
 
-def _servers(sides: Mapping[str, tuple[TrainingRun, str]], threads: int) -> dict[str, Callable[[], int]]:
-    """Return functions that complete one wave of prompts by the engine, from each mechanism's checkpoint."""
+def _server(run: Path, attention: str, threads: int) -> Callable[[], int]:
+    """Return a function that completes one wave of prompts from a run's checkpoint and returns the number of tokens."""
+    settings = {"dtype": "float32", "attention": attention, "threads": threads, "max_num_running": STREAMS}
+    checkpoint = {"checkpoint": run / "checkpoint", "device": "cpu"}
+    served = InProcess.open(ModelSettings.model_validate(checkpoint | settings))
+    prompts = Prompts(served.token_ids(tales()))
+    uids = (f"attention-{number}" for number in itertools.count())
 
-    def server_of(run: TrainingRun, attention: str) -> Callable[[], int]:
-        settings = {"dtype": "float32", "attention": attention, "threads": threads, "max_num_running": STREAMS}
-        served = InProcess.open(
-            ModelSettings.model_validate({"checkpoint": run.checkpoint, "device": "cpu"} | settings)
-        )
-        prompts = Prompts(served.token_ids(tales()))
-        uids = (f"attention-{number}" for number in itertools.count())
+    def wave() -> int:
+        submits = [greedy(next(uids), prompts.next(PROMPT_TOKENS), OUTPUT_TOKENS) for _ in range(STREAMS)]
+        return run_closed(served.engine, submits, num_streams=STREAMS).num_completion_tokens
 
-        def wave() -> int:
-            submits = [greedy(next(uids), prompts.next(PROMPT_TOKENS), OUTPUT_TOKENS) for _ in range(STREAMS)]
-            return run_closed(served.engine, submits, num_streams=STREAMS).num_completion_tokens
-
-        return wave
-
-    return {name: server_of(run, attention) for name, (run, attention) in sides.items()}
+    return wave
 
 
 def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
-    """Measure causal attention over one sequence on the eager and the fused backend: CPU milliseconds per call.
-
-    score_bytes: size of the stored scores, heads x length² x 4 bytes. The fused kernel stores no scores.
-    """
+    """Measure causal attention over one sequence on the eager and the fused backend: CPU milliseconds per call."""
     qkv = torch.randn(3, length, _KERNEL_HEADS, _KERNEL_HEAD_DIM).unbind()
     form = AttentionForm(layer=0, scale=_KERNEL_HEAD_DIM**-0.5, window=None, bias=None)
     metadata = AttentionMetadata.uncached((length,))
 
-    def calls_of(attention: str) -> Callable[[], int]:
-        @torch.inference_mode()
-        def calls() -> int:
-            count, began = 0, time.process_time()
-            while not count or time.process_time() - began < _KERNEL_SECONDS / rounds:
-                ATTENTION_BACKENDS[attention].attend(*qkv, form=form, metadata=metadata, kv_cache=None)
-                count += 1
-            return count
+    @torch.inference_mode()
+    def calls(attention: str) -> int:
+        count, began = 0, time.process_time()
+        while not count or time.process_time() - began < _KERNEL_SECONDS / rounds:
+            ATTENTION_BACKENDS[attention].attend(*qkv, form=form, metadata=metadata, kv_cache=None)
+            count += 1
+        return count
 
-        return calls
-
-    timings = _in_rounds(f"{length} tokens", {name: calls_of(name) for name in ("eager", "sdpa")}, rounds)
-    eager, fused = ([1e3 * timing.cpu_seconds / timing.count for timing in timings[name]] for name in ("eager", "sdpa"))
+    rates = _in_rounds(f"{length} tokens", {name: partial(calls, name) for name in ("eager", "sdpa")}, rounds)
+    eager, fused = ([1e3 / by_cpu for _, by_cpu in rates[name]] for name in ("eager", "sdpa"))
     return {
         "length": length,
-        "score_bytes": _KERNEL_HEADS * length**2 * 4,
+        "score_bytes": _KERNEL_HEADS * length**2 * 4,  # the fused kernel stores no scores
         "eager_ms": spread(eager),
         "fused_ms": spread(fused),
         "ratio": ratio_spread(eager, fused),
@@ -327,7 +281,7 @@ def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a phase and write its part of the JSON. Return the exit code: 0; 1 if the phase failed."""
+    """Run `train` or `speed` and write that part of the JSON. Return the exit code: 0; 1 after a failure."""
     parser = benchmark_parser("loadtest.inprocess.bench_attention", "Train and measure every attention mechanism.")
     add = parser.add_argument
     add("phase", choices=("train", "speed"))

@@ -1,8 +1,4 @@
-"""Command `kvasir bench`: read the arguments, then load torch and measure the engine in this process.
-
-kvasir bench --checkpoint checkpoints/NAME --out docs/results/engine.json
-kvasir bench --shape S -- --dtype bfloat16 --threads 2
-"""
+"""Command `kvasir bench`: read the arguments, then load torch and measure the engine in this process."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +6,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from loadtest.measurement.benchmark_program import read_arguments, run_benchmark
-from loadtest.measurement.shape_names import SHAPE_SIZES
+from loadtest.measurement.model_shapes import SHAPE_SIZES
 from service.config.flags import HELP_FORMATTER
 from service.config.settings import ModelSettings, SettingsError, read_settings
 
@@ -42,20 +38,13 @@ def _parser() -> _Parser:
         epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
     )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="checkpoint directory (default: checkpoints/kvasir-9m in the working directory, else beside the package)",
-    )
-    model.add_argument(
-        "--shape",
-        choices=sorted(SHAPE_SIZES),
-        help="random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596 million parameters",
-    )
+    text = "checkpoint directory (default: checkpoints/kvasir-9m in the working directory, else beside the package)"
+    model.add_argument("--checkpoint", metavar="DIR", help=text)
+    text = "random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters"
+    model.add_argument("--shape", choices=sorted(SHAPE_SIZES), help=text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
-    parser.add_argument(
-        "--quick", action="store_true", help="default to batch 1 and 16, context 128, one prompt, 16 steps, 3 repeats"
-    )
+    text = "default to batch 1 and 16, context 128, one prompt, 16 steps, 3 repeats"
+    parser.add_argument("--quick", action="store_true", help=text)
     for name, (text, usual, _) in _OPTIONS.items():
         values = " ".join(map(str, usual)) if isinstance(usual, list) else usual
         parser.add_argument(
@@ -98,3 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from loadtest.inprocess import bench_engine  # imports torch, which takes seconds
 
     return run_benchmark(parser, arguments, lambda: bench_engine.run(arguments, settings), prints_json=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

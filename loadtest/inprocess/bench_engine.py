@@ -1,12 +1,9 @@
-"""The engine in this process, swept over batch size, context and prompt length.
+"""Sweep of the engine in this process over batch size, context and prompt length.
 
-Decode: `batch` sequences of `context` tokens each, which share no KV-cache block, are timed over a few steps. In
-each step every sequence gets a token. Their prompts are computed once and then come from the prefix cache.
-
-Prompts: each length alone in the engine, without a cached prefix, until its first token.
-
-Repeats go round the whole sweep, so that a slow minute of the machine affects every point alike. Each round also
-probes the machine's limits (`loadtest.measurement.roofline`).
+Decode: `batch` sequences of `context` tokens each, which share no KV-cache block, are timed over a few steps. Their
+prompts are computed once and then come from the prefix cache. Prompts: each length alone in the engine, without a
+cached prefix, until its first token. Each repeat goes round the whole sweep, so that a slow minute of the machine
+affects every point alike.
 """
 
 import argparse
@@ -19,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.client.workload import tales
-from loadtest.inprocess.closed_loop import greedy, run_closed
+from loadtest.inprocess.closed_loop import EngineRun, greedy, run_closed
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.benchmark_program import show
 from loadtest.measurement.model_shapes import write_random_checkpoint
@@ -63,11 +60,11 @@ class Prompts:
 
 @dataclass(slots=True)
 class Point:
-    """One measured size: a batch of sequences at a context, or a prompt alone (batch size 0).
+    """One size of the sweep: a batch of sequences at a context, or a prompt alone (batch size 0).
 
     context_length: mean tokens of a sequence over the timed steps.
     work: bytes and FLOPs of one step, or of the prompt.
-    seconds, bounds: time of each repeat, and its least time by the probe of that round.
+    seconds, bounds: time of each repeat, and its least time by the probe of that repeat.
     """
 
     batch_size: int
@@ -79,7 +76,7 @@ class Point:
     bounds: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
+        """Return sizes and figures, JSON-ready."""
         sizes = {"batch_size": self.batch_size, "context_length": self.context_length}
         num_tokens = self.batch_size or self.prompt_tokens
         return {
@@ -92,38 +89,13 @@ class Point:
 
 
 class Sweep:
-    """Runner of the sweep: the engine, the probe, and the prompts."""
+    """Runner of timed decode steps and prompts on one engine in this process."""
 
     def __init__(self, contestant: InProcess) -> None:
-        facts = contestant.facts
-        self.formula = WorkFormula(
-            config=contestant.manifest.config,
-            weight_type=facts["weights"],
-            kv_value_bytes=WEIGHT_BYTES[facts["kv_cache_dtype"]],
-        )
         self._engine = contestant.engine
-        self._roofline = Roofline(facts["weights"], facts["device"])
         self._prompts = Prompts(contestant.token_ids(tales()))
         self._held: list[tuple[int, ...]] = []  # prompts from which the sequences of a batch begin
         self._uids = (f"bench-{number}" for number in itertools.count())
-        self.machines: list[Machine] = []
-
-    def probe(self) -> None:
-        """Probe the machine's limits again, at the beginning of a round."""
-        self.machines.append(self._roofline.probe())
-
-    def measure(self, point: Point) -> None:
-        """Add one repeat to a point. Raises `ValueError` if the sequences never ran at the same time."""
-        if point.batch_size:
-            point.seconds.append(self._step_seconds(point, point.output_tokens))
-        else:
-            count = max(1, _PROMPT_TOKENS_PER_REPEAT // point.prompt_tokens)
-            prompts = [self._prompts.next(point.prompt_tokens) for _ in range(count)]
-            runs = [
-                run_closed(self._engine, [greedy(next(self._uids), prompt, 1)], num_streams=1) for prompt in prompts
-            ]
-            point.seconds.append(sum(run.ttft_seconds[0] for run in runs) / count)
-        point.bounds.append(point.work.bound_seconds(self.machines[-1]))
 
     def warm_up(self, points: Sequence[Point]) -> None:
         """Compute the longest prompts once, and a few steps of every batch, because first runs are slower."""
@@ -131,22 +103,31 @@ class Sweep:
         longest = max(point.prompt_tokens for point in decode)
         self._held = [self._prompts.next(longest) for _ in range(max(point.batch_size for point in decode))]
         for point in sorted(decode, key=lambda point: (point.prompt_tokens, point.batch_size), reverse=True):
-            self._step_seconds(point, 4)
+            self._decode(point, 4)
 
-    def _step_seconds(self, point: Point, output_tokens: int) -> float:
+    def measure(self, point: Point, machine: Machine) -> None:
+        """Time one repeat of a point of the sweep. Raises ValueError if the sequences never ran at the same time."""
+        if point.batch_size:
+            seconds = self._decode(point, point.output_tokens).full_step_seconds
+        else:
+            count = max(1, _PROMPT_TOKENS_PER_REPEAT // point.prompt_tokens)
+            submits = [greedy(next(self._uids), self._prompts.next(point.prompt_tokens), 1) for _ in range(count)]
+            seconds = sum(run_closed(self._engine, [each], num_streams=1).ttft_seconds[0] for each in submits) / count
+        point.seconds.append(seconds)
+        point.bounds.append(point.work.bound_seconds(machine))
+
+    def _decode(self, point: Point, output_tokens: int) -> EngineRun:
         prompts = [prompt[: point.prompt_tokens] for prompt in self._held[: point.batch_size]]
         submits = [greedy(next(self._uids), prompt, output_tokens) for prompt in prompts]
-        run = run_closed(self._engine, submits, num_streams=len(prompts))
-        return run.full_step_seconds if output_tokens == point.output_tokens else 0.0
+        return run_closed(self._engine, submits, num_streams=len(prompts))
 
 
 def make_points(
     arguments: argparse.Namespace, settings: ModelSettings, formula: WorkFormula, max_context_tokens: int
 ) -> list[Point]:
-    """Return the requested sweep. Of lists that were not given, only values that fit the model are used.
+    """Return the requested points. Raises ValueError if a requested size does not fit the model or the engine.
 
-    Raises:
-        ValueError: a point does not fit the model's context, or the engine's batch.
+    Default sizes that do not fit are left out.
     """
     points = []
     for context, batch in itertools.product(arguments.context, arguments.batch):
@@ -179,24 +160,27 @@ def make_points(
 def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
     """Run the sweep. Raises `ValueError` if the sweep or the checkpoint cannot be used."""
     contestant = InProcess.open(settings)
-    sweep = Sweep(contestant)
-    points = make_points(arguments, settings, sweep.formula, contestant.max_context_tokens)
+    facts = contestant.facts
+    kv_value_bytes = WEIGHT_BYTES[facts["kv_cache_dtype"]]
+    formula = WorkFormula(contestant.manifest.config, facts["weights"], kv_value_bytes)
+    points = make_points(arguments, settings, formula, contestant.max_context_tokens)
+    sweep, roofline, machines = Sweep(contestant), Roofline(facts["weights"], facts["device"]), []
     show("warm-up")
     sweep.warm_up(points)
     for number in range(arguments.repeats):
         show(f"repeat {number + 1} of {arguments.repeats}")
-        sweep.probe()
+        machines.append(roofline.probe())
         for point in points:
-            sweep.measure(point)
+            sweep.measure(point, machines[-1])
     return {
         "kind": "engine",
-        "model": contestant.facts,
+        "model": facts,
         "settings": {"repeats": arguments.repeats, "steps": arguments.steps, "temperature": 0.0},
         "engine_settings": settings.model_dump(mode="json", exclude={"checkpoint", "cache_dir"}),
         "roofline": {
-            "weights": contestant.facts["weights"],
-            "gb_per_second": spread(machine.bytes_per_second / 1e9 for machine in sweep.machines),
-            "gflops": spread(machine.flops_per_second / 1e9 for machine in sweep.machines),
+            "weights": facts["weights"],
+            "gb_per_second": spread(machine.bytes_per_second / 1e9 for machine in machines),
+            "gflops": spread(machine.flops_per_second / 1e9 for machine in machines),
         },
         "decode": [point.to_dict() for point in points if point.batch_size],
         "prompts": [point.to_dict() for point in points if not point.batch_size],
@@ -204,10 +188,11 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
 
 
 def run(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
-    """Run the sweep on the checkpoint, or on a temporary one of a shape. Print its tables."""
+    """Run the sweep on a checkpoint, or on a temporary checkpoint of a shape, and print the tables."""
     with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as scratch:
         if arguments.shape is not None:
-            made = write_random_checkpoint(Path(scratch) / "model", arguments.shape)
+            dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
+            made = write_random_checkpoint(Path(scratch) / "model", arguments.shape, dtype=dtype)
             settings = settings.model_copy(update={"checkpoint": made})
         result = measure(arguments, settings)
     print(table(DECODE_COLUMNS, result["decode"]))

@@ -1,20 +1,18 @@
 """Benchmark of decode attention: the native kernel against PyTorch's in one run, and against memory bandwidth.
 
-    python -m loadtest.inprocess.bench_kernels --shape S --batch 1 4 16 64 --context 128 512 1024 [--ragged] [--prefill]
+    python -m loadtest.inprocess.bench_kernels --shape S --batch 1 4 16 64 --context 128 512 1024
 
-One layer's call is timed as the model makes it. It runs over the layers of a KV-cache far larger than the
-processor's caches, so that keys and values come from memory, as between two steps of a model. Native, sdpa and a
-plain read of memory take turns. Every figure is a median. `--out` writes JSON.
+Each pass runs over the layers of a KV-cache far larger than the processor's caches, so that keys and values come from
+memory, as between two steps of a model. Both kernels and a plain read of memory take turns.
 """
 
 import argparse
 import ctypes
 import itertools
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +24,7 @@ from loadtest.measurement.benchmark_program import (
     run_benchmark,
     show,
 )
-from loadtest.measurement.model_shapes import shape_config
-from loadtest.measurement.shape_names import SHAPE_SIZES
+from loadtest.measurement.model_shapes import SHAPE_SIZES, shape_config
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.measurement.tables import Column, table
 from model.attention.backends import AttentionBackend
@@ -35,14 +32,14 @@ from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.sdpa import SdpaAttention
+from model.config import ModelConfig
 from model.kernels.build import CACHE, BuildError
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 
 _BLOCK_SIZE = 16
-_COLD_BYTES = 160 * 2**20  # bytes of keys and values: several times a processor's largest cache
-_READ_BYTES = 256 * 2**20
+# Bytes of keys and values, and of the array that the memory probe reads: several times a processor's largest cache.
+_COLD_BYTES, _READ_BYTES = 160 * 2**20, 256 * 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SHORTEST = 32  # shortest ragged context, in tokens
 COLUMNS = (
     Column("case", "case"),
     Column("µs per layer", "native_us", ".0f"),
@@ -54,111 +51,75 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row of the table. queries: new tokens per sequence, 1 for a decode step. Lengths in tokens."""
+class DecodeCase:
+    """KV-cache with scattered blocks and many layers, and the inputs of one decode step: a row of the table."""
 
-    shape: str
-    dtype: str
-    queries: int
-    contexts: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """Name of the case in tables."""
-        kind = "prefill" if self.queries > 1 else "ragged" if len(set(self.contexts)) > 1 else "full"
-        return f"{self.shape} {self.dtype} B{len(self.contexts)} T{max(self.contexts)} {kind}"
-
-
-class Layers:
-    """KV-cache of a case with scattered blocks, and the inputs of a step."""
-
-    def __init__(self, case: Case) -> None:
-        config, dtype = shape_config(case.shape), _DTYPES[case.dtype]
-        token_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-        self.layer_bytes = sum(case.contexts) * token_bytes
+    def __init__(self, shape: str, dtype_name: str, batch: int, context: int) -> None:
+        self.name = f"{shape} {dtype_name} B{batch} T{context}"
+        self.batch, self.context = batch, context
+        config, dtype = shape_config(shape), _DTYPES[dtype_name]
+        self.layer_bytes = batch * context * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         self.num_layers = max(4, _COLD_BYTES // self.layer_bytes)
-        sizes = SHAPE_SIZES[case.shape] | {"num_layers": self.num_layers}
-        config = type(config).from_dict({**config.to_dict(), **sizes})
-        width = -(-max(case.contexts) // _BLOCK_SIZE)
-        count = len(case.contexts) * width
-        tables_BN = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(-1, width)
-        self.cache = KVCache(config, num_blocks=tables_BN.numel(), block_size=_BLOCK_SIZE, dtype=dtype, device="cpu")
-        for pool in (self.cache.keys_LNPKD, self.cache.values_LNPKD):
-            pool.copy_(torch.randn(pool.shape[1:]).to(dtype))
-        positions_BT = torch.stack([torch.arange(length - case.queries, length) for length in case.contexts])
-        slots_BT = tables_BN.gather(1, positions_BT // _BLOCK_SIZE) * _BLOCK_SIZE + positions_BT % _BLOCK_SIZE
-        self.fields: dict[str, Any] = {
-            "query_lengths": (case.queries,) * len(case.contexts),
-            "context_lengths": case.contexts,
-            "positions_T": positions_BT.flatten(),
-            "slot_mapping_T": slots_BT.flatten(),
-            "block_tables_BN": tables_BN,
-        }
+        config = ModelConfig.from_dict(config.to_dict() | {"num_layers": self.num_layers})
+        blocks = torch.randperm(batch * -(-context // _BLOCK_SIZE), generator=torch.Generator().manual_seed(0))
+        self._tables_BN = blocks.view(batch, -1)
+        self._cache = KVCache(config, num_blocks=len(blocks), block_size=_BLOCK_SIZE, dtype=dtype, device="cpu")
+        for pool in (self._cache.keys_LNPKD, self._cache.values_LNPKD):
+            pool.normal_()
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.inputs = [torch.randn(slots_BT.numel(), count, config.head_dim).to(dtype) for count in heads]
-        self.scale = config.head_dim**-0.5
+        self._qkv = [torch.randn(batch, count, config.head_dim).to(dtype) for count in heads]
+        self._scale = config.head_dim**-0.5
 
     @torch.inference_mode()
-    def seconds_a_layer(self, backend: AttentionBackend) -> float:
-        """Return the seconds per layer of one pass over the layers."""
-        metadata = AttentionMetadata(**self.fields)
-        q, k, v = self.inputs
-        began = time.perf_counter()
+    def run(self, backend: AttentionBackend) -> None:
+        """Run all layers by an attention backend."""
+        last = self.context - 1
+        metadata = AttentionMetadata(
+            query_lengths=(1,) * self.batch,
+            context_lengths=(self.context,) * self.batch,
+            positions_T=torch.full((self.batch,), last),
+            slot_mapping_T=self._tables_BN[:, last // _BLOCK_SIZE] * _BLOCK_SIZE + last % _BLOCK_SIZE,
+            block_tables_BN=self._tables_BN,
+        )
         for layer in range(self.num_layers):
-            form = AttentionForm(layer=layer, scale=self.scale, window=None, bias=None)
-            backend.attend(q, k, v, form=form, metadata=metadata, kv_cache=self.cache)
-        return (time.perf_counter() - began) / self.num_layers
+            form = AttentionForm(layer=layer, scale=self._scale, window=None, bias=None)
+            backend.attend(*self._qkv, form=form, metadata=metadata, kv_cache=self._cache)
 
 
 def memory_probe(library: KernelLibrary, threads: int) -> Callable[[], float]:
-    """Return a function that reads a large array once and returns bytes per second."""
+    """Return a function that reads a large array once by the native kernels and returns bytes per second."""
     words = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
     read = library.function("kvasir_read", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, result=ctypes.c_uint64)
-
-    def probe() -> float:
-        began = time.perf_counter()
-        read(words.data_ptr(), words.numel(), threads)
-        return words.nbytes / (time.perf_counter() - began)
-
-    return probe
+    return lambda: words.nbytes / _seconds(lambda: read(words.data_ptr(), words.numel(), threads))
 
 
-def measure(case: Case, library: KernelLibrary, *, repeats: int, probe: Callable[[], float]) -> dict[str, Any]:
-    """Measure both backends and the memory read, in turn."""
-    layers = Layers(case)
-    native_backend, sdpa_backend = NativeAttention(library), SdpaAttention()
-    layers.seconds_a_layer(native_backend), layers.seconds_a_layer(sdpa_backend)
-    native, sdpa, bandwidth = [], [], []
-    for _ in range(repeats):
-        bandwidth.append(probe())
-        native.append(layers.seconds_a_layer(native_backend))
-        sdpa.append(layers.seconds_a_layer(sdpa_backend))
-    rates = [layers.layer_bytes / seconds for seconds in native]
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def measure(case: DecodeCase, library: KernelLibrary, repeats: int, probe: Callable[[], float]) -> dict[str, Any]:
+    """Measure both attention backends and the memory read, in turn."""
+    backends: dict[str, AttentionBackend] = {"native": NativeAttention(library), "sdpa": SdpaAttention()}
+    seconds: dict[str, list[float]] = {name: [] for name in backends}
+    bandwidth = []
+    for number in range(repeats + 1):
+        bandwidth += [probe()] if number else []
+        for name, backend in backends.items():
+            taken = _seconds(partial(case.run, backend)) / case.num_layers
+            seconds[name] += [taken] if number else []  # the first pass is a warm-up
+    rates = [case.layer_bytes / each for each in seconds["native"]]
     return {
         "case": case.name,
-        "batch": len(case.contexts),
-        "context": max(case.contexts),
-        "native_us": spread(1e6 * seconds for seconds in native),
-        "sdpa_us": spread(1e6 * seconds for seconds in sdpa),
+        "batch": case.batch,
+        "context": case.context,
+        **{f"{name}_us": spread(1e6 * each for each in values) for name, values in seconds.items()},
         "gb_per_second": spread(rate / 1e9 for rate in rates),
         "memory_gb_per_second": spread(rate / 1e9 for rate in bandwidth),
         "share_of_memory": ratio_spread(rates, bandwidth),
-        "times_sdpa": ratio_spread(sdpa, native),
+        "times_sdpa": ratio_spread(seconds["sdpa"], seconds["native"]),
     }
-
-
-def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Return the requested cases. Ragged contexts are uniformly random; one of them is the longest."""
-    made = []
-    for shape, dtype, batch, context in itertools.product(
-        arguments.shape, arguments.dtype, arguments.batch, arguments.context
-    ):
-        generator = random.Random(0)
-        shortest = _SHORTEST if arguments.ragged and not arguments.prefill else context
-        contexts = (context, *(generator.randint(shortest, context) for _ in range(batch - 1)))
-        made.append(Case(shape=shape, dtype=dtype, queries=context if arguments.prefill else 1, contexts=contexts))
-    return made
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -167,12 +128,11 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         library = load_kernels(CACHE)
     except BuildError as error:
         raise MeasurementFailed(str(error)) from error
-    probe = memory_probe(library, arguments.threads)
-    probe()
-    rows = []
-    for case in cases(arguments):
+    probe, rows = memory_probe(library, arguments.threads), []
+    for sizes in itertools.product(arguments.shape, arguments.dtype, arguments.batch, arguments.context):
+        case = DecodeCase(*sizes)
         show(case.name)
-        rows.append(measure(case, library, repeats=arguments.repeats, probe=probe))
+        rows.append(measure(case, library, arguments.repeats, probe))
     print(table(COLUMNS, rows))
     return {"kind": "kernels", "level": library.level, "threads": arguments.threads, "rows": rows}
 
@@ -185,8 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", nargs="+", choices=_DTYPES, default=["bfloat16"])
     add("--batch", nargs="+", type=int, default=[1, 4, 16, 64])
     add("--context", nargs="+", type=int, default=[128, 512, 1024])
-    add("--ragged", action="store_true", help="random context lengths up to --context")
-    add("--prefill", action="store_true", help="measure whole prompts instead of decode steps")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--repeats", type=int, default=5)
     arguments = read_arguments(parser, argv)

@@ -1,6 +1,6 @@
-"""The service's engine in this process. Imports torch."""
+"""Engine of the service in this process."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from model.checkpoint.manifest import Manifest, read_manifest
@@ -12,7 +12,7 @@ from service.worker.engine_factory import EngineFacts, build_engine
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """An engine built from settings exactly as the worker builds it."""
+    """Engine in this process, built from settings as the worker process builds it."""
 
     engine: Engine
     manifest: Manifest
@@ -21,41 +21,29 @@ class InProcess:
 
     @classmethod
     def open(cls, settings: ModelSettings) -> Self:
-        """Build the engine.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be used.
-            ValueError: the settings cannot be met on this machine.
-        """
+        """Build the engine. Raises ValueError if the checkpoint or the settings cannot be used."""
         manifest = read_manifest(settings.checkpoint)
         engine, built = build_engine(settings, manifest)
         return cls(engine, manifest, built, settings)
 
     @property
     def max_context_tokens(self) -> int:
-        """Context length of the model."""
+        """Context length of the model, in tokens."""
         return self.manifest.config.max_context_length
 
     @property
     def facts(self) -> dict[str, Any]:
         """Facts of the model and the engine, JSON-ready."""
-        return {
+        built = asdict(self.built)
+        return built | {
             "name": self.manifest.name,
             "parameters": self.manifest.config.num_parameters,
-            "context": self.max_context_tokens,
-            "device": self.built.device,
-            "dtype": self.built.dtype,
-            "weights": self.built.matrices if self.built.matrices in ("int8", "fp8") else self.built.dtype,
-            "matrices": self.built.matrices,
-            "attention": self.built.attention,
-            "threads": self.built.threads,
+            "weights": built["matrices"] if built["matrices"] in ("int8", "fp8") else built["dtype"],
             "max_num_running": self.settings.max_num_running,
             "max_batched_tokens": self.settings.max_batched_tokens,
-            "block_size": self.built.block_size,
-            "kv_cache_dtype": self.built.kv_cache_dtype,
             "kv_cache_tokens": self.built.num_blocks * self.built.block_size,
         }
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the text's token ids in this model's vocabulary."""
+        """Encode a text by the model's tokenizer."""
         return load_tokenizer(self.manifest.directory).encode(text)

@@ -27,7 +27,7 @@ def benchmark_parser(module: str, description: str) -> argparse.ArgumentParser:
 
 
 def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments. `serve` holds those after `--`, and `given` holds all of them."""
+    """Parse a command line. `serve` holds the arguments after `--`, and `given` holds all arguments."""
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     arguments = parser.parse_args(given[:split])

@@ -1,24 +1,30 @@
 """Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
-S and M have Llama's architecture, qwen3-0.6b has Qwen3's. All tie their embeddings. Tokens are bytes, then pairs
-and triples of printable ASCII characters, so that completions are text. Imports torch.
+Torch is imported only to write a checkpoint. S and M have Llama's architecture.
 """
 
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import torch
-
-from loadtest.measurement.shape_names import SHAPE_SIZES
-from model.attention.backends import ATTENTION_BACKENDS
-from model.checkpoint.loading import save_checkpoint
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.nn.transformer import Transformer
 from model.tokenizer.byte_level import ByteLevelTokenizer
 
+_SIZES = (
+    *("vocab_size", "max_context_length", "num_layers", "hidden_size"),
+    *("num_heads", "num_kv_heads", "head_dim", "mlp_size"),
+)
+SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
+    "S": dict(zip(_SIZES, (8192, 2048, 8, 512, 8, 4, 64, 1408), strict=True)),
+    "M": dict(zip(_SIZES, (32000, 2048, 12, 768, 12, 12, 64, 2048), strict=True)),
+    # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json. The context is 2,048 instead of 40,960
+    # positions, as in the other shapes: it limits the KV-cache and does not change speed.
+    "qwen3-0.6b": dict(zip(_SIZES, (151936, 2048, 28, 1024, 16, 8, 128, 3072), strict=True)),
+    # Source: https://huggingface.co/Qwen/Qwen2-1.5B/blob/main/config.json, likewise.
+    "qwen2-1.5b": dict(zip(_SIZES, (151936, 2048, 28, 1536, 12, 2, 128, 8960), strict=True)),
+}
 _EOS = "<|endoftext|>"
 _PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]
@@ -26,24 +32,28 @@ _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]
 
 def shape_config(name: str) -> ModelConfig:
     """Return the config of a shape, a key of `SHAPE_SIZES`."""
-    is_qwen3 = name.startswith("qwen3")
+    is_qwen = name.startswith("qwen")
     sizes: dict[str, Any] = SHAPE_SIZES[name]
     return ModelConfig(
         **sizes,
         position=PositionKind.ROTARY,
-        rope_theta=1e6 if is_qwen3 else 1e4,
+        rope_theta=1e6 if is_qwen else 1e4,
         norm=NormKind.RMS_NORM,
-        norm_eps=1e-6 if is_qwen3 else 1e-5,
+        norm_eps=1e-6 if is_qwen else 1e-5,
         mlp=MlpKind.SWIGLU,
-        attention_bias=False,
+        attention_bias=name.startswith("qwen2"),
+        attention_out_bias=False,
         mlp_bias=False,
-        qk_norm=is_qwen3,
+        qk_norm=name.startswith("qwen3"),
         tie_embeddings=True,
     )
 
 
 def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
-    """Return a tokenizer with tokens of one to three characters, and the end of text as the last token."""
+    """Return a tokenizer of bytes, then pairs and triples of printable characters, so that completions are text.
+
+    The last token is the end of text.
+    """
     pairs = (first + second for first, second in itertools.product(_PRINTABLE, repeat=2))
     triples = (b"".join(three) for three in itertools.product(_PRINTABLE, repeat=3))
     tokens = itertools.chain((bytes([byte]) for byte in range(256)), pairs, triples)
@@ -58,33 +68,30 @@ def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
 
 
 def write_random_checkpoint(
-    directory: Path,
-    name: str,
-    *,
-    seed: int = 0,
-    max_context_length: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    directory: Path, name: str, *, max_context_length: int | None = None, dtype: str = "float32"
 ) -> Path:
-    """Write a complete checkpoint of this shape, the same for the same seed, and return the directory.
+    """Write a complete checkpoint of a shape, always with the same weights, and return the directory.
 
-    Args:
-        max_context_length: replaces the shape's.
-        dtype: dtype of the weights in the file.
+    max_context_length: replaces the shape's. dtype: torch's name of the dtype of the weights in the file.
     """
+    import torch
+
+    from model.attention.backends import ATTENTION_BACKENDS
+    from model.checkpoint.loading import save_checkpoint
+    from model.nn.transformer import Transformer
+
     config = shape_config(name)
     if max_context_length is not None:
         config = dataclasses.replace(config, max_context_length=max_context_length)
     model = Transformer(config, ATTENTION_BACKENDS["sdpa"])
-    model.initialize(seed)
-    tokenizer = shape_tokenizer(config.vocab_size)
-    tensors = {key: tensor for key, tensor in model.state_dict().items() if key in config.parameter_shapes()}
+    model.initialize(0)
     save_checkpoint(
         directory,
         config=config,
-        tensors=tensors,
-        tokenizer=tokenizer,
+        tensors={key: tensor for key, tensor in model.state_dict().items() if key in config.parameter_shapes()},
+        tokenizer=shape_tokenizer(config.vocab_size),
         name=f"shape-{name}",
         training={"steps": 0},
-        dtype=dtype,
+        dtype=getattr(torch, dtype),
     )
     return directory

@@ -1,4 +1,4 @@
-"""Roofline of this machine: measured limits, and the bytes and FLOPs of a step by formula. Imports torch.
+"""Roofline of this machine: measured limits, and the bytes and FLOPs of a step by formula.
 
     bytes of a decode step      W w + B C k          (every weight once, every sequence's keys and values once)
     FLOPs of a decode step      2 W B + 4 B C A
@@ -16,9 +16,8 @@ more than its window. Source of the bound: Williams et al. 2009, "Roofline".
 """
 
 import math
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +28,13 @@ from model.nn.linear import can_pack
 _READ_BYTES = 256 * 2**20  # far larger than any cache
 _SIDES = (512, 2048)
 _TRIES = 5
-_PROCESSOR_SIDE, _PROCESSOR_TRIES = 1024, 9
 
 WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measured limits: bytes/s read, and FLOP/s multiplied in the weights' type."""
+    """Measured limits of a device: bytes/s read, and FLOP/s multiplied in the weights' type."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -44,7 +42,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes and FLOPs that a step cannot avoid."""
+    """Bytes and FLOPs that an engine step cannot avoid."""
 
     bytes: int
     flops: int
@@ -54,84 +52,59 @@ class Work:
         return max(self.bytes / machine.bytes_per_second, self.flops / machine.flops_per_second)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkFormula:
-    """Bytes and FLOPs of a step, by formula, for one model in one precision.
+    """Formula of the bytes and FLOPs of a step of one model, whose weights have a type of `WEIGHT_BYTES`."""
 
-    weight_type: a key of `WEIGHT_BYTES`.
-    kv_value_bytes: bytes of a number in the KV-cache.
-    """
-
-    config: ModelConfig
-    weight_type: str
-    kv_value_bytes: int
+    def __init__(self, config: ModelConfig, weight_type: str, kv_value_bytes: int) -> None:
+        shapes = config.parameter_shapes()
+        layers = (shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
+        self._config = config
+        self._head = config.vocab_size * config.hidden_size
+        # The input embedding is only looked up.
+        self.num_multiplied = sum(map(math.prod, layers)) + self._head
+        self._weight_bytes = self.num_multiplied * WEIGHT_BYTES[weight_type]
+        self._kv_layer_bytes = config.kv_bytes_per_token(kv_value_bytes) / config.num_layers
+        self._query_size = config.num_heads * config.head_dim
 
     def decode(self, *, batch_size: int, context_length: float) -> Work:
         """Return the work of a step that decodes `batch_size` sequences of `context_length` tokens on average."""
-        windows = map(self.config.window, range(self.config.num_layers))
+        windows = map(self._config.window, range(self._config.num_layers))
         seen = sum(context_length if window is None else min(context_length, window) for window in windows)
-        per_layer = self.config.kv_bytes_per_token(self.kv_value_bytes) / self.config.num_layers
         return Work(
-            self._weight_bytes + round(batch_size * seen * per_layer),
-            2 * self.num_multiplied * batch_size + round(4 * batch_size * seen * self._attended),
+            self._weight_bytes + round(batch_size * seen * self._kv_layer_bytes),
+            2 * self.num_multiplied * batch_size + round(4 * batch_size * seen * self._query_size),
         )
 
     def prompt(self, *, num_tokens: int, tokens_per_step: int) -> Work:
         """Return the work until the first token of a prompt without a cached prefix, alone in the engine."""
         steps = -(-num_tokens // tokens_per_step)
-        windows = (self.config.window(layer) or num_tokens for layer in range(self.config.num_layers))
+        windows = (self._config.window(layer) or num_tokens for layer in range(self._config.num_layers))
         pairs = sum(sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows)
         linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
-        return Work(self._weight_bytes * steps, linear + 4 * pairs * self._attended)
-
-    @property
-    def num_multiplied(self) -> int:
-        """Numbers in all matrices that multiply a token's vector. The input embedding is only looked up."""
-        shapes = self.config.parameter_shapes()
-        layers = (shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
-        return sum(map(math.prod, layers)) + self._head
-
-    @property
-    def _head(self) -> int:
-        return self.config.vocab_size * self.config.hidden_size
-
-    @property
-    def _weight_bytes(self) -> int:
-        return self.num_multiplied * WEIGHT_BYTES[self.weight_type]
-
-    @property
-    def _attended(self) -> int:
-        """Numbers in one layer's query heads."""
-        return self.config.num_heads * self.config.head_dim
+        return Work(self._weight_bytes * steps, linear + 4 * pairs * self._query_size)
 
 
 class Roofline:
-    """Probe of the machine's limits: a sum over a large array, and matrix products. The best of several tries counts.
+    """Probe of a device's limits: a sum over a large array, and products of matrices of the given weight type.
 
-    Args:
-        weight_type: float32, bfloat16, float64, int8 or fp8; the peak is measured for this type.
-        device: cpu or cuda.
+    The best of several tries counts.
     """
 
-    def __init__(self, weight_type: str, device: str) -> None:
-        self._array = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
-        self._products = [(2 * side**3, way) for side in _SIDES for way in products(weight_type, side, device)]
+    def __init__(
+        self, weight_type: str, device: str, read_bytes: int | None = None, sides: Sequence[int] | None = None
+    ) -> None:
+        self._array = torch.ones((read_bytes or _READ_BYTES) // 4, dtype=torch.float32, device=device)
+        self._products = [(2 * side**3, way) for side in sides or _SIDES for way in products(weight_type, side, device)]
 
     @torch.inference_mode()
     def probe(self) -> Machine:
-        """Measure the limits now."""
-        read = self._best_seconds(lambda: self._array.sum())
-        multiply = max(flops / self._best_seconds(product) for flops, product in self._products)
-        return Machine(self._array.nbytes / read, multiply)
-
-    @staticmethod
-    def _best_seconds(work: Callable[[], object]) -> float:
-        _seconds(work)  # warm-up
-        return min(_seconds(work) for _ in range(_TRIES))
+        """Measure both limits now."""
+        read = self._array.nbytes / _best_seconds(self._array.sum)
+        return Machine(read, max(flops / _best_seconds(way) for flops, way in self._products))
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
-    """Return ways to multiply two square matrices of this type (float32, bfloat16, float64, int8 or fp8)."""
+    """Return functions that multiply two square matrices of a type (float32, bfloat16, float64, int8 or fp8)."""
     if weight_type == "int8":
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]
@@ -148,27 +121,13 @@ def products(weight_type: str, side: int, device: str) -> list[Callable[[], torc
     return ways
 
 
-class ProcessorProbe:
-    """Probe of the processors' current speed: a bfloat16 matrix product that fits into the caches.
-
-    Two processors of a virtual machine may at times be two threads of one core of its host, which the guest cannot
-    see. A comparison therefore probes before, between and after its sides.
-    """
-
-    def __init__(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        self._product = products("bfloat16", _PROCESSOR_SIDE, "cpu")[-1]  # by oneDNN, if available
-
-    @torch.inference_mode()
-    def gflops(self) -> float:
-        """Return the current GFLOP/s: the median of a few products."""
-        self._product()
-        return 2e-9 * _PROCESSOR_SIDE**3 / statistics.median(_seconds(self._product) for _ in range(_PROCESSOR_TRIES))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+def _best_seconds(work: Callable[[], object]) -> float:
+    """Return the least time of several calls of a function, after one warm-up call."""
+    seconds = []
+    for _ in range(_TRIES + 1):
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])

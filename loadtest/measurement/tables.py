@@ -19,15 +19,15 @@ class Column(NamedTuple):
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted path of a row."""
+    """Return the value at a dotted path of a row. A number in the path is an index of a list."""
     value: Any = row
     for name in key.split("."):
-        value = value[name]
+        value = value[int(name) if isinstance(value, list) else name]
     return value
 
 
 def cell(row: Mapping[str, Any], column: Column) -> str:
-    """Return the text of one value. A spread becomes its median, with minimum and maximum in brackets."""
+    """Return the text of one table cell. A spread becomes its median, with minimum and maximum in brackets."""
     value = value_at(row, column.key)
     if isinstance(value, Mapping):
         low, median, high = (f"{column.scale * value[name]:{column.form}}" for name in ("min", "median", "max"))

@@ -2,117 +2,183 @@
 
     python -m loadtest.peers.bench_peers --out docs/results/peers.json
 
-The benchmark installs each peer under .venv-peers and exports the model to its format, once. Then it measures pairs,
-cell by cell, in rounds: Kvasir, a peer, Kvasir, the next peer. A ratio is taken within a pair.
-
-Measured pairs are stored, so the same command continues an interrupted run. A peer that cannot be installed is
-listed with the reason. Run it on a quiet machine.
+Kvasir and a peer are measured as a pair, one right after the other, and a ratio is taken within a pair. Measured pairs
+are stored: the same command continues an interrupted run and repeats disturbed pairs. Run it on a quiet machine.
 """
 
 import argparse
-import dataclasses
 import itertools
+import json
 import os
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from loadtest.measurement.benchmark_program import MeasurementFailed, benchmark_parser, read_arguments, show
-from loadtest.measurement.other_processes import ForeignWork
-from loadtest.measurement.provenance import other_work, provenance, quiet_or_warned, tell
-from loadtest.measurement.roofline import ProcessorProbe
-from loadtest.measurement.shape_names import SHAPE_SIZES
-from loadtest.peers.comparison_cells import (
-    DEFAULTS,
-    KINDS,
-    PRECISIONS,
-    QUIET_CORES,
-    STEADY_SHARE,
-    Cell,
-    ComparedPair,
-    PairStore,
-    make_cells,
-    random_prompts,
-)
-from loadtest.peers.engines import OURS, PEERS, PINS, ROOT, Peer, PeerFiles, install
-from loadtest.peers.processes import DriverProcess, PeerServer
+from loadtest.measurement.model_shapes import SHAPE_SIZES
+from loadtest.measurement.provenance import ForeignWork, provenance, quiet_or_warned, tell
+from loadtest.measurement.roofline import Roofline
+from loadtest.measurement.spread import ratio_spread, spread
+from loadtest.peers import engines
+from loadtest.peers.engines import OURS, PEERS, Cell, DriverProcess, Peer, PeerFiles, PeerServer, install
 
-_AGREED = 16  # first tokens of a completion that are compared
-_LOOK_SECONDS, _PATIENCE_SECONDS = 0.25, 20.0  # of the wait for a quiet machine before each pair
+# A pair is disturbed if other processes used more cores, or if a processor probe was below this share of the usual.
+QUIET_CORES: Final = 0.2
+STEADY_SHARE: Final = 0.85
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedPair:
+    """Figures of Kvasir and a peer engine in one cell, measured one after the other, or the peer's error.
+
+    ours, theirs: figures by name; "tokens_per_second" is compared.
+    gflops: probes of all processors before, between and after the two sides.
+    """
+
+    cell: str
+    peer: str
+    round: int
+    ours: dict[str, float] = field(default_factory=dict)
+    theirs: dict[str, float] = field(default_factory=dict)
+    other_work_cores: float = 0.0
+    gflops: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class PairStore:
+    """Append-only file of measured pairs, from which an interrupted comparison continues. Skips a cut-off last line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+        self.pairs = [ComparedPair(**json.loads(line)) for line in lines]
+
+    def add(self, pair: ComparedPair) -> None:
+        """Store a pair, in memory and in the file."""
+        self.pairs.append(pair)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(pair)) + "\n")
+
+    def has(self, cell: Cell, peer: str, number: int) -> bool:
+        """Return True if the pair of this round was measured undisturbed."""
+        return any(
+            (pair.cell, pair.peer, pair.round, pair.error) == (cell.key, peer, number, None)
+            and is_quiet([pair.other_work_cores], [self._speed_share(pair)])
+            for pair in self.pairs
+        )
+
+    def summarize(self, cells: Sequence[Cell], peers: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield a JSON-ready row for each cell, with the figures of each peer, or with the last error of a peer.
+
+        If a pair was measured several times, the least disturbed measurement counts.
+        """
+        for cell in cells:
+            found = {peer: [p for p in self.pairs if (p.cell, p.peer) == (cell.key, peer)] for peer in peers}
+            rows = {peer: self._summary(pairs) for peer, pairs in found.items() if pairs}
+            yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
+
+    def _speed_share(self, pair: ComparedPair) -> float:
+        """Return the lowest processor probe of a pair relative to the median of all probes; 1 without probes."""
+        probes = [probe for each in self.pairs for probe in each.gflops]
+        return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
+
+    def _summary(self, pairs: Sequence[ComparedPair]) -> dict[str, Any]:
+        def disturbance(pair: ComparedPair) -> tuple[bool, float]:
+            return self._speed_share(pair) < STEADY_SHARE, pair.other_work_cores
+
+        measured = [pair for pair in pairs if pair.error is None]
+        if not measured:
+            return {"error": pairs[-1].error}
+        best = {pair.round: pair for pair in sorted(measured, key=disturbance, reverse=True)}
+        chosen = [best[number] for number in sorted(best)]
+        ours, theirs = [pair.ours for pair in chosen], [pair.theirs for pair in chosen]
+        return {
+            "ours": _spreads(ours),
+            "theirs": _spreads(theirs),
+            "ratio": ratio_spread(*([figures["tokens_per_second"] for figures in side] for side in (ours, theirs))),
+            "other_work_cores": [pair.other_work_cores for pair in chosen],
+            "processors_share": [round(self._speed_share(pair), 2) for pair in chosen],
+        }
+
+
+def _spreads(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
+    names = [name for name in figures[0] if all(name in figure for figure in figures)]
+    return {name: spread(figure[name] for figure in figures) for name in names}
+
+
+def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float]) -> bool:
+    """Return True if neither other processes nor slow processors disturbed a measurement."""
+    return max(other_work_cores) <= QUIET_CORES and min(processors_share) >= STEADY_SHARE
+
+
+def is_sound(figure: Mapping[str, Any]) -> bool:
+    """Return True if a row of the results has figures of a peer, and none of the peer's pairs was disturbed."""
+    return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 
 class Comparison:
     """Runner of the comparison: starts the engines that are needed, measures pairs, and stops the engines."""
 
-    def __init__(self, files: PeerFiles, threads: int, attempts: int, kept: PairStore) -> None:
-        self._files, self._threads, self._attempts, self._kept = files, threads, attempts, kept
-        self._probe = ProcessorProbe(threads)
+    def __init__(self, files: PeerFiles, threads: int, kept: PairStore) -> None:
+        self._files, self._threads, self._kept = files, threads, kept
+        # Two processors of a virtual machine may at times be two threads of one core of the host, so each pair is
+        # surrounded by probes of their speed: a product of matrices that fit into the caches.
+        torch.set_num_threads(threads)
+        self._processors = Roofline("bfloat16", "cpu", read_bytes=4096, sides=(1024,))
         self._running: dict[tuple[str, bool], DriverProcess | PeerServer] = {}  # by name, and True for a server
         self._warm: set[tuple[str, str, int]] = set()
 
-    def measure(self, cell: Cell, peer: Peer, number: int) -> None:
-        """Measure one pair, unless it is stored."""
-        if self._kept.has(cell, peer.name, number):
-            return
+    def run(self, cells: Sequence[Cell], peers: Sequence[Peer], num_rounds: int) -> None:
+        """Measure all pairs that are not stored, model by model. The engines are stopped at the end."""
+        try:
+            for _, group in itertools.groupby(cells, key=lambda cell: (cell.shape, cell.precision)):
+                for number, cell, peer in itertools.product(range(num_rounds), list(group), peers):
+                    if peer.supports(cell) and not self._kept.has(cell, peer.name, number):
+                        self._kept.add(self._pair(cell, peer, number))
+                self._stop_all()
+        finally:
+            self._stop_all()
+
+    def _pair(self, cell: Cell, peer: Peer, number: int) -> ComparedPair:
+        """Measure both sides with the same fresh prompts. The side that goes first alternates between rounds."""
+        prompts = self._prompts(cell, f"{peer.name} {number}")
+        pair = partial(ComparedPair, cell=cell.key, peer=peer.name, round=number)
         try:
             for side in (OURS, peer):
                 side.write_model(self._files, cell)
                 self._start(cell, side)
-            for attempt in range(self._attempts):
-                self._wait_for_quiet()
-                self._kept.add(self._pair(cell, peer, number, attempt))
-                if self._kept.has(cell, peer.name, number):
-                    return
+            foreign, began = ForeignWork(), time.monotonic()
+            gflops, figures = [self._gflops()], {}
+            for side in (OURS, peer) if number % 2 == 0 else (peer, OURS):
+                show(f"{cell.key} {side.name}")
+                figures[side.name] = self._figures(cell, side, prompts)
+                gflops.append(self._gflops())
         except MeasurementFailed as error:
             lines = str(error).splitlines()
-            reason = ": ".join(dict.fromkeys((lines[0], lines[-1])))
-            self._kept.add(ComparedPair(cell=cell.key, peer=peer.name, round=number, error=reason))
-
-    def _pair(self, cell: Cell, peer: Peer, number: int, attempt: int) -> ComparedPair:
-        """Measure both sides with fresh prompts. The side that goes first alternates between rounds."""
-        prompts = self._prompts(cell, f"{peer.name} {number} {attempt}")
-        foreign, began = ForeignWork(), time.monotonic()
-        gflops, figures = [self._probe.gflops()], {}
-        for side in (OURS, peer) if number % 2 == 0 else (peer, OURS):
-            show(f"{cell.key} {side.name}")
-            figures[side.name] = self._figures(cell, side, prompts)
-            gflops.append(self._probe.gflops())
-        busy, took = round(foreign.cores(), 2), round(time.monotonic() - began, 1)
-        ours, theirs = figures[OURS.name], figures[peer.name]
-        pairs = zip(ours.pop("token_ids", [])[:_AGREED], theirs.pop("token_ids", [])[:_AGREED], strict=False)
-        if agreements := [mine == other for mine, other in pairs]:
-            theirs["first_tokens_alike"] = float([*agreements, False].index(False))
-        return ComparedPair(
-            cell=cell.key,
-            peer=peer.name,
-            round=number,
-            ours=ours,
-            theirs=theirs,
-            other_work_cores=busy,
-            gflops=[round(each, 1) for each in gflops],
-            seconds=took,
+            return pair(error=": ".join(dict.fromkeys((lines[0], lines[-1]))))
+        return pair(
+            ours=figures[OURS.name],
+            theirs=figures[peer.name],
+            other_work_cores=round(foreign.cores(), 2),
+            gflops=gflops,
+            seconds=round(time.monotonic() - began, 1),
         )
 
-    def _wait_for_quiet(self) -> None:
-        """Wait until no other process is busy and the processors have their usual speed, up to the patience."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            if (busy := other_work(_LOOK_SECONDS)) > QUIET_CORES:
-                fault = f"{busy:.1f} cores are busy"
-            elif (given := self._probe.gflops()) < STEADY_SHARE * self._kept.usual_gflops:
-                fault = f"{given:.0f} of the usual {self._kept.usual_gflops:.0f} GFLOP/s"
-            else:
-                return
-            if time.monotonic() >= deadline:
-                show(f"on a busy machine: {fault}")
-                return
+    def _gflops(self) -> float:
+        return round(self._processors.probe().flops_per_second / 1e9, 1)
 
     def _start(self, cell: Cell, side: Peer) -> None:
-        """Start one side if it does not run, and warm it up for the cell: the first wave of a size is slower."""
+        """Start the engine of one side unless it runs, and warm it up: the first wave of a size is slower."""
         key = (side.name, cell.kind == "http")
         if key not in self._running:
             if cell.kind == "http":
@@ -122,11 +188,11 @@ class Comparison:
                 self._running[key] = DriverProcess(side.engine(self._files, cell, self._threads), side.variables)
         warm = (side.name, cell.kind, cell.streams)
         if warm not in self._warm:
-            self._figures(dataclasses.replace(cell, output_tokens=2), side, self._prompts(cell, "warm-up"))
+            self._figures(replace(cell, output_tokens=2), side, self._prompts(cell, "warm-up"))
             self._warm.add(warm)
 
     def _figures(self, cell: Cell, side: Peer, prompts: list[list[int]]) -> dict[str, Any]:
-        """Measure one side. An engine that fails is stopped."""
+        """Measure one engine with these prompts, and stop the engine if the measurement fails."""
         key = (side.name, cell.kind == "http")
         try:
             return self._running[key].measure(cell, prompts)
@@ -136,45 +202,19 @@ class Comparison:
             raise
 
     def _prompts(self, cell: Cell, pair: str) -> list[list[int]]:
-        """Return the prompts of a pair: the same for both sides, new for each pair, so that no prefix is cached."""
         seed = int.from_bytes(f"{cell.key} {pair}".encode(), "big")
-        return random_prompts(cell, SHAPE_SIZES[cell.shape]["vocab_size"], seed)
+        return engines.random_prompts(cell, SHAPE_SIZES[cell.shape]["vocab_size"], seed)
 
-    def stop_all(self) -> None:
-        """Stop all engines: before another model or precision, and at the end."""
+    def _stop_all(self) -> None:
         while self._running:
             self._running.popitem()[1].close()
         self._warm.clear()
 
 
-def compare(
-    comparison: Comparison, rows: Sequence[tuple[Cell, Peer]], *, num_rounds: int, deadline_seconds: float
-) -> bool:
-    """Measure every pair. Return False if the deadline on the monotonic clock passed before."""
-    for _, group in itertools.groupby(rows, key=lambda row: (row[0].shape, row[0].precision)):
-        of_one_model = list(group)
-        for number, (cell, peer) in itertools.product(range(num_rounds), of_one_model):
-            if time.monotonic() > deadline_seconds:
-                return False
-            if peer.supports(cell):
-                comparison.measure(cell, peer, number)
-        comparison.stop_all()
-    return True
-
-
-def install_all(files: PeerFiles, peers: Sequence[Peer]) -> dict[str, str]:
-    """Install missing environments. Return the reason of each peer that cannot be installed."""
-    unavailable = {}
-    for peer in peers:
-        try:
-            install(files, peer.environment)
-        except MeasurementFailed as error:
-            unavailable[peer.name] = str(error)
-    return unavailable
-
-
 def _pins(environment: str) -> list[str]:
-    lines = [line for path in sorted(PINS.glob(f"{environment}*.txt")) for line in path.read_text().splitlines()]
+    lines = [
+        line for path in sorted(engines.PINS.glob(f"{environment}*.txt")) for line in path.read_text().splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -186,47 +226,49 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     add = parser.add_argument
     names = [peer.name for peer in PEERS]
     add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="model shapes (default: S M)")
-    text = f"default: all except {DEFAULTS} (a bfloat16 file served without flags)"
-    add("--precisions", nargs="+", choices=(*PRECISIONS, DEFAULTS), default=list(PRECISIONS), help=text)
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of cells (default: all)")
+    text = f"default: all except {engines.DEFAULTS} (a bfloat16 file served without flags)"
+    add(
+        "--precisions",
+        nargs="+",
+        choices=(*engines.PRECISIONS, engines.DEFAULTS),
+        default=list(engines.PRECISIONS),
+        help=text,
+    )
+    add("--kinds", nargs="+", choices=engines.KINDS, default=list(engines.KINDS), help="kinds of cells (default: all)")
     text = f"peers (default: all): {', '.join(names)}"
     add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=text)
-    for name, default, text in (
-        ("rounds", 3, "pairs per cell and peer"),
-        ("threads", os.cpu_count() or 1, "threads per engine"),
-        ("attempts", 3, "attempts at a disturbed pair"),
-        ("minutes", 600.0, "stop after N minutes; repeat the command to continue"),
-    ):
-        add(f"--{name}", type=type(default), default=default, metavar="N", help=f"{text} (default: {default:g})")
+    add("--rounds", type=int, default=3, metavar="N", help="pairs per cell and peer (default: 3)")
+    text = "threads per engine (default: one per core)"
+    add("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help=text)
     text = "directory of environments, models and stored pairs"
-    add("--directory", type=Path, default=ROOT / ".venv-peers", metavar="DIR", help=text)
-    add("--install-only", action="store_true", help="install the environments and measure nothing")
+    add("--directory", type=Path, default=engines.ROOT / ".venv-peers", metavar="DIR", help=text)
     arguments = read_arguments(parser, argv)
-    if min(arguments.rounds, arguments.threads, arguments.attempts) < 1:
-        parser.error("--rounds, --threads and --attempts must be at least 1")
+    if min(arguments.rounds, arguments.threads) < 1:
+        parser.error("--rounds and --threads must be at least 1")
     return parser, arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install, measure, write JSON. Return the exit code: 0; 1 if the minutes ran out or an installation failed."""
+    """Install, measure, write JSON. Return the exit code: 0; 1 if the run was interrupted, also with JSON."""
     parser, arguments = _arguments(argv)
     files, peers = PeerFiles(arguments.directory), [peer for peer in PEERS if peer.name in arguments.peers]
-    unavailable = install_all(files, peers)
-    if arguments.install_only:
-        for name, reason in unavailable.items():
-            print(f"{name}: {reason}", file=sys.stderr)
-        return 1 if unavailable else 0
+    unavailable = {}
+    for peer in peers:
+        try:
+            install(files, peer.environment)
+        except MeasurementFailed as error:
+            unavailable[peer.name] = str(error)
     facts = provenance(parser.prog, arguments.given) | {"other_work_cores": quiet_or_warned(parser.prog)}
-    cells = make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
+    cells = engines.make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
     kept = PairStore(files.directory / "progress.jsonl")
-    comparison = Comparison(files, arguments.threads, arguments.attempts, kept)
-    with ExitStack() as stack:
-        stack.callback(comparison.stop_all)
-        # Run the exit callbacks, which stop the engines.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        rows = list(itertools.product(cells, [peer for peer in peers if peer.name not in unavailable]))
-        deadline_seconds = time.monotonic() + 60 * arguments.minutes
-        is_whole = compare(comparison, rows, num_rounds=arguments.rounds, deadline_seconds=deadline_seconds)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    code = 0
+    try:
+        available = [peer for peer in peers if peer.name not in unavailable]
+        Comparison(files, arguments.threads, kept).run(cells, available, arguments.rounds)
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; repeat the command to continue", file=sys.stderr)
+        code = 1
     result = {
         "kind": "peers",
         "took_seconds": round(sum(pair.seconds for pair in kept.pairs), 1),
@@ -243,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cells": list(kept.summarize(cells, arguments.peers)),
     }
     tell(facts | result, arguments.out)
-    return 0 if is_whole else 1
+    return code
 
 
 if __name__ == "__main__":

@@ -1,40 +1,111 @@
-"""Engines of the comparison, one row each: installation, model files, and commands. Torch-free.
+"""Engines of the comparison and the cells that they run: installation, model files, commands, and child processes.
 
-Environments are created once in `.venv-peers/NAME`, and model files in `.venv-peers/models/SHAPE`. A failed step raises
-`MeasurementFailed` with the reason. The comparison continues without that peer and reports the reason.
+`install.sh` creates the environments in `.venv-peers/NAME`. Model files are in `.venv-peers/models/SHAPE`.
 """
 
-import hashlib
-import importlib.metadata
-import shutil
+import itertools
+import json
+import os
+import random
 import subprocess
 import sys
-import tarfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
+import numpy as np
+
+from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
-from loadtest.measurement.shape_names import SHAPE_SIZES
-from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
-from loadtest.scenarios.service_process import kvasir_serve
+from loadtest.measurement.model_shapes import SHAPE_SIZES, write_random_checkpoint
+from loadtest.scenarios.closed_and_open_loop import complete_all
+from loadtest.scenarios.service_process import ServiceProcess, kvasir_serve
+from model.checkpoint.conversion.hugging_face import export_checkpoint
 from service.config.settings import LIBRARY_ENVIRONMENT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PINS = Path(__file__).resolve().parent
-LLAMA_PROGRAMS = ("llama-server", "llama-batched-bench", "llama-quantize")
-_DRIVERS = "loadtest.peers.drivers"
-_BUILD_FLAGS = (
-    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF"),
-    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
+ROOT, PINS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
+Kind = Literal["decode", "prompt", "http"]
+KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
+PRECISIONS: Final = ("bfloat16", "int8", "float32")
+DEFAULTS: Final = "defaults"  # used as a precision: a bfloat16 file, and both servers started without flags
+PROMPT_TOKENS: Final = 64
+# Kind, streams, tokens of a prompt, tokens of a completion. Long prompts have a mean context of 1,024 tokens.
+_DEFAULTS_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = tuple(
+    ("http", streams, PROMPT_TOKENS, 128) for streams in (1, 4, 16, 64)
 )
+_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = (
+    ("decode", 1, PROMPT_TOKENS, 256),
+    *(("decode", streams, PROMPT_TOKENS, 128) for streams in (4, 16, 64)),
+    *(size for size in _DEFAULTS_SIZES if size[1] != 4),
+    ("prompt", 1, 1024, 1),
+    *(("decode", streams, 992, 64) for streams in (1, 4, 16)),
+)
+_REQUESTS_PER_STREAM, _MIN_REQUESTS = 2, 3
+_MAX_SLOW_REQUESTS = 64  # for a server without flags
+_DRIVERS = "loadtest.peers.drivers"
 _QUANTIZED = {"bfloat16": "BF16", "int8": "Q8_0", DEFAULTS: "BF16"}
 _SLOT_TOKENS, _MAX_STREAMS = 256, 64  # llama-server's slots; each holds a prompt and its completion
+_REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
+_STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row of the comparison.
+
+    kind: decode (tokens/s after all first tokens), prompt (prompt tokens/s until the first token), or http
+    (tokens/s over a whole run of streaming clients).
+    """
+
+    shape: str
+    precision: str
+    kind: Kind
+    streams: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def key(self) -> str:
+        """Name of the cell in the file of measured pairs."""
+        return "/".join(map(str, asdict(self).values()))
+
+    @property
+    def context_length(self) -> int:
+        """Length of a sequence in the middle of the completion, in tokens."""
+        return self.prompt_tokens + self.output_tokens // 2
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts in one measurement of the cell."""
+        if self.kind != "http":
+            return self.streams
+        wanted = max(_MIN_REQUESTS, _REQUESTS_PER_STREAM * self.streams)
+        return min(wanted, _MAX_SLOW_REQUESTS) if self.precision == DEFAULTS else wanted
+
+
+def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
+    """Return the requested cells, shape by shape. The precision `DEFAULTS` has cells of kind http only."""
+    return [
+        Cell(shape, precision, *size)
+        for shape, precision in itertools.product(shapes, precisions)
+        for size in (_DEFAULTS_SIZES if precision == DEFAULTS else _SIZES)
+        if size[0] in kinds
+    ]
+
+
+def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
+    """Return prompts of random token ids, so that no engine finds a prefix in a cache.
+
+    The vocabulary's last id is left out, because it may end a text.
+    """
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size - 1) for _ in range(cell.prompt_tokens)] for _ in range(cell.num_prompts)]
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command to its end. Raises MeasurementFailed, with the last line of output, if the command fails."""
+    """Run a command and wait for its end. Raises MeasurementFailed with the command's last line of output."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
     except OSError as error:
@@ -47,17 +118,13 @@ def run(command: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PeerFiles:
-    """Directory with everything that is created for peers, usually `.venv-peers`."""
+    """Paths in the directory of the environments and models of peers, usually `.venv-peers`."""
 
     directory: Path
 
-    def python(self, environment: str, name: str = "python") -> str:
-        """Return the interpreter of an environment, or another program of it."""
+    def program(self, environment: str, name: str = "python") -> str:
+        """Return the interpreter of an environment, or another program of the environment."""
         return str(self.directory / environment / "bin" / name)
-
-    def program(self, name: str) -> str:
-        """Return the path of a llama.cpp program."""
-        return str(self.directory / "llama_cpp" / "programs" / name)
 
     def model(self, cell: Cell, kind: str) -> Path:
         """Return a model's file or directory, for example of kind ours, hugging_face or llama_cpp_int8.gguf."""
@@ -65,46 +132,8 @@ class PeerFiles:
 
 
 def install(files: PeerFiles, environment: str) -> None:
-    """Create an environment, and build llama.cpp's programs for its own, unless they exist."""
-    pins, home = PINS / f"{environment}.txt", files.directory / environment
-    # Peers get the installed build of torch, to avoid gigabytes of CUDA libraries.
-    torch = f"torch=={importlib.metadata.version('torch')}"
-    stamp, wanted = home / ".installed", f"{hashlib.sha256(pins.read_bytes()).hexdigest()} {torch}"
-    if not stamp.is_file() or stamp.read_text() != wanted:
-        run([sys.executable, "-m", "venv", "--clear", str(home)])
-        (home / "constraints.txt").write_text(f"{torch}\n")
-        pip = [files.python(environment), "-m", "pip"]
-        options = ["--quiet", "--disable-pip-version-check", "--constraint", str(home / "constraints.txt")]
-        run([*pip, "install", *options, "--requirement", str(pins)])
-        # The registry's torchvision is for another build of torch and fails when transformers imports it.
-        run([*pip, "uninstall", "--quiet", "--yes", "torchvision"])
-        stamp.write_text(wanted)
-    if environment == "llama_cpp" and not all(Path(files.program(name)).is_file() for name in LLAMA_PROGRAMS):
-        _build_llama_cpp(files, home)
-
-
-def _build_llama_cpp(files: PeerFiles, home: Path) -> None:
-    """Compile the three programs from the source distribution in the registry: ten minutes on one core."""
-    if shutil.which("c++") is None:
-        raise MeasurementFailed("no C++ compiler to build llama.cpp; install one")
-    pin = (PINS / "llama_cpp_source.txt").read_text().strip()
-    if not any(home.glob("*.tar.gz")):
-        download = [files.python("llama_cpp"), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary"]
-        run([*download, pin.partition("==")[0], "--dest", str(home), pin])
-    (archive,) = home.glob("*.tar.gz")
-    unpacked = home / archive.name.removesuffix(".tar.gz")
-    if not unpacked.is_dir():
-        part = home / "unpacked"  # an interrupted extraction must not look complete
-        with tarfile.open(archive) as file:
-            file.extractall(part, filter="data")
-        (part / unpacked.name).rename(unpacked)
-    build, ninja = home / "build", files.python("llama_cpp", "ninja")
-    configure = [files.python("llama_cpp", "cmake"), "-S", str(unpacked / "vendor" / "llama.cpp"), "-B", str(build)]
-    run([*configure, "-G", "Ninja", *_BUILD_FLAGS, f"-DCMAKE_MAKE_PROGRAM={ninja}"])
-    run([ninja, "-C", str(build), *LLAMA_PROGRAMS])
-    (home / "programs").mkdir(exist_ok=True)
-    for name in LLAMA_PROGRAMS:
-        shutil.copy2(build / "bin" / name, files.program(name))
+    """Create the Python environment of a peer engine unless it exists. Raises MeasurementFailed as `run`."""
+    run(["bash", str(PINS / "install.sh"), str(files.directory), environment, sys.executable])
 
 
 def _our_weights(files: PeerFiles, cell: Cell) -> Path:
@@ -113,16 +142,13 @@ def _our_weights(files: PeerFiles, cell: Cell) -> Path:
 
 
 def _write_our_model(files: PeerFiles, cell: Cell) -> None:
-    """Write random weights as a Kvasir checkpoint, and an export of the float32 ones for the peers' converters."""
+    """Write a Kvasir checkpoint of random weights, and the float32 export that the peers' converters read."""
     for path, dtype in ((files.model(cell, "ours"), "float32"), (_our_weights(files, cell), "bfloat16")):
         if not (path / "manifest.json").is_file():
-            program = "import torch; from pathlib import Path; "
-            program += "from loadtest.measurement.model_shapes import write_random_checkpoint as write; "
-            run([sys.executable, "-c", f"{program}write(Path({str(path)!r}), {cell.shape!r}, dtype=torch.{dtype})"])
+            write_random_checkpoint(path, cell.shape, dtype=dtype)
     exported = files.model(cell, "hugging_face")
     if not (exported / "config.json").is_file():
-        kvasir = str(Path(sys.executable).with_name("kvasir"))
-        run([kvasir, "convert", "--export", str(files.model(cell, "ours")), "--out", str(exported)])
+        export_checkpoint(files.model(cell, "ours"), exported)
 
 
 def _our_settings(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
@@ -154,19 +180,25 @@ def _llama_weights(files: PeerFiles, cell: Cell) -> Path:
 def _write_llama_model(files: PeerFiles, cell: Cell) -> None:
     whole, out = files.model(cell, "llama_cpp_float32.gguf"), _llama_weights(files, cell)
     if not whole.is_file():
-        convert = [files.python("llama_cpp"), "-m", f"{_DRIVERS}.llama_cpp_model"]
+        convert = [files.program("llama_cpp"), "-m", f"{_DRIVERS}.llama_cpp_model"]
         run([*convert, str(files.model(cell, "hugging_face")), str(whole)])
     if not out.is_file():
-        run([files.program("llama-quantize"), str(whole), str(out), _QUANTIZED[cell.precision], "1"])
+        run([files.program("llama_cpp", "llama-quantize"), str(whole), str(out), _QUANTIZED[cell.precision], "1"])
 
 
 def _llama_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    driver = [sys.executable, "-m", f"{_DRIVERS}.llama_cpp_engine", files.program("llama-batched-bench")]
+    driver = [sys.executable, "-m", f"{_DRIVERS}.llama_cpp_engine", files.program("llama_cpp", "llama-batched-bench")]
     return [*driver, str(_llama_weights(files, cell)), str(threads)]
 
 
 def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    command = [files.program("llama-server"), "-m", str(_llama_weights(files, cell)), "--host", "127.0.0.1"]
+    command = [
+        files.program("llama_cpp", "llama-server"),
+        "-m",
+        str(_llama_weights(files, cell)),
+        "--host",
+        "127.0.0.1",
+    ]
     # No prompt cache in host memory: no prompt repeats, and the copies would cost time.
     flags = ["-t", str(threads), "-tb", str(threads), "-np", str(_MAX_STREAMS), "--cache-ram", "0"]
     flags += ["-c", str(_MAX_STREAMS * _SLOT_TOKENS)]
@@ -181,13 +213,19 @@ def _openvino_weights(files: PeerFiles, cell: Cell) -> Path:
 def _write_openvino_model(files: PeerFiles, cell: Cell) -> None:
     out = _openvino_weights(files, cell)
     if not (out / "openvino_model.bin").is_file():
-        command = [files.python("openvino", "optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
+        command = [
+            files.program("openvino", "optimum-cli"),
+            "export",
+            "openvino",
+            "--task",
+            "text-generation-with-past",
+        ]
         command += ["--model", str(files.model(cell, "hugging_face"))]
         run([*command, "--weight-format", "int8" if cell.precision == "int8" else "fp32", str(out)])
 
 
 def _openvino_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    driver = [files.python("openvino"), "-m", f"{_DRIVERS}.openvino_engine"]
+    driver = [files.program("openvino"), "-m", f"{_DRIVERS}.openvino_engine"]
     return [*driver, str(_openvino_weights(files, cell)), cell.precision, str(threads)]
 
 
@@ -196,10 +234,9 @@ Command = Callable[[PeerFiles, Cell, int], list[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """One engine of the comparison. Commands are given the files, the cell, and the number of threads.
+    """One engine of the comparison: a command of its driver, and of its completions server if the engine has one.
 
-    environment: name of its environment. write_model: creates the model's files unless they exist.
-    engine: command of a driver, see `loadtest.peers.drivers.protocol`. server: None without a completions server.
+    write_model: function that creates the model's files unless they exist.
     """
 
     name: str
@@ -248,3 +285,91 @@ PEERS: Final = (
         "activations quantized by OpenVINO; KV-cache float16, with int8 weights int8",
     ),
 )
+
+
+class DriverProcess:
+    """Engine in a child process that runs a driver. Raises MeasurementFailed if the driver does not start."""
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        # Errors quote the last line of standard error.
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
+        pipe, environment = subprocess.PIPE, {**os.environ, **variables}
+        try:
+            self.child = subprocess.Popen(
+                command, cwd=ROOT, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=self._log
+            )
+        except OSError as error:
+            self._log.close()
+            raise MeasurementFailed(f"{command[0]}: {error.strerror}") from error
+        try:
+            self._read()
+        except MeasurementFailed:
+            self.close()
+            raise
+
+    def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
+        """Run one wave of prompts and return tokens/s. Raises MeasurementFailed if the engine fails."""
+        try:
+            line = json.dumps({"prompts": prompts, "output_tokens": cell.output_tokens})
+            print(line, file=self.child.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # the read below reports the engine's last line
+        wave = self._read()
+        if "error" in wave:
+            raise MeasurementFailed(wave["error"])
+        first, later_tokens = wave["first_seconds"], wave.pop("later_tokens")
+        if cell.kind == "prompt":
+            return {"tokens_per_second": sum(map(len, prompts)) / first, **wave}
+        return {"tokens_per_second": later_tokens / (wave["total_seconds"] - first), **wave}
+
+    def close(self) -> None:
+        """Stop the engine's process."""
+        self.child.terminate()
+        try:
+            self.child.communicate(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.communicate()
+        self._log.close()
+
+    def _read(self) -> dict[str, Any]:
+        for line in self.child.stdout or ():
+            if line.startswith("{"):  # skip what libraries print while they load
+                response: dict[str, Any] = json.loads(line)
+                return response
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
+        raise MeasurementFailed(f"the engine ended: {lines[-1] if lines else 'no output'}")
+
+
+class PeerServer:
+    """Server with OpenAI's completions API. Raises MeasurementFailed if the server does not start."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._service = ServiceProcess(command).__enter__()
+        self._indexes = itertools.count()
+        try:
+            self._service.wait_first_token()
+        except MeasurementFailed:
+            self.close()
+            raise
+
+    def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
+        """Send all prompts from `cell.streams` closed-loop clients. Raises MeasurementFailed if a request fails."""
+        requests = [
+            LoadRequest(index=index, prompt=prompt, max_tokens=cell.output_tokens, temperature=0.0)
+            for index, prompt in zip(self._indexes, prompts, strict=False)
+        ]
+        run = complete_all(self._service.target, requests, num_streams=cell.streams, timeout_seconds=_REQUEST_SECONDS)
+        ttfts = [outcome.ttft_seconds for outcome in run.outcomes if outcome.ttft_seconds is not None]
+        p50, p99 = (1e3 * float(np.percentile(ttfts, share)) for share in (50, 99))
+        return {
+            "tokens_per_second": run.tokens_per_second,
+            "ttft_p50_ms": p50,
+            "ttft_p99_ms": p99,
+            "client_cpu_share": run.client_cpu_share,
+        }
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._service.__exit__()

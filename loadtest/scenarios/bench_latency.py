@@ -27,8 +27,7 @@ from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import AsyncClient, CompletionReader, Target
 from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
-from loadtest.measurement.model_shapes import write_random_checkpoint
-from loadtest.measurement.shape_names import SHAPE_SIZES
+from loadtest.measurement.model_shapes import SHAPE_SIZES, write_random_checkpoint
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, kvasir_serve
 from service.config.settings import ModelSettings

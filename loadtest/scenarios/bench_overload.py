@@ -42,7 +42,7 @@ from loadtest.client.service_discovery import discover
 from loadtest.client.sse_client import AsyncClient, Target
 from loadtest.client.workload import Workload, WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
-from loadtest.measurement.other_processes import ForeignWork
+from loadtest.measurement.provenance import ForeignWork
 from loadtest.scenarios.closed_and_open_loop import LoadRun, arrivals, run_closed, run_open
 from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds, kvasir_serve
 from service.config.settings import ServeSettings, SettingsError, read_settings

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from loadtest.docgen import attention_page, performance_page
-from loadtest.docgen.attention_page import Difference, differences, losses
+from loadtest.docgen import pages
+from loadtest.docgen.pages import DOCS, attention_page, differences, losses
 from loadtest.inprocess.bench_attention import ROWS
 from service.cli import main
 
-REPOSITORY: dict[str, Any] = json.loads((performance_page.RESULTS / "attention.json").read_text())
-EMPTY = "# By hand\n" + "".join(
-    f"\n<!-- measured: {name} -->\nold\n<!-- end -->\n" for name in attention_page.parts(REPOSITORY)
-)
+REPOSITORY: dict[str, Any] = json.loads((pages.RESULTS / "attention.json").read_text())
+PAGE = (DOCS / "attention.md").read_text()
+PARTS = ("settings", "overview", "compared", "speeds", "kernels", "where")
+EMPTY = "# By hand\n" + "".join(f"\n<!-- measured: {name} -->\nold\n<!-- end -->\n" for name in PARTS)
 
 
 def spread(median: float) -> dict[str, Any]:
@@ -119,10 +119,10 @@ RESULTS: dict[str, Any] = {
 
 
 def test_measured_parts_are_replaced_and_prose_is_kept() -> None:
-    page = attention_page.render(EMPTY, RESULTS)
+    page = attention_page(EMPTY, RESULTS)
     assert page.startswith("# By hand\n")
     assert "\nold\n" not in page
-    assert attention_page.render(page, RESULTS) == page
+    assert attention_page(page, RESULTS) == page
     assert "| the baseline | – | 1,000,000 | 3.010 | 10,000 | 1,000 | 4,096 |" in page
     assert "| simple average | of learned: `attention=average` | 1,000,000 | 3.910 | 12,000 | 1,200 | 4,096 |" in page
     assert "| the baseline, attention written out | 8,000 (7,200–8,800) | 0.80 (0.72–0.88) | 800 (720–880) |" in page
@@ -136,66 +136,65 @@ def test_a_difference_counts_only_beyond_its_error() -> None:
     """Differences by seed: learned 0.2, 0.2; average 0.7, 0.7; alibi 0.01, -0.03. All share one deviation."""
     found = differences(RESULTS["train"]["rows"])
     error = 2 * (2 * 0.02**2 / 3) ** 0.5 / 2**0.5
-    assert {name: (round(difference.mean, 6), difference.verdict) for name, difference in found.items()} == {
+    assert {name: (round(difference["mean"], 6), difference["verdict"]) for name, difference in found.items()} == {
         "learned": (0.2, "worse"),
         "average": (0.7, "worse"),
         "alibi": (-0.01, "within the noise"),
     }
-    assert all(difference.error == pytest.approx(error) for difference in found.values())
-    assert Difference(-0.3, 0.1).verdict == "better"
-    page = attention_page.render(EMPTY, RESULTS)
-    assert f"| linear biases | 3.010 | 2.990 | the baseline | -0.010 ± {error:.3f} | within the noise |" in page
+    assert all(difference["error"] == pytest.approx(error) for difference in found.values())
+    page = attention_page(EMPTY, RESULTS)
+    assert f"| linear biases | 3.010 / 2.990 | the baseline | -0.010 ± {error:.3f} | within the noise |" in page
     assert f"differ by {(4 * 2 * 0.01**2 / 4) ** 0.5:.3f} (standard deviation" in page
 
 
 def test_page_and_picture_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, page, picture = (tmp_path / name for name in ("attention.json", "page.md", "attention.png"))
-    options = ["--results", str(results), "--page", str(page)]
-    assert attention_page.main(options) == 2
+    results, page, picture = (tmp_path / name for name in ("attention.json", "attention.md", "attention.png"))
+    options = ["attention", "--results", str(tmp_path), "--docs", str(tmp_path)]
+    assert pages.main(options) == 2
     results.write_text(json.dumps(RESULTS))
     page.write_text("no parts")
-    assert attention_page.main(options) == 2
+    assert pages.main(options) == 2
     assert "must have each part once" in capsys.readouterr().err
     page.write_text(EMPTY)
-    assert attention_page.main([*options, "--check"]) == 1
-    assert attention_page.main(options) == 0
-    assert attention_page.main([*options, "--check"]) == 0
+    assert pages.main([*options, "--check"]) == 1
+    assert pages.main(options) == 0
+    assert pages.main([*options, "--check"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     written, drawn = page.read_text(), picture.read_bytes()
     page.write_text(written.replace("10,000", "99,000"))
-    assert attention_page.main([*options, "--check"]) == 1
+    assert pages.main([*options, "--check"]) == 1
     page.write_text(written.replace("# By hand", "# By another hand"))
-    assert attention_page.main([*options, "--check"]) == 0
+    assert pages.main([*options, "--check"]) == 0
     newer: Any = copy.deepcopy(RESULTS)
     newer["train"]["rows"]["alibi"]["runs"][0]["curve"][0][1] = 9.0
     results.write_text(json.dumps(newer))
-    assert attention_page.main(options) == 0
+    assert pages.main(options) == 0
     picture.write_bytes(drawn)
-    assert attention_page.main([*options, "--check"]) == 1
+    assert pages.main([*options, "--check"]) == 1
 
 
 def test_missing_results_are_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, page = tmp_path / "attention.json", tmp_path / "page.md"
-    options = ["--results", str(results), "--page", str(page)]
+    results, page = tmp_path / "attention.json", tmp_path / "attention.md"
+    options = ["attention", "--results", str(tmp_path), "--docs", str(tmp_path)]
     page.write_text(EMPTY)
     results.write_text(json.dumps({"train": RESULTS["train"]}))
-    assert attention_page.main(options) == 2
-    assert "attention.json lacks 'speed': run python -m loadtest.inprocess.bench_attention" in capsys.readouterr().err
+    assert pages.main(options) == 2
+    assert "the results lack 'speed'; run the benchmark again" in capsys.readouterr().err
     one_seed: Any = copy.deepcopy(RESULTS)
     one_seed["train"]["settings"]["seeds"] = [1]
     for row in one_seed["train"]["rows"].values():
         del row["runs"][1:]
     results.write_text(json.dumps(one_seed))
-    assert attention_page.main(options) == 2
+    assert pages.main(options) == 2
     assert "one seed shows no noise; train a second seed" in capsys.readouterr().err
 
 
 def test_the_repositorys_page_matches_its_results() -> None:
-    assert attention_page.main(["--check"]) == 0
+    assert pages.main(["attention", "--check"]) == 0
 
 
 def test_the_repositorys_results_match_its_recipes() -> None:
-    page, results = attention_page.PAGE.read_text(), REPOSITORY["train"]
+    page, results = PAGE, REPOSITORY["train"]
     assert list(results["rows"]) == [row.name for row in ROWS]
     for recipe_row in ROWS:
         measured, config = results["rows"][recipe_row.name], recipe_row.recipe()
@@ -208,7 +207,7 @@ def test_the_repositorys_results_match_its_recipes() -> None:
 
 def page_commands() -> list[str]:
     """Return the page's `kvasir inspect` commands, continuation lines joined."""
-    joined = attention_page.PAGE.read_text().replace("\\\n", "")
+    joined = PAGE.replace("\\\n", "")
     return re.findall(r"^\$ \.venv/bin/kvasir (inspect .*)", joined, re.M)
 
 
@@ -216,13 +215,13 @@ def page_commands() -> list[str]:
 def test_commands_of_the_page_run(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(performance_page.ROOT)
+    monkeypatch.chdir(DOCS.parent)
     assert main.main(shlex.split(command)) == 0
     assert len(capsys.readouterr().out.splitlines()) > 5
 
 
 def test_the_pages_code_prints_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", attention_page.PAGE.read_text(), re.M | re.S)
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     exec(compile(code, "attention.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     figures = [tuple(map(float, re.findall(r"(\d+\.\d+)", line))) for line in printed]
@@ -234,10 +233,10 @@ def test_the_pages_code_prints_the_figures_of_the_page(capsys: pytest.CaptureFix
 
 
 def test_links_of_the_page_lead_to_files_and_headings() -> None:
-    page = attention_page.PAGE.read_text()
+    page = PAGE
     files = {link for link in re.findall(r"\]\(([^)#]+)\)", page) if "://" not in link}
     assert len(files) > 15
-    assert [link for link in sorted(files) if not (attention_page.PAGE.parent / link).exists()] == []
+    assert [link for link in sorted(files) if not (DOCS / link).exists()] == []
     headings = {
         re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in re.findall(r"^#+ (.*)", page, re.M)
     }
@@ -264,13 +263,13 @@ SAID = {
 
 def test_the_verdicts_of_the_prose_match_the_results() -> None:
     found = differences(REPOSITORY["train"]["rows"])
-    assert {name: found[name].verdict for name in SAID} == SAID
+    assert {name: found[name]["verdict"] for name in SAID} == SAID
 
 
 def test_the_other_comparisons_of_the_prose_match_the_results() -> None:
     rows, speed = REPOSITORY["train"]["rows"], REPOSITORY["speed"]
     loss = {name: statistics.fmean(losses(row)) for name, row in rows.items()}
-    error = differences(rows)["none"].error
+    error = differences(rows)["none"]["error"]
     ahead = ("multi-head", "partial-rotary", "relative-bias", "alibi", "disentangled", "sinusoidal-scaled")
     assert max(loss[name] for name in ahead) + 0.2 < min(loss[n] for n in ("learned", "sinusoidal", "none"))
     assert loss["sinusoidal"] > loss["none"] - error

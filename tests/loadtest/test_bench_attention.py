@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.docgen import attention_page
+from loadtest.docgen import pages
 from loadtest.inprocess import bench_attention
 from loadtest.inprocess.bench_attention import Row
 from tests.loadtest.test_attention_page import EMPTY
@@ -92,9 +92,9 @@ def test_from_recipes_to_the_page(recipes: Path, capsys: pytest.CaptureFixture[s
     assert all(len(row[figure]["values"]) == 2 for row in speeds.values() for figure in row)
     assert speeds["multi-head"]["trained_ratio"]["values"] == [1.0, 1.0]
 
-    page = recipes / "page.md"
+    page = recipes / "attention.md"
     page.write_text(EMPTY)
-    assert attention_page.main(["--results", str(out), "--page", str(page)]) == 0
+    assert pages.main(["attention", "--results", str(recipes), "--docs", str(recipes)]) == 0
     assert "| linear biases | `position=alibi` |" in page.read_text()
 
     # Finished runs are read, not trained again. A run of another recipe is rejected.

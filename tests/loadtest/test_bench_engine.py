@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.inprocess import bench_command
 from loadtest.inprocess.bench_engine import Prompts
-from loadtest.measurement import model_shapes, roofline, shape_names
+from loadtest.measurement import model_shapes, roofline
 from loadtest.measurement.roofline import Machine
 from model.checkpoint.manifest import read_manifest
 
@@ -76,7 +76,7 @@ def test_figures_agree_with_each_other(checkpoint: Path, tmp_path: Path, monkeyp
 
 
 def test_a_shape_is_measured_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shape_names.SHAPE_SIZES, "S", TINY)
+    monkeypatch.setitem(model_shapes.SHAPE_SIZES, "S", TINY)
     result = run(tmp_path, "--shape", "S", "--quick", "--repeats", "1", "--", "--threads", "1")
     assert result["model"]["name"] == "shape-S"
     # Default lengths that exceed the 128 positions are left out, here the prompt of 256 tokens.
@@ -89,7 +89,7 @@ def test_a_shape_is_measured_without_a_checkpoint(tmp_path: Path, monkeypatch: p
 def test_a_random_checkpoint_is_complete_and_its_tokens_are_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(shape_names.SHAPE_SIZES, "S", TINY)
+    monkeypatch.setitem(model_shapes.SHAPE_SIZES, "S", TINY)
     manifest = read_manifest(model_shapes.write_random_checkpoint(tmp_path, "S"))
     tokenizer = manifest.verify()
     assert tokenizer.vocab_size == TINY["vocab_size"] == manifest.config.vocab_size
@@ -160,3 +160,9 @@ def test_no_two_prompts_share_a_block() -> None:
     beginnings = {prompts.next(16) for _ in range(2000)}
     assert len(beginnings) == 2000
     assert {len(prompt) for prompt in beginnings} == {16}
+
+
+def test_the_large_gpu_shape_has_the_sizes_of_qwen2() -> None:
+    shape = model_shapes.shape_config("qwen2-1.5b")
+    assert shape.num_parameters == 1_543_714_304  # those of the published checkpoint of 1.5B
+    assert shape.kv_bytes_per_token(2) == 28_672

@@ -5,15 +5,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.peers.comparison_cells import (
-    DEFAULTS,
-    Cell,
-    ComparedPair,
-    PairStore,
-    is_sound,
-    make_cells,
-    random_prompts,
-)
+from loadtest.peers.bench_peers import ComparedPair, PairStore, is_sound
+from loadtest.peers.engines import DEFAULTS, Cell, make_cells, random_prompts
 
 
 def cell(kind: Any = "decode", streams: int = 2, output_tokens: int = 5) -> Cell:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.docgen.performance_page import NAMES, RESULTS, render
+from loadtest.docgen.pages import NAMES, RESULTS, performance_page
 from loadtest.docgen.pictures import draw_scaling
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_scaling
@@ -57,7 +57,7 @@ def test_a_run_writes_every_sweep_and_the_page_shows_it(
     assert result["starts"]["warm"]["start"]["line"] == pytest.approx({"fixed": 2.0, "each": 3.0})
 
     others = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in NAMES}
-    page = render(others | {"scaling": result})
+    page = performance_page(others | {"scaling": result})
     assert "With warm files a start takes 2.00 s plus 3.00 s per GB" in page
     assert "| 80 | 80 | 16 |" in page
     picture = tmp_path / "scaling.png"

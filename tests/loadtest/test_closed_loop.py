@@ -79,7 +79,7 @@ def test_num_streams_sequences_run_until_all_are_finished() -> None:
     run = run_closed(engine, (submit(number, 2 + number % 3) for number in range(20)), num_streams=4)
     assert engine.most_at_once == 4
     assert [len(times) for times in run.token_seconds] == [2 + number % 3 for number in range(20)]
-    assert run.token_ids == tuple((7,) * (2 + number % 3) for number in range(20))
+    assert run.token_ids == [[7] * (2 + number % 3) for number in range(20)]
     assert run.num_completion_tokens == sum(2 + number % 3 for number in range(20))
     assert run.began_seconds <= min(run.submitted_seconds)
     assert all(seconds >= 0 for seconds in run.ttft_seconds)
@@ -96,8 +96,8 @@ def test_throughput_and_ttft_of_a_run() -> None:
     run = EngineRun(
         began_seconds=10.0,
         ended_seconds=12.0,
-        submitted_seconds=(10.0, 10.1),
-        token_seconds=((10.4, 10.5, 11.0, 12.0), (10.5, 11.0, 12.0)),
+        submitted_seconds=[10.0, 10.1],
+        token_seconds=[[10.4, 10.5, 11.0, 12.0], [10.5, 11.0, 12.0]],
     )
     assert run.tokens_per_second == pytest.approx(3.5)
     assert run.ttft_seconds == pytest.approx((0.4, 0.4))
@@ -114,8 +114,8 @@ def test_a_full_step_has_a_token_of_every_sequence() -> None:
     run = EngineRun(
         began_seconds=0.0,
         ended_seconds=9.0,
-        submitted_seconds=(0.0, 0.0),
-        token_seconds=((1.0, 3.0, 4.0, 6.0), (3.0, 4.0, 6.0, 9.0)),
+        submitted_seconds=[0.0, 0.0],
+        token_seconds=[[1.0, 3.0, 4.0, 6.0], [3.0, 4.0, 6.0, 9.0]],
     )
     assert run.full_step_seconds == pytest.approx((6.0 - 3.0) / 2)
 
@@ -124,8 +124,8 @@ def test_sequences_that_never_ran_together_have_no_step() -> None:
     run = EngineRun(
         began_seconds=0.0,
         ended_seconds=4.0,
-        submitted_seconds=(0.0, 0.0),
-        token_seconds=((1.0, 2.0), (2.0, 3.0)),
+        submitted_seconds=[0.0, 0.0],
+        token_seconds=[[1.0, 2.0], [2.0, 3.0]],
     )
     with pytest.raises(ValueError, match="2 sequences never ran all at once"):
         run.full_step_seconds  # noqa: B018

@@ -9,7 +9,7 @@ import pytest
 
 from loadtest.client.sse_client import Target
 from loadtest.docgen import pictures
-from loadtest.docgen.performance_page import NAMES, RESULTS, render
+from loadtest.docgen.pages import NAMES, RESULTS, performance_page
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_latency
 from loadtest.scenarios.bench_latency import ArrivalLoad, PromptArrival, gaps_within, measure, steps_between, summarize
@@ -70,7 +70,7 @@ def test_a_summary_has_every_arrival_and_ratios_within_arrivals() -> None:
 def latency_part(latency: dict[str, Any]) -> str:
     """Return the page with these figures of latency, and the repository's other results."""
     results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in NAMES}
-    return render({**results, "latency": results["latency"] | latency})
+    return performance_page({**results, "latency": results["latency"] | latency})
 
 
 def test_the_page_shows_the_figures_of_the_result() -> None:

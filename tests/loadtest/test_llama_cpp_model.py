@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from loadtest.measurement import model_shapes, shape_names
+from loadtest.measurement import model_shapes
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 
 # Heads that are not hidden size / number of heads, as Qwen3-0.6B's.
@@ -80,7 +80,7 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
 
 def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> Path:
     """An export of a tiny model of the shape's architecture."""
-    monkeypatch.setitem(shape_names.SHAPE_SIZES, shape, TINY)
+    monkeypatch.setitem(model_shapes.SHAPE_SIZES, shape, TINY)
     export_checkpoint(model_shapes.write_random_checkpoint(tmp_path / "ours", shape), tmp_path / "exported")
     return tmp_path / "exported"
 

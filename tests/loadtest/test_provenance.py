@@ -2,12 +2,16 @@
 
 import os
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
 from loadtest.measurement import provenance
-from loadtest.measurement.provenance import machine, other_work, quiet_or_warned
+from loadtest.measurement.provenance import ForeignWork, quiet_or_warned
 
 
 def test_the_command_is_quoted_for_a_shell() -> None:
@@ -44,18 +48,61 @@ def test_the_commit_of_the_working_tree_with_local_changes_marked(
 
 
 def test_the_machine_has_cores_and_memory() -> None:
-    facts = machine()
+    facts = provenance.provenance("x", [])["machine"]
     assert facts["cores"] == len(os.sched_getaffinity(0))
     assert facts["memory_gib"] > 0.1
 
 
+@pytest.mark.parametrize(("cores", "warning"), [(0.1234, ""), (1.5, "other processes keep 1.5 cores busy")])
 def test_busy_cores_are_measured_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cores: float, warning: str
 ) -> None:
-    assert 0.0 <= other_work(0.05) <= 2.0 * (os.cpu_count() or 1)
-    monkeypatch.setattr(provenance, "other_work", lambda: 0.1234)
-    assert quiet_or_warned("bench") == 0.12
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(provenance, "other_work", lambda: 1.5)
-    assert quiet_or_warned("bench") == 1.5
-    assert "other processes keep 1.5 cores busy" in capsys.readouterr().err
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(ForeignWork, "cores", lambda self: cores)
+    assert quiet_or_warned("bench") == round(cores, 2)
+    shown = capsys.readouterr().err
+    assert warning in shown if warning else shown == ""
+
+
+class Machine:
+    """CPU seconds of a simulated machine, set by a test."""
+
+    def __init__(self) -> None:
+        self.busy = self.now = self.own = 0.0
+        self.children: list[float | None] = []
+
+    def process(self) -> Any:
+        """Return a process as psutil does. A child of None has just ended."""
+
+        def times(seconds: float | None) -> tuple[float, ...]:
+            if seconds is None:
+                raise psutil.NoSuchProcess(1)
+            return (seconds, 0.0, 0.0, 0.0, 99.0)  # the fifth value is I/O wait
+
+        children = [SimpleNamespace(cpu_times=lambda seconds=seconds: times(seconds)) for seconds in self.children]
+        return SimpleNamespace(children=lambda recursive: children if recursive else [])
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Return the simulated machine that `ForeignWork` measures."""
+    made = Machine()
+    monkeypatch.setattr(provenance, "_busy_seconds", lambda: made.busy)
+    monkeypatch.setattr(psutil, "Process", made.process)
+    # Replaced in one module only, because other threads also use the clock.
+    monkeypatch.setattr(provenance, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(provenance, "os", SimpleNamespace(times=lambda: (made.own, 0.0, 0.0, 0.0, made.now)))
+    return made
+
+
+def test_cores_kept_busy_by_other_processes(machine: Machine) -> None:
+    machine.children = [10.0]
+    foreign = ForeignWork()
+    machine.now, machine.busy, machine.own, machine.children = 4.0, 8.0, 1.0, [13.0, 2.0, None]
+    assert foreign.cores() == pytest.approx((8.0 - 1.0 - 3.0 - 2.0) / 4.0)
+
+
+def test_busy_cores_are_never_negative(machine: Machine) -> None:
+    foreign = ForeignWork()
+    machine.now, machine.busy, machine.own = 1.0, 0.5, 0.6  # the two counts have different resolutions
+    assert foreign.cores() == 0.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loadtest.measurement import roofline
-from loadtest.measurement.roofline import Machine, ProcessorProbe, Roofline, Work, WorkFormula
+from loadtest.measurement.roofline import Machine, Roofline, Work, WorkFormula
 from model.config import ModelConfig
 from tests.tiny_model import tiny_config
 
@@ -37,16 +37,6 @@ def test_the_peak_is_measured_in_the_requested_type(monkeypatch: pytest.MonkeyPa
     assert set(seen) == {torch.bfloat16}
 
 
-def test_the_processor_probe_returns_gflops_with_the_given_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "_PROCESSOR_SIDE", 64)
-    threads = torch.get_num_threads()
-    try:
-        assert ProcessorProbe(1).gflops() > 0
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
-
-
 # Two layers of 32, 4 query and 2 key/value heads of 8, MLP 64, and a vocabulary of 100 that is tied.
 CONFIG = tiny_config(100)
 A_LAYER = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 32 * 2 * 64 + 64 * 32  # qkv, out, gate and up, down
@@ -55,7 +45,7 @@ WEIGHTS = 2 * A_LAYER + HEAD
 
 
 def formula(config: ModelConfig = CONFIG, weight_type: str = "float32") -> WorkFormula:
-    return WorkFormula(config=config, weight_type=weight_type, kv_value_bytes=4)
+    return WorkFormula(config, weight_type, 4)
 
 
 def test_bytes_and_flops_of_a_decode_step() -> None:

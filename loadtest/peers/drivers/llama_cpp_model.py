@@ -1,11 +1,7 @@
 """Converter of Kvasir's export to GGUF: `python -m loadtest.peers.drivers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
 
-The file is written in float32 by llama.cpp's gguf package, because llama.cpp's converter rejects unknown
-tokenizers, such as that of random weights. As in that converter, rows of Llama's queries and keys are reordered:
-llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, and transformers rotates its two halves.
-llama.cpp's "qwen3" rotates halves too.
-
-Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
+The file is written in float32 by llama.cpp's gguf package, because llama.cpp's converter rejects the tokenizer of the
+random weights. Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
 """
 
 import json
@@ -17,7 +13,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-_ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face, and their names in GGUF
+_ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face and of GGUF
 _NAMES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
@@ -34,7 +30,6 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-
 # GGUF names of sizes, and their names in config.json. Without the lengths of keys and values, llama.cpp assumes a head
 # size of hidden size / heads.
 _SIZES = {
@@ -53,40 +48,36 @@ _SIZES = {
 
 
 def main() -> None:
-    """Read the float32 export, write the file. Exit with a one-line error for an unsupported model type."""
+    """Read the float32 export and write the file. Exit with a one-line error for an unsupported model type."""
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads((source / "config.json").read_text())
     model_type = config["model_type"]
     if model_type not in _ARCHITECTURES:
         sys.exit(f"{source}: model type {model_type!r}; only {', '.join(_ARCHITECTURES)} are converted to GGUF")
     writer = gguf.GGUFWriter(out, model_type)
-    _write_sizes(writer, config)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    for name, key in _SIZES.items():
+        getattr(writer, f"add_{name}")(config[key])
     _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
+    # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, its "qwen3" and transformers the two halves.
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     reordered = heads if model_type == "llama" else {}
     for path in sorted(source.glob("*.safetensors")):
         for name, array in load_file(path).items():
-            gguf_name = _gguf_name(name)
-            part = gguf_name.removesuffix(".weight").rpartition(".")[2]
-            writer.add_tensor(gguf_name, _as_pairs(array, reordered[part]) if part in reordered else array)
+            prefix, part = _gguf_name(name)
+            pairs = _as_pairs(array, reordered[part]) if part in reordered else array
+            writer.add_tensor(f"{prefix}{part}.weight", pairs)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    for name, key in _SIZES.items():
-        getattr(writer, f"add_{name}")(config[key])
-
-
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
-    ids = dict(tokenizer["model"]["vocab"])
     special = {added["content"]: added["id"] for added in tokenizer["added_tokens"]}
-    names = {number: name for name, number in (ids | special).items()}
-    tokens = [names[number] for number in range(len(names))]
+    ids = tokenizer["model"]["vocab"] | special
+    tokens = sorted(ids, key=ids.__getitem__)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in tokenizer["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
@@ -98,13 +89,13 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None
     writer.add_add_bos_token(False)
 
 
-def _gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a transformers tensor."""
-    parts = name.removeprefix("model.").removesuffix(".weight")
-    if parts in _NAMES:
-        return f"{_NAMES[parts]}.weight"
-    _, layer, inner = parts.split(".", 2)
-    return f"blk.{layer}.{_NAMES[inner]}.weight"
+def _gguf_name(name: str) -> tuple[str, str]:
+    """Return llama.cpp's name of a tensor of transformers: the layer's prefix, and the name within the layer."""
+    part = name.removeprefix("model.").removesuffix(".weight")
+    if part in _NAMES:
+        return "", _NAMES[part]
+    _, layer, inner = part.split(".", 2)
+    return f"blk.{layer}.", _NAMES[inner]
 
 
 def _as_pairs(weight_FE: np.ndarray, num_heads: int) -> np.ndarray:

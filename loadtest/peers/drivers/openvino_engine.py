@@ -1,9 +1,7 @@
-"""Driver of OpenVINO GenAI's continuous batching.
+"""Driver of OpenVINO GenAI: `python -m loadtest.peers.drivers.openvino_engine DIR PRECISION THREADS`.
 
-    python -m loadtest.peers.drivers.openvino_engine DIR PRECISION THREADS
-
-DIR holds the exported weights. PRECISION is that of the arithmetic: float32 or bfloat16, or int8 for int8 weights.
-int8 weights run with a float32 hint, and OpenVINO then rounds activations to int8.
+DIR holds the exported weights. PRECISION is float32, bfloat16, or int8 for int8 weights with a float32 hint: OpenVINO
+then rounds activations to int8.
 """
 
 import sys
@@ -17,14 +15,13 @@ import openvino_genai
 from loadtest.peers.drivers.protocol import Prompts, Wave, serve
 
 _HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
-_CACHE_GB = 3
 
 
 def main() -> None:
     """Compile the model and serve requests."""
     directory, precision, threads = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = _CACHE_GB
+    scheduler.cache_size = 3  # GB
     scheduler.max_num_batched_tokens = 512
     scheduler.max_num_seqs = 64
     scheduler.enable_prefix_caching = False
@@ -44,24 +41,22 @@ def main() -> None:
         while waiting:
             pipeline.step()
             waiting = [handle for handle in waiting if not handle.can_read()]
-        early = [_read(handle) for handle in handles]
+        num_early = sum(map(_num_read, handles))
         first = time.perf_counter() - began
         while pipeline.has_non_finished_requests():
             pipeline.step()
         total = time.perf_counter() - began
-        later = len(prompts) * output_tokens - sum(map(len, early))
-        return Wave(first, max(total, first), later, early[0] + _read(handles[0]))
+        return Wave(first, max(total, first), len(prompts) * output_tokens - num_early)
 
     serve(measure)
 
 
-def _read(handle: Any) -> list[int]:
-    """Return the tokens of a sequence that have not been read yet."""
-    token_ids: list[int] = []
+def _num_read(handle: Any) -> int:
+    """Read the new tokens of a sequence and return their number."""
+    count = 0
     while handle.can_read():
-        for output in handle.read().values():
-            token_ids += output.generated_ids
-    return token_ids
+        count += sum(len(output.generated_ids) for output in handle.read().values())
+    return count
 
 
 if __name__ == "__main__":

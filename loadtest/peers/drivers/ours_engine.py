@@ -21,7 +21,7 @@ def main() -> None:
         first = max(times[0] for times in run.token_seconds)
         later = sum(at > first for times in run.token_seconds for at in times)
         began = run.began_seconds
-        return Wave(first - began, run.ended_seconds - began, later, list(run.token_ids[0]))
+        return Wave(first - began, run.ended_seconds - began, later)
 
     serve(measure)
 

@@ -2,13 +2,10 @@
 
     driver   {"ready": true}
     request  {"prompts": [[5, 17, ...], ...], "output_tokens": 128}
-    driver   {"first_seconds": 0.05, "total_seconds": 0.71, "later_tokens": 2032, "token_ids": [8, 3, ...]}
+    driver   {"first_seconds": 0.05, "total_seconds": 0.71, "later_tokens": 2032}
 
-A driver continues every prompt greedily by exactly `output_tokens` tokens and ignores end-of-text tokens.
-
-first_seconds: time until the last sequence had its first token. total_seconds: time until all were done.
-later_tokens: tokens that came in between. token_ids: those of the first sequence. An engine that fails returns
-{"error": "reason"}.
+A driver continues every prompt greedily by exactly `output_tokens` tokens, past end-of-text tokens. A driver whose
+engine fails returns {"error": "reason"}.
 """
 
 import json
@@ -21,12 +18,15 @@ Prompts = list[list[int]]
 
 
 class Wave(NamedTuple):
-    """Response to one request, see the module docstring."""
+    """Response to one request.
+
+    first_seconds: time until the last sequence had its first token. total_seconds: time until all were done.
+    later_tokens: tokens that came in between.
+    """
 
     first_seconds: float
     total_seconds: float
     later_tokens: int
-    token_ids: list[int]
 
 
 def serve(measure: Callable[[Prompts, int], Wave]) -> None:

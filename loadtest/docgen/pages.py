@@ -1,0 +1,315 @@
+"""Generator of docs/performance.md, of the measured parts of docs/attention.md, and of their pictures.
+
+    python -m loadtest.docgen.pages {performance,attention} [--check]
+
+All figures come from docs/results. A template beside this module has three kinds of placeholders:
+
+    {engine.roofline.gflops:.0f*1e-9}   a figure: path in the results, format, factor
+    {service.start_seconds<=10}         "yes", or "**no**" if the figure or its median misses the limit
+    {*engine.decode}| {step_ms} |       a line for each row of a list; paths are looked up in the row first
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from loadtest.docgen import pictures
+from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
+from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
+from loadtest.measurement.provenance import shows
+from loadtest.measurement.spread import pooled_deviation, ratio_spread, spread
+from loadtest.measurement.tables import Column, cell, table, value_at
+from loadtest.peers.bench_peers import QUIET_CORES, STEADY_SHARE, is_sound
+from loadtest.peers.engines import DEFAULTS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RESULTS = DOCS / "results"
+NAMES: Final = ("engine", "service", "frontend", "defaults", "peers", "kernels", "latency", "scaling")
+# Pictures of each page: the function that draws the picture, and the path of the result that it shows.
+PICTURES: Final[dict[str, dict[str, tuple[Callable[[Path, Any], None], str]]]] = {
+    "performance": {
+        "performance-engine.png": (pictures.draw_engine, "engine"),
+        "performance-peers.png": (pictures.draw_peers, "peers"),
+        "latency.png": (pictures.draw_latency, "latency"),
+        "scaling.png": (pictures.draw_scaling, "scaling"),
+    },
+    "attention": {"attention.png": (pictures.draw_attention, "train.rows")},
+}
+_PLACEHOLDER = re.compile(
+    r"^\{\*(?P<rows>[\w.-]+)\}(?P<line>.*\n)"
+    r"|\{(?P<path>[\w.-]+)(?:(?P<sign>[<>])=(?P<limit>[\d.]+))?(?::(?P<form>[^}*]*))?(?:\*(?P<scale>[\de.-]+))?\}",
+    re.MULTILINE,
+)
+_MEASURED = re.compile(r"(<!-- measured: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+_STREAMS = (16, 64)  # numbers of streams with an aim
+_TTFT_RATIO = 0.5  # wanted TTFT p99 of Kvasir relative to another server's
+_LARGE_BYTES = 9e8  # checkpoints from this size have an aim for their start
+_BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT = 16, 512  # smallest decode step with an aim for its bandwidth
+# Wanted speed of Kvasir relative to the best peer, by number of streams. The precisions are those of decoding.
+_AIMS: Final = {
+    "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
+    "int8": {1: 1.0, 4: 1.1, 16: 1.1, 64: 1.3},
+    "float32": {1: 1.0, 4: 1.0, 16: 1.0, 64: 1.0},
+    "prompt": {1: 1.0},
+    "http": {16: 1.5, 64: 1.5},
+    DEFAULTS: {1: 1.0, 16: 3.0, 64: 3.0},  # both servers started without flags
+}
+_KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
+
+
+def fill(template: str, facts: Mapping[str, Any]) -> str:
+    """Return the template with every placeholder replaced. Raises KeyError for an unknown path."""
+
+    def replacement(match: re.Match[str]) -> str:
+        if match["rows"]:
+            rows = value_at(facts, match["rows"])
+            return "".join(
+                fill(match["line"], {**facts, **row}) for row in (rows if isinstance(rows, list) else [rows])
+            )
+        value = value_at(facts, match["path"])
+        if match["path"].startswith("tables."):
+            return str(value)  # finished Markdown
+        if match["limit"]:
+            figure, limit = value["median"] if isinstance(value, Mapping) else value, float(match["limit"])
+            return "yes" if (figure <= limit if match["sign"] == "<" else figure >= limit) else "**no**"
+        return cell({"": value}, Column("", "", match["form"] or "", float(match["scale"] or 1)))
+
+    return _PLACEHOLDER.sub(replacement, template)
+
+
+def _named(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "name": name} for name, row in rows.items()]
+
+
+def performance_page(results: Mapping[str, Any]) -> str:
+    """Return docs/performance.md for the results listed in `NAMES`. Raises KeyError as `fill` does."""
+    service, frontend = results["service"], results["frontend"]["levels"]
+    memory, starts = results["scaling"]["kv_memory"]["points"], results["scaling"]["starts"]["points"]
+    points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
+    api = [process for process in service["processes"] if process["part"] == "api"]
+    shares = [
+        row["share_of_memory"]["median"]
+        for row in results["kernels"]["rows"]
+        if row["batch"] >= _BANDWIDTH_BATCH and row["context"] >= _BANDWIDTH_CONTEXT
+    ]
+    kinds = ("warm", "cold")
+    start_rows = [point[kind] | {"kind": kind, "bytes": point["bytes"]} for kind in kinds for point in starts]
+    facts = {
+        **results,
+        "tables": {
+            "engine_decode": table(DECODE_COLUMNS, results["engine"]["decode"]),
+            "engine_prompts": table(PROMPT_COLUMNS, results["engine"]["prompts"]),
+            "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
+        },
+        "quiet": {"cores": QUIET_CORES, "steady_share": STEADY_SHARE},
+        "machines": _named(results),
+        "api": {
+            "rss_mb": max(process["rss_mb"] for process in api),
+            "num_torch": sum(process["torch"] for process in api),
+            "torch": "loaded" if any(process["torch"] for process in api) else "not loaded",
+        },
+        "http_16": [level for level in service["levels"] if level["streams"] == 16],
+        "http_aims": [level for level in service["levels"] if level["streams"] in _STREAMS],
+        "instant": [level for level in frontend if level["num_streams"] == 64 and not level["step_ms"]],
+        "paced": [level for level in frontend if level["num_streams"] in _STREAMS and level["step_ms"]],
+        "paces": [level | {"pace": f"{level['step_ms']:g}" if level["step_ms"] else "instant"} for level in frontend],
+        "chunk_limits": points,
+        "slowdown_limits": [point for point in points if point["prompt_slowdown"] is not None],
+        "memory_error": max(abs(point["ratio"] - 1) for point in memory),
+        "memory_ratio": max((point["ratio"] for point in memory), key=lambda ratio: abs(ratio - 1)),
+        "starts": start_rows,
+        "large_starts": [row for row in start_rows if row["bytes"] >= _LARGE_BYTES],
+        "bandwidth": {"low": min(shares), "high": max(shares)},
+        **_peer_facts(results["peers"], results["defaults"]),
+    }
+    return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
+
+
+def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    compared = [pairs for row in peers["cells"] if (pairs := compared_pairs(row))]
+    every = [pair for pairs in compared for pair in pairs]
+    ttfts = [pair["ttft_ratio"] for pair in every if pair["kind"] == "http" and pair["streams"] in _STREAMS]
+    num_reached = sum(ratio <= _TTFT_RATIO for ratio in ttfts)
+    ttft = [{"low": min(ttfts), "high": max(ttfts), "num_reached": num_reached, "num": len(ttfts)}] if ttfts else []
+    failures = Counter(
+        (name, figure["error"]) for row in peers["cells"] for name, figure in row["peers"].items() if "error" in figure
+    )
+    return {
+        "ttft": ttft,
+        "peer_shapes": _named(peers["shapes"]),
+        "default_shapes": _named(defaults["shapes"]),
+        "default_pairs": [pair for row in defaults["cells"] for pair in compared_pairs(row)],
+        "best_pairs": [min(pairs, key=lambda pair: pair["ratio"]["median"]) for pairs in compared],
+        "pairs": {kind: [pair for pair in every if pair["kind"] == kind] for kind in _KINDS},
+        "failures": [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()],
+        "engines": [
+            {
+                "name": name,
+                "pins": ", ".join(peer["pins"]),
+                "note": f"**not available here:** {peer['unavailable']}" if peer["unavailable"] else peer["note"],
+            }
+            for name, peer in peers["peers"].items()
+        ],
+    }
+
+
+def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the undisturbed figures of a compared cell, a row per peer engine, with the cell's sizes and aim.
+
+    An aim stays open if the figure of another peer was disturbed.
+    """
+    sound = {name: figure for name, figure in row["peers"].items() if is_sound(figure)}
+    disturbed = [name for name, figure in row["peers"].items() if "ratio" in figure and name not in sound]
+    reached = f"open: {', '.join(disturbed)} †" if disturbed else "yes"
+    is_by_precision = row["kind"] == "decode" or row["precision"] == DEFAULTS
+    aim = _AIMS[row["precision"] if is_by_precision else row["kind"]].get(row["streams"])
+    rates = [rate for figure in sound.values() for rate in figure["ours"]["tokens_per_second"]["values"]]
+    pairs = []
+    for name, figure in sound.items():
+        pair = {
+            **row,
+            **figure,
+            "context": row["prompt_tokens" if row["kind"] == "prompt" else "context_length"],
+            "what": _KINDS[row["kind"]],
+            "peer": name,
+            "aim": "" if aim is None else f"{aim:.1f}",
+            "reached": "" if aim is None else "**no**" if figure["ratio"]["median"] < aim else reached,
+            "ours_rate": cell({"rate": spread(rates)}, Column("", "rate", ".0f" if max(rates) >= 100 else ".1f")),
+        }
+        if row["kind"] == "http":
+            for side in ("ours", "theirs"):
+                p50, p99 = (figure[side][f"ttft_{percentile}_ms"]["median"] for percentile in ("p50", "p99"))
+                pair[f"{side}_ttft"] = f"{p50:.0f} / {p99:.0f}"
+            ttfts = (figure[side]["ttft_p99_ms"]["values"] for side in ("ours", "theirs"))
+            pair["ttft_ratio"] = ratio_spread(*ttfts)["median"]
+        pairs.append(pair)
+    return pairs
+
+
+def losses(row: Mapping[str, Any]) -> list[float]:
+    """Return the held-out loss of an attention mechanism for each seed, in nats per token."""
+    return [run["nats_per_token"] for run in row["runs"]]
+
+
+def differences(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the difference of each mechanism's held-out loss from the compared mechanism's, with its error.
+
+    Runs of one seed read the same texts in the same order, so losses are compared seed by seed. The error is twice the
+    standard error of the mean. A few seeds of one mechanism are too few to estimate it, so all mechanisms share one
+    pooled deviation.
+    """
+    by_seed = {
+        name: [own - other for own, other in zip(losses(row), losses(rows[row["compared_with"]]), strict=True)]
+        for name, row in rows.items()
+        if row["compared_with"] != name
+    }
+    deviation = pooled_deviation(list(by_seed.values()))
+    found = {}
+    for name, values in by_seed.items():
+        mean, error = statistics.fmean(values), 2.0 * deviation / math.sqrt(len(values))
+        verdict = "within the noise" if abs(mean) <= error else "better" if mean < 0 else "worse"
+        found[name] = {"mean": mean, "error": error, "verdict": verdict}
+    return found
+
+
+def attention_page(page: str, results: Mapping[str, Any]) -> str:
+    """Return docs/attention.md with the text between `<!-- measured: NAME -->` and `<!-- end -->` replaced.
+
+    Raises:
+        KeyError: a phase of the benchmark has not run.
+        ValueError: only one seed was trained, or page and template have different parts.
+    """
+    training, speed = results["train"], results["speed"]
+    settings, found = training["settings"], differences(training["rows"])
+    rows: list[dict[str, Any]] = []
+    for name, row in training["rows"].items():
+        difference, other = found.get(name), training["rows"][row["compared_with"]]
+        compared = dict.fromkeys(("other", "difference", "verdict"), "–")
+        if difference is not None:
+            text = f"{difference['mean']:+.3f} ± {difference['error']:.3f}"
+            compared = {"other": other["title"], "difference": text, "verdict": difference["verdict"]}
+        by_seed = " / ".join(f"{loss:.3f}" for loss in losses(row))
+        figures = {"changed": _changes(row), "loss": statistics.fmean(losses(row)), "by_seed": by_seed}
+        rows.append(row | speed["rows"][name] | figures | compared)
+    facts = {
+        **results,
+        "rows": rows,
+        "best_first": sorted(rows, key=lambda row: row["loss"]),
+        "num_tokens": settings["steps"] * settings["batch_size"] * settings["sequence_length"],
+        "seeds": ", ".join(map(str, settings["seeds"])),
+        "precision": " and ".join(settings["precision"]),
+        "noise": pooled_deviation([losses(row) for row in rows]),
+        "phases": [training | {"took_seconds": 60.0 * settings["train_minutes"]}, speed],
+        "num_runs": sum(len(row["runs"]) for row in rows),
+        "commits": ", ".join(sorted({f"`{run['commit']}`" for row in rows for run in row["runs"]})),
+    }
+    filled = fill(Path(__file__).with_name("attention_template.md").read_text(encoding="utf-8"), facts)
+    parts = {match[2]: match[3] for match in _MEASURED.finditer(filled)}
+    named = [match[2] for match in _MEASURED.finditer(page)]
+    if sorted(named) != sorted(parts):
+        raise ValueError(f"the page must have each part once: {', '.join(parts)}; the page has {', '.join(named)}")
+    return _MEASURED.sub(lambda match: match[1] + parts[match[2]] + match[4], page)
+
+
+def _changes(row: Mapping[str, Any]) -> str:
+    """Return the changed settings of an attention mechanism as text, with fractions shortened."""
+    texts = []
+    for key, value in row["changes"].items():
+        text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+        texts.append(f"`{key}={text}`")
+    of_other = "" if row["compared_with"] == "multi-head" else f"of {row['compared_with']}: "
+    return of_other + ", ".join(texts) if texts else "–"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check a page of docs/ with the page's pictures. Return 0; 1 if a file differs; 2 without results."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.docgen.pages", description="Write a page of docs/.")
+    parser.add_argument("name", choices=sorted(PICTURES), metavar="PAGE", help="performance or attention")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: docs/results")
+    parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="directory of the page (default: docs)")
+    text = "write nothing; exit with 1 if the page or a picture does not match the results"
+    parser.add_argument("--check", action="store_true", help=text)
+    arguments = parser.parse_args(argv)
+    path = arguments.docs / f"{arguments.name}.md"
+
+    def read(name: str) -> Any:
+        return json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8"))
+
+    try:
+        if arguments.name == "attention":
+            results = read("attention")
+            page = attention_page(path.read_text(encoding="utf-8"), results)
+        else:
+            results = {name: read(name) for name in NAMES}
+            page = performance_page(results)
+    except (OSError, ValueError, KeyError) as error:
+        reason = f"the results lack {error}; run the benchmark again" if isinstance(error, KeyError) else error
+        print(f"{parser.prog}: {reason}", file=sys.stderr)
+        return 2
+    drawn = {
+        arguments.docs / file: (draw, value_at(results, at)) for file, (draw, at) in PICTURES[arguments.name].items()
+    }
+    if not arguments.check:
+        path.write_text(page, encoding="utf-8")
+        for picture, (draw, result) in drawn.items():
+            draw(picture, result)
+        print(path, *drawn, sep="\n")
+        return 0
+    stale = [picture for picture, (_, result) in drawn.items() if not shows(picture, result)]
+    if not path.is_file() or path.read_text(encoding="utf-8") != page:
+        stale.insert(0, path)
+    for file in stale:
+        print(f"{file} does not match its results; run {parser.prog} {arguments.name}", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
