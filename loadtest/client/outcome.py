@@ -1,19 +1,22 @@
-"""Outcome of one request.
+"""Outcomes of measured requests, and of a load made of such requests.
 
 Times are `time.perf_counter()` seconds of the client's process, taken when the bytes came out of the socket. TTFT
 and E2E count from the intended send: in an open loop, a late client must not flatter the server (coordinated
 omission).
 """
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from typing import Self
 
 from loadtest.client.workload import ClientKind
 
 
 class Ending(StrEnum):
-    """End of a request. Shed load is a valid response, not an error."""
+    """Reason for the end of a request. A 429 is a valid response of a full service, not an error."""
 
     OK = "ok"
     CANCELLED = "cancelled"  # by the test client, as planned
@@ -32,11 +35,11 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One measured request. Times are seconds on the client's clock, see the module docstring.
+    """One measured request.
 
     chunk_seconds: arrival of each chunk with text; empty for a client that does not stream.
     prompt_tokens, cached_tokens, completion_tokens: the server's `usage`; 0 without it.
-    retry_after_seconds: wait that the server asks of a rejected client; 0 without one.
+    retry_after_seconds: wait that the server asks of a rejected client.
     """
 
     index: int
@@ -55,12 +58,12 @@ class Outcome:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Intended send to first text; None without streamed text."""
+        """Time from the intended send to the first text; None without streamed text."""
         return self.chunk_seconds[0] - self.intended_seconds if self.chunk_seconds else None
 
     @property
     def itl_seconds(self) -> tuple[float, ...]:
-        """Gaps between chunks of text."""
+        """Gaps between consecutive chunks of text."""
         return tuple(later - earlier for earlier, later in pairwise(self.chunk_seconds))
 
     @property
@@ -72,5 +75,31 @@ class Outcome:
 
     @property
     def e2e_seconds(self) -> float:
-        """Intended send to the response's end."""
+        """Time from the intended send to the end of the response."""
         return self.end_seconds - self.intended_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRun:
+    """Outcomes of one load on a service.
+
+    duration_seconds: from the first intended send to the last end.
+    client_cpu_share: CPU time of the client's process over wall time; 1 is one core.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    duration_seconds: float
+    client_cpu_share: float
+
+    @classmethod
+    def ended_now(cls, outcomes: Sequence[Outcome], began_seconds: float, began_cpu_seconds: float) -> Self:
+        """Return the load that began at these values of `time.perf_counter()` and `time.process_time()`."""
+        cpu_share = (time.process_time() - began_cpu_seconds) / max(time.perf_counter() - began_seconds, 1e-9)
+        first = min((outcome.intended_seconds for outcome in outcomes), default=began_seconds)
+        last = max((outcome.end_seconds for outcome in outcomes), default=began_seconds)
+        return cls(outcomes=tuple(outcomes), duration_seconds=max(last - first, 1e-9), client_cpu_share=cpu_share)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens of all requests per second."""
+        return sum(outcome.completion_tokens for outcome in self.outcomes) / self.duration_seconds

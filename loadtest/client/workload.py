@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 TALES_PATH = Path(__file__).with_name("tales.txt")
-
 # Tokens that a prompt may have beyond its wanted length, even with a tokenized text. Its first word lacks the space
 # before it, and a service may begin every prompt with a special token.
-PROMPT_SLACK = 4
+_PROMPT_SLACK = 4
+NUM_PREFIXES, PREFIX_SHARE = 4, 0.75
 
 
 class WorkloadKind(StrEnum):
@@ -26,7 +26,7 @@ class WorkloadKind(StrEnum):
 
     FIXED = "fixed"  # all prompts and all completions have one length
     LOGNORMAL = "lognormal"  # lognormal around the given medians, like production traces
-    SHARED_PREFIX = "shared-prefix"  # prompts that begin with one of a few long prefixes
+    SHARED_PREFIX = "shared-prefix"  # three quarters of a prompt are one of four prefixes
     MIXED = "mixed"  # chat, long prompts, long completions and shared prefixes together
 
 
@@ -44,8 +44,7 @@ class WorkloadSpec:
 
     prompt_tokens, output_tokens: the lengths (fixed), or their medians.
     sigma: spread of the lognormal lengths; 0.6 puts p95 at 2.7 times the median.
-    num_prefixes, prefix_share: number of shared prefixes, and the share of a prompt that is prefix.
-    whole_share, cancelling_share: shares of the clients; the rest stream to the end.
+    whole_share, cancelling_share: shares of the clients; all other clients stream to the end.
     max_context_tokens: limit of prompt and completion together.
     ignore_eos: completions have the requested length, so that runs can be compared.
 
@@ -57,8 +56,6 @@ class WorkloadSpec:
     prompt_tokens: int = 64
     output_tokens: int = 64
     sigma: float = 0.6
-    num_prefixes: int = 4
-    prefix_share: float = 0.75
     whole_share: float = 0.0
     cancelling_share: float = 0.0
     max_context_tokens: int = 512
@@ -67,13 +64,10 @@ class WorkloadSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"prompt_tokens": 1, "output_tokens": 1, "num_prefixes": 1, "sigma": 0, "max_context_tokens": 8}
-        for name, limit in least.items():
+        least = {"prompt_tokens": 1, "output_tokens": 1, "max_context_tokens": 8}
+        for name, limit in (least | {"sigma": 0, "whole_share": 0, "cancelling_share": 0}).items():
             if getattr(self, name) < limit:
                 raise ValueError(f"{name} must be at least {limit}, not {getattr(self, name)}")
-        for name in ("prefix_share", "whole_share", "cancelling_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
         if self.whole_share + self.cancelling_share > 1.0:
             raise ValueError("whole_share and cancelling_share together must not exceed 1")
 
@@ -98,76 +92,38 @@ class LoadRequest:
     return_token_ids: bool = False
 
     def body(self, model: str | None) -> dict[str, Any]:
-        """Return the JSON body. Without a model the service uses its own. Streams ask for `usage`, which has exact
-        counts.
-        """
-        body: dict[str, Any] = {
-            **({} if model is None else {"model": model}),
-            "prompt": self.prompt,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "ignore_eos": self.ignore_eos,
-            "seed": self.seed,
-        }
+        """Return the JSON body of the request. Without a model the service uses its own."""
+        names = ("prompt", "max_tokens", "temperature", "ignore_eos", "seed")
+        body = ({} if model is None else {"model": model}) | {name: getattr(self, name) for name in names}
         if self.client is not ClientKind.WHOLE:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if self.return_token_ids:
-            body["return_token_ids"] = True
-        return body
+            body |= {"stream": True, "stream_options": {"include_usage": True}}  # `usage` has the exact token counts
+        return body | ({"return_token_ids": True} if self.return_token_ids else {})
 
 
 class Passages:
-    """Text from which passages of a wanted number of tokens are cut, at words.
+    """Tokenized text from which passages of a wanted number of tokens are cut, at words.
 
-    Args:
-        word_tokens: tokens of each word, the space before it included.
-        overshoot: how many times longer than wanted a passage may be.
+    token_strs: texts of the tokens. A token counts for the word in which it ends.
+    overshoot: how many times longer than wanted a passage may be; 1 for the tokens of the service that reads it.
 
     Raises:
-        ValueError: the text has fewer than 100 words.
+        ValueError: the tokens do not spell the text, or the text has fewer than 100 words.
     """
 
-    def __init__(self, words: Sequence[str], word_tokens: Sequence[float], *, overshoot: float) -> None:
-        if len(words) < 100:
-            raise ValueError(f"a workload needs a text of at least 100 words, not {len(words)}")
-        self._words = words
-        self._word_tokens = word_tokens
+    def __init__(self, text: str, token_strs: Sequence[str], *, overshoot: float = 1.0) -> None:
+        ends = [0, *itertools.accumulate(map(len, token_strs))]
+        self._words, self._word_tokens, place = text.split(), list[int](), 0
+        count = len(self._words)
+        if ends[-1] != len(text) or count < 100:
+            raise ValueError(f"{len(text)} characters and {count} words of text, {ends[-1]} characters of tokens")
+        for word in self._words:
+            end = text.index(word, place) + len(word)
+            self._word_tokens.append(bisect_right(ends, end) - bisect_right(ends, place))
+            place = end
         self.overshoot = overshoot
         # A stride coprime to the number of words visits every start before any start repeats. No two passages begin
         # alike, so the prefix cache hits only where the workload intends it.
-        count = len(words)
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
-
-    @classmethod
-    def by_ratio(cls, text: str, chars_per_token: float) -> Self:
-        """Return passages of a text that is not tokenized, by an average length of tokens.
-
-        A sentence full of names may have twice the expected tokens.
-
-        Raises:
-            ValueError: the ratio is not positive, or the text is too short.
-        """
-        if chars_per_token <= 0:
-            raise ValueError(f"chars_per_token must be positive, not {chars_per_token}")
-        words = text.split()
-        return cls(words, [(len(word) + 1) / chars_per_token for word in words], overshoot=2.5)
-
-    @classmethod
-    def by_tokens(cls, text: str, token_strs: Sequence[str]) -> Self:
-        """Return passages of a tokenized text. A token counts for the word in which it ends.
-
-        Raises:
-            ValueError: the tokens do not spell the text, or the text is too short.
-        """
-        ends = list(itertools.accumulate(map(len, token_strs)))
-        if not ends or ends[-1] != len(text):
-            raise ValueError(f"{len(text)} characters of text, {ends[-1] if ends else 0} of tokens")
-        words, word_tokens, place = text.split(), [], 0
-        for word in words:
-            end = text.index(word, place) + len(word)
-            word_tokens.append(bisect_right(ends, end) - bisect_right(ends, place))
-            place = end
-        return cls(words, word_tokens, overshoot=1.0)
 
     def cut(self, start: int, num_tokens: int) -> str:
         """Return passage number `start` (any integer), of about `num_tokens` tokens and at least one word."""
@@ -188,23 +144,8 @@ def tales() -> str:
     return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
 
 
-def _lengths(spec: WorkloadSpec, rng: random.Random) -> tuple[int, int, int | None]:
-    """Return the tokens of prompt and completion, and the number of the shared prefix, if any."""
-    kind, prompt, output = spec.kind, spec.prompt_tokens, spec.output_tokens
-    if kind is WorkloadKind.MIXED:
-        part = rng.random()
-        if 0.4 <= part < 0.6:  # a long prompt, a short completion
-            return 4 * prompt, max(1, output // 4), None
-        if 0.6 <= part < 0.8:  # a short prompt, a long completion
-            return max(1, prompt // 4), 2 * output, None
-        kind = WorkloadKind.LOGNORMAL if part < 0.4 else WorkloadKind.SHARED_PREFIX
-    if kind is WorkloadKind.LOGNORMAL:
-        prompt, output = (max(1, round(rng.lognormvariate(math.log(m), spec.sigma))) for m in (prompt, output))
-    return prompt, output, rng.randrange(spec.num_prefixes) if kind is WorkloadKind.SHARED_PREFIX else None
-
-
 class Workload:
-    """Endless sequence of requests."""
+    """Endless sequence of load-test requests."""
 
     def __init__(self, spec: WorkloadSpec, passages: Passages) -> None:
         self.spec = spec
@@ -213,13 +154,17 @@ class Workload:
         self._origin = random.Random(spec.seed).randrange(1 << 30)
 
     def request(self, index: int) -> LoadRequest:
-        """Return request number `index`: always the same for the same number."""
+        """Return request number `index` of the workload: always the same request for the same number."""
         spec = self.spec
         rng = random.Random((spec.seed << 32) + index)
-        prompt, output, prefix = _lengths(spec, rng)
+        prompt, output, prefix = self._lengths(rng)
         output = min(output, spec.max_context_tokens // 2)
-        room = int((spec.max_context_tokens - output - PROMPT_SLACK) / self._passages.overshoot)
-        client, cancel_after = self._client(rng, output)
+        room = int((spec.max_context_tokens - output - _PROMPT_SLACK) / self._passages.overshoot)
+        client, cancel_after, share = ClientKind.STREAMING, None, rng.random()
+        if share < spec.whole_share:
+            client = ClientKind.WHOLE
+        elif share < spec.whole_share + spec.cancelling_share:
+            client, cancel_after = ClientKind.CANCELLING, rng.randint(1, max(1, output // 2))
         return LoadRequest(
             index=index,
             prompt=self._prompt(index, prefix, max(1, min(prompt, room))),
@@ -231,19 +176,26 @@ class Workload:
             seed=rng.randrange(1 << 31),
         )
 
-    def _client(self, rng: random.Random, output_tokens: int) -> tuple[ClientKind, int | None]:
-        share = rng.random()
-        if share < self.spec.whole_share:
-            return ClientKind.WHOLE, None
-        if share < self.spec.whole_share + self.spec.cancelling_share:
-            return ClientKind.CANCELLING, rng.randint(1, max(1, output_tokens // 2))
-        return ClientKind.STREAMING, None
+    def _lengths(self, rng: random.Random) -> tuple[int, int, int | None]:
+        """Return the tokens of prompt and completion, and the number of the shared prefix, if any."""
+        kind, prompt, output = self.spec.kind, self.spec.prompt_tokens, self.spec.output_tokens
+        if kind is WorkloadKind.MIXED:
+            part = rng.random()
+            if 0.4 <= part < 0.6:  # a long prompt, a short completion
+                return 4 * prompt, max(1, output // 4), None
+            if 0.6 <= part < 0.8:  # a short prompt, a long completion
+                return max(1, prompt // 4), 2 * output, None
+            kind = WorkloadKind.LOGNORMAL if part < 0.4 else WorkloadKind.SHARED_PREFIX
+        if kind is WorkloadKind.LOGNORMAL:
+            sigma = self.spec.sigma
+            prompt, output = (max(1, round(rng.lognormvariate(math.log(m), sigma))) for m in (prompt, output))
+        return prompt, output, rng.randrange(NUM_PREFIXES) if kind is WorkloadKind.SHARED_PREFIX else None
 
     def _prompt(self, index: int, prefix: int | None, num_tokens: int) -> str:
-        own = self._origin + self.spec.num_prefixes + index
+        own = self._origin + NUM_PREFIXES + index
         if prefix is None:
             return self._passages.cut(own, num_tokens)
-        shared = max(1, round(num_tokens * self.spec.prefix_share))
+        shared = max(1, round(num_tokens * PREFIX_SHARE))
         parts = [self._passages.cut(self._origin + prefix, shared)]
         if num_tokens > shared:
             parts.append(self._passages.cut(own, num_tokens - shared))
@@ -263,15 +215,12 @@ _HELP = {
 
 def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare the options that `spec_from_arguments` reads."""
-    kinds = [kind.value for kind in WorkloadKind]
     text = "distribution of lengths (default: %(default)s)"
-    parser.add_argument("--workload", choices=kinds, default=WorkloadKind.FIXED.value, help=text)
+    parser.add_argument("--workload", choices=[*map(str, WorkloadKind)], default=str(WorkloadKind.FIXED), help=text)
     for name, text in _HELP.items():
-        default = getattr(WorkloadSpec(), name)
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(
-            option, type=type(default), default=default, metavar="N", help=f"{text} (default: {default})"
-        )
+        default, option = getattr(WorkloadSpec(), name), "--" + name.replace("_", "-")
+        text += " (default: %(default)s)"
+        parser.add_argument(option, type=type(default), default=default, metavar="N", help=text)
     text = "let the model end completions before --output-tokens"
     parser.add_argument("--stop-at-end", action="store_true", help=text)
 

@@ -1,6 +1,5 @@
 """bench_http: closed and open loop, command line, exit codes."""
 
-import asyncio
 import itertools
 import json
 import statistics
@@ -9,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.client.outcome import Ending
-from loadtest.client.sse_client import AsyncClient, Target
+from loadtest.client.outcome import Ending, LoadRun
+from loadtest.client.sse_client import CompletionClient, Target
 from loadtest.client.workload import LoadRequest
 from loadtest.scenarios import bench_http, closed_and_open_loop
-from loadtest.scenarios.closed_and_open_loop import LoadRun, arrivals
-from tests.loadtest.stub_server import MODEL, Script, StubServer
+from loadtest.scenarios.closed_and_open_loop import arrivals
+from tests.loadtest.stub_server import Script, StubServer
 
 
 def some_requests(count: int) -> Iterator[LoadRequest]:
@@ -22,13 +21,10 @@ def some_requests(count: int) -> Iterator[LoadRequest]:
 
 
 def closed(server: StubServer, *, count: int, num_streams: int) -> LoadRun:
-    async def main() -> LoadRun:
-        client = AsyncClient(Target.parse(server.url))
-        run = await closed_and_open_loop.run_closed(client, some_requests(count), model=MODEL, num_streams=num_streams)
-        await client.close()
-        return run
-
-    return asyncio.run(main())
+    client = CompletionClient(Target.parse(server.url))
+    run = closed_and_open_loop.run_closed(client, some_requests(count), num_streams=num_streams)
+    client.close()
+    return run
 
 
 def test_a_closed_loop_has_one_request_per_stream() -> None:
@@ -50,14 +46,10 @@ def test_a_rejected_client_waits_for_retry_after() -> None:
 
 
 def test_an_open_loop_sends_on_time_to_a_slow_server() -> None:
-    async def main(server: StubServer) -> LoadRun:
-        client = AsyncClient(Target.parse(server.url))
-        run = await closed_and_open_loop.run_open(client, some_requests(10), model=MODEL, offsets=arrivals(200.0, 3))
-        await client.close()
-        return run
-
     with StubServer(Script(first_seconds=0.3)) as server:
-        run = asyncio.run(main(server))
+        client = CompletionClient(Target.parse(server.url))
+        run = closed_and_open_loop.run_open(client, some_requests(10), offsets=arrivals(200.0, 3))
+        client.close()
     times = sorted(outcome.intended_seconds for outcome in run.outcomes)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     expected = list(itertools.islice(arrivals(200.0, 3), 10))

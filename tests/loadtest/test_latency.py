@@ -1,6 +1,5 @@
 """bench_latency: figures of arrivals, the page and the picture, and a measurement on a stub server."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,7 @@ def figures(slower: float) -> dict[str, Any]:
     """Return the summary of three arrivals that lengthen the streams' gaps by a factor."""
     values = ((0.02, 2, 0.01), (0.04, 1, 0.02), (0.03, 2, 0.01))
     return summarize(
-        [
-            PromptArrival(ttft_seconds=ttft, steps=steps, before=[gap] * 9, during=[gap * slower] * 9)
-            for ttft, steps, gap in values
-        ]
+        [PromptArrival(ttft, steps, before=[gap] * 9, during=[gap * slower] * 9) for ttft, steps, gap in values]
     )
 
 
@@ -99,7 +95,7 @@ def test_a_budget_without_room_for_a_prompt_is_rejected(capsys: pytest.CaptureFi
 
 def test_arrivals_among_streams_are_measured() -> None:
     with StubServer(Script(gap_seconds=0.01)) as server:
-        seen = asyncio.run(measure(Target.parse(server.url), ArrivalLoad(2, 5, 2, 0), vocab_size=50))
+        seen = measure(Target.parse(server.url), ArrivalLoad(2, 5, 2, 0), vocab_size=50)
     assert len(seen) == 2
     assert all(arrival.before and min(arrival.before) > 0 for arrival in seen)
     prompts = [received.body["prompt"] for received in server.requests]
@@ -110,4 +106,4 @@ def test_arrivals_among_streams_are_measured() -> None:
 
 def test_a_rejected_stream_ends_the_measurement_with_its_reason() -> None:
     with StubServer(Script(status=429)) as server, pytest.raises(ServiceFailed, match="as scripted"):
-        asyncio.run(measure(Target.parse(server.url), ArrivalLoad(1, 5, 1, 0), vocab_size=50))
+        measure(Target.parse(server.url), ArrivalLoad(1, 5, 1, 0), vocab_size=50)

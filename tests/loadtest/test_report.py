@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loadtest.client import report
-from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.report import Slo
 from loadtest.client.workload import ClientKind
 from tests.loadtest.outcomes import failed, outcome
@@ -26,16 +26,10 @@ VLLM_KEYS = {
 }  # fmt: skip
 
 
-def summary(outcomes: list[Outcome], **changes: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "label": "2 streams",
-        "duration_seconds": 2.0,
-        "slo": Slo(ttft_p95_ms=150.0),
-        "request_rate": None,
-        "max_concurrency": 2,
-        "client_cpu_share": 0.1,
-    }
-    return report.summarize(outcomes, **values | changes)
+def summary(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Return the summary of a load of two streams that took two seconds."""
+    run = LoadRun(outcomes=tuple(outcomes), duration_seconds=2.0, client_cpu_share=0.1)
+    return report.summarize(run, label="2 streams", slo=Slo(ttft_p95_ms=150.0), max_concurrency=2)
 
 
 def test_results_have_the_keys_of_vllm_bench_serve() -> None:
