@@ -7,8 +7,8 @@ Rows of locust's table by request type: E2E once per request, TTFT and TPOT once
 after the first, SHED for a 429 (shed load is not an error) and LEFT for a client that disconnects as planned. A failed
 request is an E2E row with its kind as the failure.
 
-`locust --help` does not show a locustfile's options. They are those of `python -m loadtest.scenarios.bench_http
---help`, with --results (or LOCUST_RESULTS) for its --out. The API key in KVASIR_API_KEY is sent to the service.
+`locust --help` does not show a locustfile's options; docs/loadtest.md lists them. The API key in KVASIR_API_KEY is sent
+to the service.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from locust.runners import LocalRunner
 from loadtest.client import report
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import COMPLETIONS_PATH, CompletionClient, Target, api_key_given, discover
-from loadtest.client.workload import Workload, add_workload_arguments, spec_from_arguments
+from loadtest.client.workload import add_workload_arguments, arrivals, spec_from_arguments
 from loadtest.measurement.provenance import provenance
 
 log = logging.getLogger("loadtest")
@@ -49,17 +49,35 @@ class LoadSession:
         if environment.host is None:
             raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
         target = Target.parse(environment.host, api_key=api_key_given())
-        service = discover(target)
+        discovered, workload = discover(target, spec_from_arguments(options))
         self.environment = environment
         self.client = CompletionClient(target, timeout_seconds=options.request_timeout)
-        self.model = options.model or service.model
+        self.model: str = options.model or discovered
         self.num_requests: int | None = options.requests
-        workload = Workload(spec_from_arguments(options, service.max_context_tokens), service.passages)
+        self.rate: float | None = options.rate
         self.requests = map(workload.request, itertools.islice(itertools.count(), self.num_requests))
         self.outcomes: list[Outcome] = []
         self._began = time.perf_counter(), time.process_time()
+        self._arrivals = itertools.repeat(0.0) if self.rate is None else arrivals(self.rate, options.seed)
 
-    def record(self, outcome: Outcome) -> None:
+    def complete(self) -> None:
+        """Send the next request of the workload, and record its outcome.
+
+        In a closed loop, a rejected user waits for Retry-After. In an open loop (`--rate`), a user first waits for the
+        arrival of the request. Latency counts from the arrival, even if no user was free in time.
+        """
+        if (request := next(self.requests, None)) is None:
+            raise StopUser
+        intended = None if self.rate is None else self._began[0] + next(self._arrivals)
+        gevent.sleep(max(0.0, (intended or 0.0) - time.perf_counter()))
+        outcome = self.client.complete(request, model=self.model, intended_seconds=intended)
+        self._record(outcome)
+        if self.rate is None:
+            gevent.sleep(outcome.retry_after_seconds)
+        if len(self.outcomes) == self.num_requests:
+            signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
+
+    def _record(self, outcome: Outcome) -> None:
         """Store the outcome of a request, and report its rows to locust."""
         self.outcomes.append(outcome)
         ending = outcome.ending
@@ -81,30 +99,26 @@ class LoadSession:
 
     def summary(self, limits: report.Slo) -> dict[str, Any]:
         """Return the load with vLLM's keys. Requests still running when time was up are left out."""
-        runner = self.environment.runner
-        num_users = None if runner is None else runner.target_user_count
+        assert self.environment.runner is not None
+        num_users = self.environment.runner.target_user_count
+        label = f"{num_users} users" if self.rate is None else f"{self.rate:g} per s"
         run = LoadRun.ended_now(self.outcomes, *self._began)
-        return report.summarize(run, label="locust", slo=limits, max_concurrency=num_users)
+        result = report.summarize(run, label=label, slo=limits, request_rate=self.rate, max_concurrency=num_users)
+        return result | {"model_id": self.model}
 
 
 class CompletionUser(User):
-    """Closed-loop client. The workload chooses the kind of client for each request."""
+    """Client of the service. The workload chooses the kind of client for each request."""
 
     wait_time = constant(0)
     session: LoadSession | None = None  # set by `start`; None without a service
 
     @task
     def complete(self) -> None:
-        """Send the next request of the workload and record its outcome. Obey Retry-After."""
-        session = self.session
-        request = None if session is None else next(session.requests, None)
-        if session is None or request is None:
+        """Send one request of the session."""
+        if self.session is None:
             raise StopUser
-        outcome = session.client.complete(request, model=session.model)
-        session.record(outcome)
-        gevent.sleep(outcome.retry_after_seconds)
-        if len(session.outcomes) == session.num_requests:
-            signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
+        self.session.complete()
 
 
 @events.init_command_line_parser.add_listener
@@ -114,6 +128,8 @@ def add_options(parser: LocustArgumentParser) -> None:
     report.add_slo_arguments(parser.add_argument_group("Objectives (exit code 1 if one is missed)"))
     add = parser.add_argument_group("Completions").add_argument
     add("--model", help="model id (default: the first of /v1/models)")
+    text = "open loop with X Poisson arrivals per second, and with as many requests at a time as users"
+    add("--rate", type=float, metavar="X", help=text)
     add("--requests", type=int, metavar="N", help="stop after N requests, or when time is up")
     text = "timeout of a request in seconds (default: 120)"
     add("--request-timeout", type=float, default=120.0, metavar="S", help=text)

@@ -7,7 +7,7 @@ omission).
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import Self
@@ -33,27 +33,28 @@ class Ending(StrEnum):
         return self not in (Ending.OK, Ending.CANCELLED, Ending.SHED)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Outcome:
-    """One measured request.
+    """One measured request, filled in while its response arrives.
 
-    chunk_seconds: arrival of each chunk with text; empty for a client that does not stream.
-    prompt_tokens, cached_tokens, completion_tokens: the server's `usage`; 0 without it.
+    chunk_seconds: arrival of each chunk with text or token ids; empty for a client that does not stream.
+    prompt_tokens, cached_tokens, completion_tokens: the server's `usage`; 0 without it. A stream cut short counts a
+    completion token per chunk.
     retry_after_seconds: wait that the server asks of a rejected client.
     """
 
     index: int
     client: ClientKind
-    ending: Ending
-    detail: str
     intended_seconds: float
     sent_seconds: float
-    chunk_seconds: tuple[float, ...]
-    end_seconds: float
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    text: str
+    ending: Ending = Ending.OK
+    detail: str = ""
+    chunk_seconds: list[float] = field(default_factory=list)
+    end_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    text: str = ""
     retry_after_seconds: float = 0.0
 
     @property
@@ -62,9 +63,9 @@ class Outcome:
         return self.chunk_seconds[0] - self.intended_seconds if self.chunk_seconds else None
 
     @property
-    def itl_seconds(self) -> tuple[float, ...]:
+    def itl_seconds(self) -> list[float]:
         """Gaps between consecutive chunks of text."""
-        return tuple(later - earlier for earlier, later in pairwise(self.chunk_seconds))
+        return [later - earlier for earlier, later in pairwise(self.chunk_seconds)]
 
     @property
     def tpot_seconds(self) -> float | None:

@@ -25,6 +25,8 @@ from matplotlib.figure import Figure
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.measurement.tables import Column, table
 
+# Above this share of a core, the client itself delays what it measures.
+_BUSY_CLIENT_SHARE = 0.7
 _SLO_HELP = {
     "ttft_p95_ms": "maximum 95th percentile of time to first token, ms",
     "tpot_p95_ms": "maximum 95th percentile of time per output token, ms",
@@ -201,6 +203,10 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     rows = [run | {name: _percentiles(run, name) for name in ("ttft", "itl", "tpot", "e2el")} for run in results]
     notes = [f"- {run['label']}: {count} × {kind}" for run in results for kind, count in run["failures"].items()]
     notes += [f"- {run['label']}: broken objective: {breach}" for run in results for breach in run["slo_breaches"]]
+    busy = [(run["label"], run["client_cpu_share"]) for run in results if run["client_cpu_share"] > _BUSY_CLIENT_SHARE]
+    notes += [
+        f"- {label}: the load test itself was busy for {share:.0%}; do not trust the times" for label, share in busy
+    ]
     return "\n".join([table(_COLUMNS, rows), *notes])
 
 

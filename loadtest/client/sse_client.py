@@ -12,8 +12,8 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import gevent
@@ -22,7 +22,7 @@ import msgspec
 from gevent import socket
 
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import LoadRequest, Passages, tales
+from loadtest.client.workload import LoadRequest, Passages, Workload, WorkloadSpec, tales
 
 COMPLETIONS_PATH = "/v1/completions"
 # The server reads the same variable. Not a flag: flags show in the process list, and results store the command.
@@ -60,14 +60,6 @@ class Target:
         """Authorization header with the API key, empty without a key."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
-    def request_bytes(self, method: str, path: str, payload: Any = None) -> bytes:
-        """Return the bytes of an HTTP request. `payload` is sent as JSON; None sends no body."""
-        body = b"" if payload is None else json.dumps(payload).encode()
-        headers = {"Host": f"{self.host}:{self.port}", "User-Agent": "kvasir-loadtest", "Content-Length": len(body)}
-        headers |= self.authorization | ({} if payload is None else {"Content-Type": "application/json"})
-        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-        return "\r\n".join(lines).encode("ascii") + body
-
     def fetch_json(self, path: str, payload: Any = None) -> Any:
         """Send a GET, or a POST with a payload, to the service, and return the decoded JSON of the response.
 
@@ -89,16 +81,10 @@ def api_key_given() -> str | None:
     return key or None
 
 
-class DiscoveredService(NamedTuple):
-    """Model id and context length (if reported) of a running service, and passages of text cut by its tokens."""
+def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
+    """Return the model id of a service, and the workload within the model's context.
 
-    model: str
-    max_context_tokens: int | None
-    passages: Passages
-
-
-def discover(target: Target) -> DiscoveredService:
-    """Ask `/v1/models` for the model of a service, and `/tokenize`, if the service has it, for the tokens of the tales.
+    Prompts are cut by the tokens of `/tokenize`. A service without it gets prompts cut by characters.
 
     Raises:
         OSError: the service cannot be reached, or has no models.
@@ -113,7 +99,8 @@ def discover(target: Target) -> DiscoveredService:
         ends = [number * len(text) // count for number in range(count + 1)]
         guess = [text[start:end] for start, end in itertools.pairwise(ends)]
         passages = Passages(text, guess, overshoot=_OVERSHOOT)
-    return DiscoveredService(listed["id"], listed.get("max_model_len"), passages)
+    limit = listed.get("max_model_len") or spec.max_context_tokens
+    return listed["id"], Workload(replace(spec, max_context_tokens=limit), passages)
 
 
 class SseParser:
@@ -148,26 +135,24 @@ class SseParser:
 class CompletionReader:
     """Reader of the HTTP response to one completion request. Does no I/O: bytes are fed as they arrive.
 
-    intended_seconds: time at which the request should be sent; None for the time of the send.
-    chunk_seconds: arrival of each chunk with text or token ids so far.
+    outcome: what is known of the request so far.
     """
 
     def __init__(self, request: LoadRequest, intended_seconds: float | None = None) -> None:
+        now = time.perf_counter()
+        intended = now if intended_seconds is None else intended_seconds
         self.request = request
-        self.chunk_seconds: list[float] = []
+        self.outcome = Outcome(index=request.index, client=request.client, intended_seconds=intended, sent_seconds=now)
         self.status: int | None = None
         self.is_complete = False
         self.is_reusable = False  # the connection, after the response
-        self.sent_seconds = time.perf_counter()
-        self._intended_seconds = intended_seconds
         self._http = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._sse: SseParser | None = None
         self._content = bytearray()
-        self._now = 0.0
-        self._texts: list[str] = []
+        self._now = now
         self._finish_reasons: list[str] = []
-        self._usage: tuple[int, int, int] | None = None  # tokens of prompt, cache and completion
+        self._has_usage = False
         self._saw_done = False
         self._error: str | None = None
         self._broken: str | None = None
@@ -176,15 +161,16 @@ class CompletionReader:
     def is_over(self) -> bool:
         """True if the response has ended, or if a cancelling client has the chunks after which it disconnects."""
         limit = self.request.cancel_after
-        return self.is_complete or (limit is not None and len(self.chunk_seconds) >= limit)
+        return self.is_complete or (limit is not None and len(self.outcome.chunk_seconds) >= limit)
 
     def feed(self, data: bytes, now: float) -> None:
         """Read bytes received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
         self._now = now
         self._http.feed_data(data)
 
-    def end_of_connection(self) -> None:
+    def end_of_connection(self, now: float) -> None:
         """Handle the end of the connection, which completes a response without a declared length."""
+        self._now = now
         is_delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
         if self.status is not None and not is_delimited and not self.is_complete:
             self.on_message_complete()
@@ -223,46 +209,41 @@ class CompletionReader:
             return
         if self._saw_done:
             self._broken = "an event after [DONE]"
+        outcome = self.outcome
         try:
             completion = msgspec.json.decode(data)
             if (error := completion.get("error")) is not None:
                 self._error = f"{error.get('code') or error.get('type') or 'error'}: {error.get('message', '')}"
-            if (usage := completion.get("usage")) is not None:
-                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-                self._usage = int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
             for choice in completion.get("choices", ()):
                 text = str(choice.get("text") or "")
-                self._texts.append(text)
+                outcome.text += text
                 if self._sse is not None and (text or choice.get("token_ids")):
-                    self.chunk_seconds.append(self._now)
+                    outcome.chunk_seconds.append(self._now)
                 if choice.get("finish_reason") is not None:
                     self._finish_reasons.append(choice["finish_reason"])
+            if (usage := completion.get("usage")) is not None:
+                self._has_usage = True
+                outcome.prompt_tokens, outcome.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._broken = f"not a completion: {error}"
 
-    def finished(self, now: float) -> Outcome:
-        """Return the outcome of a request whose response is over, or whose connection ended, at `now`."""
-        return self.ended(*self._ending(), now)
-
-    def ended(self, ending: Ending, detail: str, now: float | None = None) -> Outcome:
-        """Return the outcome of a request with this ending. A stream cut short counts a token per chunk of text."""
-        prompt_tokens, cached_tokens, completion_tokens = self._usage or (0, 0, len(self.chunk_seconds))
+    def end(self, ending: Ending, detail: str) -> Outcome:
+        """Return the outcome of the request, which ends now in this way."""
+        outcome = self.outcome
+        outcome.ending, outcome.detail, outcome.end_seconds = ending, detail, time.perf_counter()
+        if not self._has_usage:
+            outcome.completion_tokens = len(outcome.chunk_seconds)
         retry_after = self._headers.get("retry-after", "")  # a date counts as 0 seconds
-        return Outcome(
-            index=self.request.index,
-            client=self.request.client,
-            ending=ending,
-            detail=detail,
-            intended_seconds=self.sent_seconds if self._intended_seconds is None else self._intended_seconds,
-            sent_seconds=self.sent_seconds,
-            chunk_seconds=tuple(self.chunk_seconds),
-            end_seconds=time.perf_counter() if now is None else now,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=completion_tokens,
-            text="".join(self._texts),
-            retry_after_seconds=float(retry_after) if ending is Ending.SHED and retry_after.isdecimal() else 0.0,
-        )
+        if ending is Ending.SHED and retry_after.isdecimal():
+            outcome.retry_after_seconds = float(retry_after)
+        return outcome
+
+    def finish(self) -> Outcome:
+        """Return the outcome of a response that is over, or whose connection ended, at the time of its last bytes."""
+        outcome = self.end(*self._ending())
+        outcome.end_seconds = self._now
+        return outcome
 
     def _ending(self) -> tuple[Ending, str]:
         """Return the ending of the response, and its reason. A finished completion must keep the API contract."""
@@ -276,19 +257,17 @@ class CompletionReader:
             return Ending.HTTP_ERROR, f"{self.status} {self._error or self._broken or ''}".rstrip()
         if self._error is not None:
             return Ending.STREAM_ERROR, self._error
-        count, limit = 0 if self._usage is None else self._usage[2], self.request.max_tokens
-        breaches = (
-            (self._broken is not None, self._broken),
-            (not self._saw_done, "a stream without [DONE]"),
-            (len(self._finish_reasons) != 1, f"{len(self._finish_reasons)} finish reasons"),
-            (self._usage is None, "no usage"),
-            (count > limit, f"{count} tokens where at most {limit} were asked for"),
-            (
-                "length" in self._finish_reasons and count < limit,
-                f"finish reason length after {count} of {limit} tokens",
-            ),
-        )
-        return next(((Ending.CONTRACT, str(text)) for is_breach, text in breaches if is_breach), (Ending.OK, ""))
+        count, limit, reasons = self.outcome.completion_tokens, self.request.max_tokens, self._finish_reasons
+        breaches = {
+            str(self._broken): self._broken is not None,
+            "a stream without [DONE]": not self._saw_done,
+            f"{len(reasons)} finish reasons": len(reasons) != 1,
+            "no usage": not self._has_usage,
+            f"{count} tokens where at most {limit} were asked for": count > limit,
+            f"finish reason length after {count} of {limit} tokens": "length" in reasons and count < limit,
+        }
+        breach = next((text for text, is_breach in breaches.items() if is_breach), "")
+        return Ending.CONTRACT if breach else Ending.OK, breach
 
 
 class CompletionClient:
@@ -300,59 +279,53 @@ class CompletionClient:
         self._idle: list[socket.socket] = []
 
     def complete(
-        self,
-        request: LoadRequest | CompletionReader,
-        *,
-        model: str | None = None,
-        intended_seconds: float | None = None,
+        self, request: LoadRequest, *, model: str | None = None, intended_seconds: float | None = None
     ) -> Outcome:
-        """Send one completion request and read its response to the end. Every failure of the server is an outcome.
+        """Send one completion request and read its response to the end. Every failure of the server is an outcome."""
+        return self.read(CompletionReader(request, intended_seconds), model=model)
 
-        A caller that passes a reader sees the chunks of the stream while they arrive.
-        """
-        reader = request if isinstance(request, CompletionReader) else CompletionReader(request, intended_seconds)
-        payload = self.target.request_bytes("POST", COMPLETIONS_PATH, reader.request.body(model))
-        reader.sent_seconds = time.perf_counter()
+    def read(self, reader: CompletionReader, *, model: str | None = None) -> Outcome:
+        """Send the request of a reader, which shows the chunks of the stream while they arrive."""
+        body = json.dumps(reader.request.body(model)).encode()
+        headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
+        headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))} | self.target.authorization
+        lines = [f"POST {COMPLETIONS_PATH} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+        reader.outcome.sent_seconds = time.perf_counter()
         try:
             with gevent.Timeout(self._timeout_seconds, TimeoutError):
-                return reader.finished(self._send(payload, reader))
+                self._send("\r\n".join(lines).encode("ascii") + body, reader)
+            return reader.finish()
         except TimeoutError:
-            return reader.ended(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
+            return reader.end(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
         except (OSError, httptools.HttpParserError) as error:
-            return reader.ended(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+            return reader.end(Ending.CONNECTION, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Close the idle connections. Other connections close when their requests end."""
         while self._idle:
             self._idle.pop().close()
 
-    def _send(self, payload: bytes, reader: CompletionReader) -> float:
-        """Send a request over an idle or new connection, and return the time at which its response was over."""
+    def _send(self, payload: bytes, reader: CompletionReader) -> None:
         if self._idle:
-            try:
-                now = self._exchange(self._idle.pop(), payload, reader)
-            except ConnectionError:
-                if reader.status is not None:
-                    raise
+            with suppress(ConnectionError):
+                self._exchange(self._idle.pop(), payload, reader)
             if reader.status is not None:
-                return now
+                return
             # The server closed the idle connection before the request arrived; nothing of a response was received.
         connection = socket.create_connection((self.target.host, self.target.port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return self._exchange(connection, payload, reader)
+        self._exchange(connection, payload, reader)
 
-    def _exchange(self, connection: socket.socket, payload: bytes, reader: CompletionReader) -> float:
+    def _exchange(self, connection: socket.socket, payload: bytes, reader: CompletionReader) -> None:
+        """Send a request and feed its response to the reader, until the response or the connection ends."""
         try:
             connection.sendall(payload)
-            now = time.perf_counter()
             while not reader.is_over:
-                data = connection.recv(_RECEIVE_BYTES)
-                now = time.perf_counter()
+                data, now = connection.recv(_RECEIVE_BYTES), time.perf_counter()
                 if not data:
-                    reader.end_of_connection()
+                    reader.end_of_connection(now)
                     break
                 reader.feed(data, now)
-            return now
         finally:
             if reader.is_complete and reader.is_reusable:
                 self._idle.append(connection)

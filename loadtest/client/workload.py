@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -225,11 +225,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentG
     parser.add_argument("--stop-at-end", action="store_true", help=text)
 
 
-def spec_from_arguments(arguments: argparse.Namespace, max_context_tokens: int | None) -> WorkloadSpec:
-    """Return the requested workload, limited to the model's context if it is known."""
-    return WorkloadSpec(
-        kind=WorkloadKind(arguments.workload),
-        max_context_tokens=max_context_tokens or WorkloadSpec().max_context_tokens,
-        ignore_eos=not arguments.stop_at_end,
-        **{name: getattr(arguments, name) for name in _HELP},
-    )
+def spec_from_arguments(arguments: argparse.Namespace) -> WorkloadSpec:
+    """Return the workload of the options that `add_workload_arguments` declared."""
+    values = {name: getattr(arguments, name) for name in _HELP}
+    return WorkloadSpec(kind=WorkloadKind(arguments.workload), ignore_eos=not arguments.stop_at_end, **values)
+
+
+def arrivals(rate: float, seed: int) -> Iterator[float]:
+    """Yield the arrival times of a Poisson process of `rate` per second, in seconds from the start."""
+    rng = random.Random(seed)
+    return itertools.accumulate(iter(lambda: rng.expovariate(rate), None))

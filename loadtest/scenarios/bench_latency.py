@@ -101,14 +101,15 @@ def measure(target: Target, load: ArrivalLoad, *, vocab_size: int) -> list[Promp
         seed = rng.randrange(2**31)
         return LoadRequest(index=0, prompt=prompt, max_tokens=max_tokens, seed=seed, return_token_ids=True)
 
-    readers = [CompletionReader(request(_SHORT_TOKENS, _CONTEXT - 2 * _SHORT_TOKENS)) for _ in range(load.num_streams)]
-    times, streams = [reader.chunk_seconds for reader in readers], []
+    times, streams = list[list[float]](), list[Any]()
     try:
-        for reader in readers:  # one by one: together they would exceed the queue limit
-            streams.append(gevent.spawn(client.complete, reader))
-            while not reader.chunk_seconds:
+        for _ in range(load.num_streams):  # one by one: together they would exceed the queue limit
+            reader = CompletionReader(request(_SHORT_TOKENS, _CONTEXT - 2 * _SHORT_TOKENS))
+            streams.append(gevent.spawn(client.read, reader))
+            times.append(reader.outcome.chunk_seconds)
+            while not times[-1]:
                 if streams[-1].ready():
-                    raise ServiceFailed(f"a stream ended without a token: {streams[-1].get().detail}")
+                    raise ServiceFailed(f"a stream ended without a token: {reader.outcome.detail}")
                 gevent.sleep(_POLL_SECONDS)
         for _ in range(load.num_arrivals):
             began = time.perf_counter()

@@ -37,9 +37,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import CompletionClient, discover
-from loadtest.client.workload import Workload, WorkloadKind, WorkloadSpec
+from loadtest.client.workload import WorkloadKind, WorkloadSpec, arrivals
 from loadtest.measurement.benchmark_program import show
-from loadtest.scenarios.closed_and_open_loop import arrivals, run_closed, run_open
+from loadtest.scenarios.closed_and_open_loop import run_closed, run_open
 from loadtest.scenarios.scenario_program import run_scenario
 from loadtest.scenarios.service_process import ServiceProcess, kvasir_serve
 from service.config.settings import ServeSettings, read_settings
@@ -173,16 +173,13 @@ def measure_loads(
     arguments: argparse.Namespace, service: ServiceProcess, other_key: str, num_slots: int
 ) -> dict[str, Any]:
     """Run the loads on the service one after the other, and return their figures."""
-    target, discovered = service.target, discover(service.target)
-    # Requests of one length that begin together also end together, and the load would come in waves.
-    spec = WorkloadSpec(
-        kind=WorkloadKind.LOGNORMAL,
-        prompt_tokens=arguments.prompt_tokens,
-        output_tokens=arguments.output_tokens,
-        max_context_tokens=discovered.max_context_tokens or WorkloadSpec().max_context_tokens,
-        seed=arguments.seed,
+    target, sizes = (
+        service.target,
+        {name: getattr(arguments, name) for name in ("prompt_tokens", "output_tokens", "seed")},
     )
-    requests = map(Workload(spec, discovered.passages).request, itertools.count())
+    # Requests of one length that begin together also end together, and the load would come in waves.
+    _, workload = discover(target, WorkloadSpec(kind=WorkloadKind.LOGNORMAL, **sizes))
+    requests = map(workload.request, itertools.count())
     client = CompletionClient(target)
 
     def load(label: str, seconds: float, *, num_streams: int = 0, rate: float = 0.0) -> TimedLoad:
@@ -219,7 +216,7 @@ def measure_loads(
         "service": memory.get(),
         "sdk": sdk,
         "retry_after": retry_after,
-        "workload": dataclasses.asdict(spec),
+        "workload": dataclasses.asdict(workload.spec),
     }
     both = (saturation.tokens_per_second + again.tokens_per_second) / 2  # both have the same length
     peak = max(both, *(level.tokens_per_second for level in levels.values()))

@@ -36,8 +36,8 @@ def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool
         )
         for number in range(count)
     ]
-    streams = [gevent.spawn(client.complete, reader) for reader in readers]
-    while kills and any(len(reader.chunk_seconds) < num_tokens // 3 for reader in readers):
+    streams = [gevent.spawn(client.read, reader) for reader in readers]
+    while kills and any(len(reader.outcome.chunk_seconds) < num_tokens // 3 for reader in readers):
         if all(stream.ready() for stream in streams):
             break
         gevent.sleep(0.01)

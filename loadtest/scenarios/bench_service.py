@@ -18,7 +18,7 @@ import psutil
 
 from loadtest.client.outcome import LoadRun
 from loadtest.client.sse_client import discover
-from loadtest.client.workload import LoadRequest, Workload, WorkloadSpec
+from loadtest.client.workload import LoadRequest, WorkloadSpec
 from loadtest.inprocess.closed_loop import EngineRun, run_closed, submit_of
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.benchmark_program import show
@@ -78,19 +78,16 @@ def summarize(num_streams: int, http: Sequence[LoadRun], engine: Sequence[Engine
     """Return the figures of repeated loads with one number of streams. Latencies are pooled over the repeats."""
     http_rates, engine_rates = ([run.tokens_per_second for run in runs] for runs in (http, engine))
     outcomes = [outcome for run in http for outcome in run.outcomes]
-    lengths = [outcome.prompt_tokens for outcome in outcomes]
     return {
         "streams": num_streams,
         "requests": len(http[0].outcomes),
-        "prompt_tokens": {"median": float(np.median(lengths)), "min": min(lengths), "max": max(lengths)},
+        "prompt_tokens": spread(outcome.prompt_tokens for outcome in outcomes),
         "http_tokens_per_second": spread(http_rates),
         "engine_tokens_per_second": spread(engine_rates),
         "ratio": ratio_spread(http_rates, engine_rates),
         "client_cpu_share": spread(run.client_cpu_share for run in http),
         "http_ttft_ms": _percentiles([o.ttft_seconds for o in outcomes if o.ttft_seconds is not None]),
-        "engine_ttft_ms": _percentiles([seconds for run in engine for seconds in run.ttft_seconds]),
         "http_itl_ms": _percentiles([gap for outcome in outcomes for gap in outcome.itl_seconds]),
-        "http_e2e_ms": _percentiles([outcome.e2e_seconds for outcome in outcomes]),
     }
 
 
@@ -112,8 +109,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         workload = {
             name: getattr(arguments, name) for name in ("prompt_tokens", "output_tokens", "temperature", "seed")
         }
-        spec = WorkloadSpec(**workload, max_context_tokens=contestant.max_context_tokens)
-        numbered = map(Workload(spec, discover(service.target).passages).request, itertools.count())
+        numbered = map(discover(service.target, WorkloadSpec(**workload))[1].request, itertools.count())
 
         def run_engine(requests: Sequence[LoadRequest], num_streams: int) -> EngineRun:
             """Run the requests in the engine, as the API process would submit them. The service tokenizes prompts."""
@@ -143,7 +139,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "kind": "service",
         "model": contestant.facts,
-        "settings": {"serve": arguments.serve, "workload": workload | {"ignore_eos": spec.ignore_eos}},
+        "settings": {"serve": arguments.serve, "workload": workload},
         "start_seconds": spread(starts),
         "idle": idle,
         "processes": footprint,

@@ -4,10 +4,8 @@ Closed loop: N clients send one request after the other. Open loop: requests arr
 counts from the intended send.
 """
 
-import itertools
-import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import gevent
@@ -18,39 +16,29 @@ from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 
 
-def run_closed(
-    client: CompletionClient, requests: Iterable[LoadRequest], *, num_streams: int, model: str | None = None
-) -> LoadRun:
+def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num_streams: int) -> LoadRun:
     """Send the requests from N clients. Each client waits for the end of its last request, and for its Retry-After."""
     queue, outcomes = iter(requests), list[Outcome]()
 
     def stream() -> None:
         for request in queue:
-            outcome = client.complete(request, model=model)
+            outcome = client.complete(request)
             outcomes.append(outcome)
             gevent.sleep(outcome.retry_after_seconds)
 
     return _join(outcomes, [gevent.spawn(stream) for _ in range(num_streams)])
 
 
-def run_open(
-    client: CompletionClient, requests: Iterable[LoadRequest], *, offsets: Iterable[float], model: str | None = None
-) -> LoadRun:
+def run_open(client: CompletionClient, requests: Iterable[LoadRequest], *, offsets: Iterable[float]) -> LoadRun:
     """Send each request at its offset, in seconds from now. A rejected client does not retry."""
     outcomes, start = list[Outcome](), time.perf_counter()
 
     def send(request: LoadRequest, intended: float) -> None:
         gevent.sleep(max(0.0, intended - time.perf_counter()))
-        outcomes.append(client.complete(request, model=model, intended_seconds=intended))
+        outcomes.append(client.complete(request, intended_seconds=intended))
 
     pairs = zip(offsets, requests, strict=False)
     return _join(outcomes, [gevent.spawn(send, request, start + offset) for offset, request in pairs])
-
-
-def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Yield the arrival times of a Poisson process of `rate` per second, in seconds from the start."""
-    rng = random.Random(seed)
-    return itertools.accumulate(iter(lambda: rng.expovariate(rate), None))
 
 
 def _join(outcomes: list[Outcome], greenlets: list[Any]) -> LoadRun:

@@ -84,7 +84,7 @@ def test_failures_are_counted_by_kind_and_shed_load_is_not_a_failure() -> None:
 
 
 def test_a_response_that_is_not_streamed_has_no_ttft() -> None:
-    whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=())
+    whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=[])
     result = summary([whole])
     assert result["median_ttft_ms"] is result["p99_itl_ms"] is result["mean_tpot_ms"] is None
     assert result["median_e2el_ms"] == pytest.approx(170.0)

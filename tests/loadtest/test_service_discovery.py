@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 
 from loadtest.client.sse_client import Target, discover
-from loadtest.client.workload import tales
+from loadtest.client.workload import WorkloadSpec, tales
 from tests.loadtest.stub_server import MODEL, StubServer
 
 
 def test_a_service_with_tokenize_gives_prompts_of_exact_length() -> None:
     with StubServer() as server:
-        service = discover(Target.parse(server.url))
-    assert (service.model, service.max_context_tokens) == (MODEL, 512)
-    assert service.passages.overshoot == 1.0
-    assert all(4 * 95 <= len(service.passages.cut(start, 100)) <= 4 * 101 for start in range(50))
+        model, workload = discover(Target.parse(server.url), WorkloadSpec(prompt_tokens=100))
+    assert (model, workload.spec.max_context_tokens) == (MODEL, 512)
+    assert all(4 * 95 <= len(workload.request(index).prompt) <= 4 * 101 for index in range(50))
 
 
 @pytest.mark.parametrize(
@@ -38,10 +37,13 @@ def test_a_service_without_tokenize_gives_prompts_by_characters(
         return answer
 
     monkeypatch.setattr(Target, "fetch_json", fetch)
-    service = discover(Target("127.0.0.1", 1))
-    assert (service.model, service.max_context_tokens) == ("theirs", None)
-    assert service.passages.overshoot > 1.0
-    assert 95 * chars_per_token - 20 <= len(service.passages.cut(0, 100)) <= 101 * chars_per_token
+    model, workload = discover(Target("127.0.0.1", 1), WorkloadSpec(prompt_tokens=100, max_context_tokens=999))
+    assert (model, workload.spec.max_context_tokens) == ("theirs", 999)
+    assert 95 * chars_per_token - 20 <= len(workload.request(0).prompt) <= 101 * chars_per_token
+    assert (
+        len(discover(Target("127.0.0.1", 1), WorkloadSpec(prompt_tokens=999))[1].request(0).prompt)
+        < 200 * chars_per_token
+    )
 
 
 def test_an_error_status_is_an_os_error() -> None:

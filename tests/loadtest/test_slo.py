@@ -37,7 +37,7 @@ def test_failures_and_shed_load_have_separate_limits() -> None:
 
 
 def test_a_limit_without_measurements_is_broken() -> None:
-    whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=())
+    whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=[])
     assert Slo(ttft_p95_ms=100).breaches([whole], 1.0) == ["TTFT p95: nothing measured, limit 100 ms"]
     assert Slo().breaches([], 1.0) == ["no request was sent"]
 
@@ -48,7 +48,7 @@ def test_goodput_counts_requests_within_every_limit() -> None:
     assert not Slo(ttft_p95_ms=99).is_good(outcome(0))
     assert not Slo(tpot_p95_ms=23).is_good(outcome(0))
     assert not Slo(e2e_p95_ms=169).is_good(outcome(0))
-    assert Slo(ttft_p95_ms=99).is_good(outcome(0, client=ClientKind.WHOLE, chunk_seconds=()))
+    assert Slo(ttft_p95_ms=99).is_good(outcome(0, client=ClientKind.WHOLE, chunk_seconds=[]))
 
 
 def test_options_set_the_limits() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.sse_client import CompletionClient, CompletionReader, SseParser, Target
+from loadtest.client.sse_client import CompletionClient, CompletionReader, SseParser, Target, api_key_given
 from loadtest.client.workload import ClientKind, LoadRequest
 from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
 
@@ -189,6 +189,16 @@ def test_an_invalid_address_is_rejected(url: str) -> None:
         Target.parse(url)
 
 
+def test_an_api_key_of_several_words_is_rejected_without_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret\r\nX-Evil: 1")
+    with pytest.raises(ValueError, match="KVASIR_API_KEY: must be one word") as raised:
+        api_key_given()
+    assert "sk-" not in str(raised.value)
+    monkeypatch.setenv("KVASIR_API_KEY", "")
+    assert api_key_given() is None
+    assert "sk-" not in repr(Target.parse("http://127.0.0.1:1", api_key="sk-Secret"))
+
+
 EVENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=6)
 
 
@@ -216,4 +226,4 @@ def test_a_body_read_byte_by_byte_is_complete_at_its_end() -> None:
         reader.feed(wire[position : position + 1], 0.0)
     assert reader.is_complete
     assert reader.is_reusable
-    assert reader.finished(1.0).detail == "0 finish reasons"
+    assert reader.finish().detail == "0 finish reasons"

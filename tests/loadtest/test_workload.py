@@ -1,6 +1,7 @@
 """Workloads: determinism, lengths, prefixes and clients."""
 
 import argparse
+import itertools
 import math
 import statistics
 from dataclasses import replace
@@ -19,6 +20,7 @@ from loadtest.client.workload import (
     WorkloadKind,
     WorkloadSpec,
     add_workload_arguments,
+    arrivals,
     spec_from_arguments,
     tales,
 )
@@ -180,10 +182,20 @@ def test_every_option_sets_a_field_of_the_spec() -> None:
         sigma=0.1,
         whole_share=0.2,
         cancelling_share=0.3,
-        max_context_tokens=99,
         temperature=0.5,
         ignore_eos=False,
         seed=6,
     )
-    assert spec_from_arguments(parser.parse_args(given.split()), 99) == expected
-    assert spec_from_arguments(parser.parse_args([]), None) == WorkloadSpec()
+    assert spec_from_arguments(parser.parse_args(given.split())) == expected
+    assert spec_from_arguments(parser.parse_args([])) == WorkloadSpec()
+
+
+def test_arrivals_are_a_seeded_poisson_process() -> None:
+    def take(rate: float, seed: int) -> list[float]:
+        return list(itertools.islice(arrivals(rate, seed), 4000))
+
+    gaps = [later - earlier for earlier, later in itertools.pairwise(take(10.0, 1))]
+    # Exponential gaps: mean and standard deviation are both 1 / rate; 5 standard errors of 4,000 are 8 %.
+    assert statistics.mean(gaps) == pytest.approx(0.1, rel=0.08)
+    assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.12)
+    assert take(10.0, 1) == take(10.0, 1) != take(10.0, 2)
