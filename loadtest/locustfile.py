@@ -31,7 +31,7 @@ from loadtest.client import report
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import COMPLETIONS_PATH, CompletionClient, Target, api_key_given, discover
 from loadtest.client.workload import add_workload_arguments, arrivals, spec_from_arguments
-from loadtest.measurement.provenance import provenance
+from loadtest.measurement.provenance import provenance, tell
 
 log = logging.getLogger("loadtest")
 
@@ -168,7 +168,7 @@ def finish(environment: Environment, **_: Any) -> None:
     result = session.summary(report.Slo.from_arguments(environment.parsed_options))
     print("\n" + report.markdown([result]))
     if environment.parsed_options.results:
-        facts = provenance("locust", sys.argv[1:])
-        for path in report.write([result | facts], Path(environment.parsed_options.results)):
-            print(path)
+        directory = Path(environment.parsed_options.results)
+        report.write([result], directory)
+        tell(result | provenance("locust", sys.argv[1:]), directory / "results.json")
     environment.process_exit_code = 1 if result["slo_breaches"] else 0

@@ -14,7 +14,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -44,9 +44,6 @@ class Slo:
 
     `max_failed_share` and `max_shed_share` are shares of the requests sent. A latency limit without a measured
     value (nothing was streamed, for example) counts as broken.
-
-    Raises:
-        ValueError: a limit is negative.
     """
 
     ttft_p95_ms: float | None = None
@@ -56,11 +53,6 @@ class Slo:
     max_failed_share: float | None = 0.0
     max_shed_share: float | None = None
     min_output_throughput: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must not be negative, not {value}")
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> Self:
@@ -241,26 +233,11 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def write(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    """Write results, table and pictures into `directory`, created if missing, and return their paths.
-
-    A single load is `results.json`. Several loads are `results-<label>.json` each.
-    """
+def write(results: Sequence[dict[str, Any]], directory: Path) -> None:
+    """Write table and pictures of the loads, `report.md` and `report.png`, into a directory, created if missing."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for run in results:
-        name = "results.json" if len(results) == 1 else f"results-{run['label'].replace(' ', '-')}.json"
-        paths.append(directory / name)
-        paths[-1].write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    return paths + _write_report(results, directory)
-
-
-def _write_report(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / "report.md", directory / "report.png"]
-    paths[0].write_text(markdown(results), encoding="utf-8")
-    plot(results, paths[1])
-    return paths
+    (directory / "report.md").write_text(markdown(results), encoding="utf-8")
+    plot(results, directory / "report.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -270,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results"), help="directory for report.md and report.png")
     arguments = parser.parse_args(argv)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.results]
-    _write_report(runs, arguments.out)
+    write(runs, arguments.out)
     print(markdown(runs))
     return 0
 

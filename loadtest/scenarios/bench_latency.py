@@ -81,40 +81,33 @@ def summarize(arrivals: Sequence[PromptArrival]) -> dict[str, Any]:
     }
 
 
-class ArrivalLoad(NamedTuple):
-    """Number of streams, and prompts that arrive one after the other while the streams decode."""
-
-    num_streams: int
-    prompt_tokens: int
-    num_arrivals: int
-    seed: int
-
-
-def measure(target: Target, load: ArrivalLoad, *, vocab_size: int) -> list[PromptArrival]:
-    """Let prompts arrive while streams decode, at random moments of a step."""
-    rng, seen = random.Random(load.seed), []
+def measure(
+    target: Target, vocab_size: int, *, streams: int, prompt_tokens: int, num_arrivals: int, seed: int
+) -> list[PromptArrival]:
+    """Let prompts arrive one after the other while streams decode, at random moments of a step."""
+    rng, seen = random.Random(seed), []
     client = CompletionClient(target, timeout_seconds=3600)
 
     def request(num_tokens: int, max_tokens: int) -> LoadRequest:
         # Random ids, which no cache holds. The vocabulary's last id is left out: it may end a text.
         prompt = [rng.randrange(vocab_size - 1) for _ in range(num_tokens)]
-        seed = rng.randrange(2**31)
-        return LoadRequest(index=0, prompt=prompt, max_tokens=max_tokens, seed=seed, return_token_ids=True)
+        own_seed = rng.randrange(2**31)
+        return LoadRequest(index=0, prompt=prompt, max_tokens=max_tokens, seed=own_seed, return_token_ids=True)
 
-    times, streams = list[list[float]](), list[Any]()
+    times, greenlets = list[list[float]](), list[Any]()
     try:
-        for _ in range(load.num_streams):  # one by one: together they would exceed the queue limit
+        for _ in range(streams):  # one by one: together they would exceed the queue limit
             reader = CompletionReader(request(_SHORT_TOKENS, _CONTEXT - 2 * _SHORT_TOKENS))
-            streams.append(gevent.spawn(client.read, reader))
+            greenlets.append(gevent.spawn(client.read, reader))
             times.append(reader.outcome.chunk_seconds)
             while not times[-1]:
-                if streams[-1].ready():
+                if greenlets[-1].ready():
                     raise ServiceFailed(f"a stream ended without a token: {reader.outcome.detail}")
                 gevent.sleep(_POLL_SECONDS)
-        for _ in range(load.num_arrivals):
+        for _ in range(num_arrivals):
             began = time.perf_counter()
             gevent.sleep(_QUIET_SECONDS * rng.uniform(1.0, 1.5))
-            arrival = client.complete(request(load.prompt_tokens, 1))
+            arrival = client.complete(request(prompt_tokens, 1))
             if arrival.ending is not Ending.OK:
                 raise ServiceFailed(f"a prompt ended with {arrival.ending.value}: {arrival.detail}")
             gevent.sleep(_QUIET_SECONDS)  # lets gaps that began before the first token end
@@ -122,7 +115,7 @@ def measure(target: Target, load: ArrivalLoad, *, vocab_size: int) -> list[Promp
             gaps = gaps_within(times, began, sent), gaps_within(times, sent, first)
             seen.append(PromptArrival(first - sent, steps_between(times, sent, first), *gaps))
     finally:
-        gevent.killall(streams)
+        gevent.killall(greenlets)
         client.close()
     return seen
 
@@ -131,18 +124,18 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure short prompts with the default settings, then long prompts with each limit."""
     if min(arguments.budgets) <= arguments.long_streams:
         raise ValueError("--budgets: each value must be above --long-streams, to leave tokens for the prompt")
-    short = ArrivalLoad(arguments.short_streams, _SHORT_TOKENS, arguments.short_arrivals, arguments.seed)
-    long = ArrivalLoad(arguments.long_streams, arguments.prompt_tokens, arguments.arrivals, arguments.seed)
 
-    def run(checkpoint: Path, load: ArrivalLoad, *flags: str) -> dict[str, Any]:
-        show(" ".join([f"prompts of {load.prompt_tokens} tokens", *flags]))
-        vocab_size = read_manifest(checkpoint).config.vocab_size
+    def run(checkpoint: Path, load: dict[str, int], num_arrivals: int, *flags: str) -> dict[str, Any]:
+        show(" ".join([f"prompts of {load['prompt_tokens']} tokens", *flags]))
+        vocab_size, seed = read_manifest(checkpoint).config.vocab_size, arguments.seed
         with ServiceProcess(kvasir_serve(checkpoint, [*arguments.serve, *flags])) as service:
             service.wait_first_token()
             # Warm up: the first long prompt touches memory for the first time.
-            measure(service.target, ArrivalLoad(1, load.prompt_tokens, 1, load.seed + 1), vocab_size=vocab_size)
-            return summarize(measure(service.target, load, vocab_size=vocab_size))
+            measure(service.target, vocab_size, **load | {"streams": 1}, num_arrivals=1, seed=seed + 1)
+            return summarize(measure(service.target, vocab_size, **load, num_arrivals=num_arrivals, seed=seed))
 
+    short = {"streams": arguments.short_streams, "prompt_tokens": _SHORT_TOKENS}
+    long = {"streams": arguments.long_streams, "prompt_tokens": arguments.prompt_tokens}
     # None stands for no limit: JSON has no infinity.
     limits: list[tuple[int, float | None]] = [(budget, None) for budget in arguments.budgets]
     limits += [(_DEFAULT_BUDGET, slowdown) for slowdown in arguments.slowdowns]
@@ -152,13 +145,13 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         # Garbage collection takes 100 ms in a process with torch loaded, and would count as latency of the service.
         gc.collect()
         gc.freeze()
-        shorts = {"streams": short.num_streams, "prompt_tokens": short.prompt_tokens} | run(checkpoint, short)
+        short_figures = run(checkpoint, short, arguments.short_arrivals)
         for budget, slowdown in limits:
             flags = ["--max-batched-tokens", str(budget), "--max-num-running", str(min(budget, 64))]
-            figures = run(checkpoint, long, *flags, "--prompt-slowdown", str(slowdown or "inf"))
+            figures = run(checkpoint, long, arguments.arrivals, *flags, "--prompt-slowdown", str(slowdown or "inf"))
             points.append({"max_batched_tokens": budget, "prompt_slowdown": slowdown} | figures)
-    longs = {"streams": long.num_streams, "prompt_tokens": long.prompt_tokens, "points": points}
-    return {"kind": "latency", "shape": _SHAPE, "serve": arguments.serve, "short": shorts, "long": longs}
+    parts = {"short": short | short_figures, "long": long | {"points": points}}
+    return {"kind": "latency", "shape": _SHAPE, "serve": arguments.serve} | parts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,22 +172,19 @@ def forget(paths: Sequence[Path]) -> None:
 def measure_starts(directory: Path, repeats: int, serve: Sequence[str]) -> dict[str, Any]:
     """Start the service and read its weights in turn, with the files in the page cache (warm) and not (cold)."""
     paths = sorted(directory.glob("*.safetensors"))
-    starts: dict[str, list[float]] = {"warm": [], "cold": []}
-    reads: dict[str, list[float]] = {"warm": [], "cold": []}
-    for _ in range(repeats):
-        forget(paths)
-        reads["cold"].append(read_seconds(paths))
-        reads["warm"].append(read_seconds(paths))
-        starts["warm"].append(measure_start(directory, serve))
-        forget(paths)
-        starts["cold"].append(measure_start(directory, serve))
+    runs = {"read": partial(read_seconds, paths), "start": partial(measure_start, directory, serve)}
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(("cold", "warm"), runs)}
+    for _, (kind, name) in itertools.product(range(repeats), seconds):
+        if kind == "cold":
+            forget(paths)
+        seconds[kind, name].append(runs[name]())
     figures = {
         kind: {
-            "start_seconds": spread(starts[kind]),
-            "read_seconds": spread(reads[kind]),
-            "ratio": ratio_spread(starts[kind], reads[kind]),
+            "start_seconds": spread(seconds[kind, "start"]),
+            "read_seconds": spread(seconds[kind, "read"]),
+            "ratio": ratio_spread(seconds[kind, "start"], seconds[kind, "read"]),
         }
-        for kind in starts
+        for kind in ("warm", "cold")
     }
     return {"bytes": sum(path.stat().st_size for path in paths), **figures}
 
@@ -208,13 +206,9 @@ def measure(arguments: Namespace) -> dict[str, Any]:
             directory = write_random_checkpoint(Path(scratch), shape)
             starts.append(measure_starts(directory, arguments.start_repeats, arguments.serve))
     sizes = [point["bytes"] / 1e9 for point in starts]
-    start_fits = {
-        kind: {
-            name: fits(sizes, [point[kind][f"{name}_seconds"]["median"] for point in starts])
-            for name in ("start", "read")
-        }
-        for kind in ("warm", "cold")
-    }
+    start_fits: dict[str, dict[str, Any]] = {"warm": {}, "cold": {}}
+    for kind, name in itertools.product(start_fits, ("start", "read")):
+        start_fits[kind][name] = fits(sizes, [point[kind][f"{name}_seconds"]["median"] for point in starts])
     each = memory[0]["formula"] // memory[0]["tokens"]
     return {
         "kind": "scaling",

@@ -11,7 +11,7 @@ from loadtest.docgen import pictures
 from loadtest.docgen.performance_page import NAMES, RESULTS, render
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_latency
-from loadtest.scenarios.bench_latency import ArrivalLoad, PromptArrival, gaps_within, measure, steps_between, summarize
+from loadtest.scenarios.bench_latency import PromptArrival, gaps_within, measure, steps_between, summarize
 from loadtest.scenarios.service_process import ServiceFailed
 from tests.loadtest.stub_server import Script, StubServer
 
@@ -95,7 +95,7 @@ def test_a_budget_without_room_for_a_prompt_is_rejected(capsys: pytest.CaptureFi
 
 def test_arrivals_among_streams_are_measured() -> None:
     with StubServer(Script(gap_seconds=0.01)) as server:
-        seen = measure(Target.parse(server.url), ArrivalLoad(2, 5, 2, 0), vocab_size=50)
+        seen = measure(Target.parse(server.url), 50, streams=2, prompt_tokens=5, num_arrivals=2, seed=0)
     assert len(seen) == 2
     assert all(arrival.before and min(arrival.before) > 0 for arrival in seen)
     prompts = [received.body["prompt"] for received in server.requests]
@@ -106,4 +106,4 @@ def test_arrivals_among_streams_are_measured() -> None:
 
 def test_a_rejected_stream_ends_the_measurement_with_its_reason() -> None:
     with StubServer(Script(status=429)) as server, pytest.raises(ServiceFailed, match="as scripted"):
-        measure(Target.parse(server.url), ArrivalLoad(1, 5, 1, 0), vocab_size=50)
+        measure(Target.parse(server.url), 50, streams=1, prompt_tokens=5, num_arrivals=1, seed=0)

@@ -91,20 +91,23 @@ def test_a_response_that_is_not_streamed_has_no_ttft() -> None:
     assert "– / – / –" in report.markdown([result])
 
 
-def test_results_table_and_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_picture_of_stored_results_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = summary([outcome(0), failed(1, Ending.CONNECTION, "reset")])
-    paths = report.write([run], tmp_path / "new")
-    assert [path.name for path in paths] == ["results.json", "report.md", "report.png"]
-    assert json.loads(paths[0].read_text()) == run
-    assert paths[2].read_bytes().startswith(b"\x89PNG\r\n")
-    several = report.write([run, run | {"label": "16 streams"}], tmp_path)
-    assert [path.name for path in several[:2]] == ["results-2-streams.json", "results-16-streams.json"]
-    assert report.main([str(paths[0]), "--out", str(tmp_path / "again")]) == 0
-    assert (tmp_path / "again" / "report.md").read_text() == paths[1].read_text()
-    assert capsys.readouterr().out.strip() == paths[1].read_text().strip()
+    stored = tmp_path / "results.json"
+    stored.write_text(json.dumps(run))
+    assert report.main([str(stored), str(stored), "--out", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert (tmp_path / "new" / "report.md").read_text() == report.markdown([run, run])
+    assert capsys.readouterr().out.strip() == report.markdown([run, run]).strip()
+
+
+def test_a_busy_load_test_is_reported() -> None:
+    table = report.markdown([summary([outcome(0)]) | {"client_cpu_share": 0.9}])
+    assert "- 2 streams: the load test itself was busy for 90%" in table
 
 
 def test_a_run_without_a_success_has_a_report(tmp_path: Path) -> None:
     run = summary([failed(0, Ending.CONNECTION, "refused")])
     assert run["output_throughput"] == 0.0
-    assert report.write([run], tmp_path)[2].stat().st_size > 0
+    report.write([run], tmp_path)
+    assert (tmp_path / "report.png").stat().st_size > 0
