@@ -1,14 +1,7 @@
 """Load test as locust users, headless or with locust's web page, with an exit code from the objectives.
 
-    locust -f loadtest/locustfile.py --headless --host http://127.0.0.1:8000 -u 16 -r 16 -t 30s \\
-        --workload mixed --whole-share 0.1 --cancelling-share 0.1 --slo-ttft-p95-ms 500 --results results
-
 Rows of locust's table by request type: E2E once per request, TTFT and TPOT once per stream, ITL once per chunk of text
-after the first, SHED for a 429 (shed load is not an error) and LEFT for a client that disconnects as planned. A failed
-request is an E2E row with its kind as the failure.
-
-`locust --help` does not show a locustfile's options; docs/loadtest.md lists them. The API key in KVASIR_API_KEY is sent
-to the service.
+after the first, SHED for a 429 (not an error) and LEFT for a client that disconnects as planned.
 """
 
 import itertools

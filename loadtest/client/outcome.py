@@ -1,7 +1,6 @@
-"""Outcomes of measured requests, and of a load made of such requests.
+"""Outcomes of measured requests, and of a load made of such requests. Times are seconds of `time.perf_counter()`.
 
-Times are `time.perf_counter()` seconds of the client's process, taken when the bytes came out of the socket. TTFT
-and E2E count from the intended send: in an open loop, a late client must not flatter the server (coordinated
+TTFT and E2E count from the intended send: in an open loop, a late client must not flatter the server (coordinated
 omission).
 """
 

@@ -1,12 +1,8 @@
-"""Objectives and report of load tests: results.json with the keys of `vllm bench serve`, a Markdown table and pictures.
+"""Objectives and report of load tests: results with the keys of `vllm bench serve`, a Markdown table and pictures.
 
     python -m loadtest.client.report results/*.json --out results
 
-makes the table and the pictures again from stored results.
-
-Keys beyond vLLM's: `sent`, `shed`, `cancelled`, `failures` by kind, `slo_breaches`, `client_cpu_share`, `clients`,
-`endings` and `chunk_times`. Throughput counts the tokens of completed requests. Latencies count from the intended
-send; vLLM's count from the actual send.
+writes table and pictures of stored results. vLLM's latencies count from the actual send, ours from the intended send.
 """
 
 import argparse
@@ -117,7 +113,7 @@ def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
 def summarize(
     run: LoadRun, *, label: str, slo: Slo, request_rate: float | None = None, max_concurrency: int | None = None
 ) -> dict[str, Any]:
-    """Return one load as a JSON-ready dictionary with the keys of `vllm bench serve` and those above."""
+    """Return one load as a JSON-ready dictionary with the keys of `vllm bench serve`, and a few more."""
     outcomes, seconds = sorted(run.outcomes, key=lambda outcome: outcome.index), run.duration_seconds
     done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
     endings = Counter(outcome.ending for outcome in outcomes)

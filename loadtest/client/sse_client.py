@@ -1,7 +1,6 @@
-"""Client of a completions service that takes the time of each chunk of a stream as `recv` returns its bytes.
+"""HTTP client of a completions service that takes the time of each chunk of a stream as `recv` returns its bytes.
 
-Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes, so a first token is reported together with the
-tenth. The sockets are gevent's, so that locust's users and the benchmarks share one client.
+Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes. The sockets are gevent's, as locust needs.
 """
 
 import itertools
@@ -104,39 +103,26 @@ def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
 
 
 class SseParser:
-    """Parser from bytes to the `data` of complete events (WHATWG HTML, section 9.2.6).
-
-    Comments and the fields `event`, `id` and `retry` are skipped: completion APIs do not use them.
-    """
+    """Parser from bytes to the `data` of complete server-sent events (WHATWG HTML, section 9.2.6)."""
 
     def __init__(self) -> None:
         self._tail = b""
-        self._data: list[bytes] = []
         self._skip_newline = False  # the last bytes ended in CR: skip an LF that follows
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the `data` of each event that these bytes complete."""
-        if self._skip_newline and data:
+        if self._skip_newline:
             data = data.removeprefix(b"\n")
         self._skip_newline = data.endswith(b"\r")
-        lines = (self._tail + data).splitlines(keepends=True)
-        self._tail = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
-        events = []
-        for line in lines:
-            name, _, value = line.rstrip(b"\r\n").partition(b":")
-            if name == b"data":
-                self._data.append(value.removeprefix(b" "))
-            elif line.strip(b"\r\n") == b"" and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
-        return events
+        *events, self._tail = (self._tail + data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n\n")
+        fields = (
+            [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line[:5] == b"data:"] for event in events
+        )
+        return [b"\n".join(values) for values in fields if values]
 
 
 class CompletionReader:
-    """Reader of the HTTP response to one completion request. Does no I/O: bytes are fed as they arrive.
-
-    outcome: what is known of the request so far.
-    """
+    """Reader of the HTTP response to one completion request. Fills in the outcome as bytes are fed, without I/O."""
 
     def __init__(self, request: LoadRequest, intended_seconds: float | None = None) -> None:
         now = time.perf_counter()
@@ -240,7 +226,7 @@ class CompletionReader:
         return outcome
 
     def finish(self) -> Outcome:
-        """Return the outcome of a response that is over, or whose connection ended, at the time of its last bytes."""
+        """Return the outcome of a request at the last bytes of its response, or at the end of its connection."""
         outcome = self.end(*self._ending())
         outcome.end_seconds = self._now
         return outcome

@@ -18,7 +18,7 @@ from typing import Final
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.shape_names import SHAPE_SIZES
 from loadtest.peers.comparison_cells import DEFAULTS, PROMPT_TOKENS, Cell
-from loadtest.scenarios.service_process import kvasir_serve
+from loadtest.scenarios.service_benchmark import kvasir_serve
 from service.config.torch_environment import LIBRARY_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent.parent

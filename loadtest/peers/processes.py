@@ -14,8 +14,7 @@ from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.peers.comparison_cells import Cell
 from loadtest.peers.engines import ROOT
-from loadtest.scenarios.closed_and_open_loop import complete_all
-from loadtest.scenarios.service_process import ServiceProcess
+from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all
 
 REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
 STOP_SECONDS = 20.0

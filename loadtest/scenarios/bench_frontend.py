@@ -1,10 +1,7 @@
-"""Benchmark of the API process's cost per token: the whole service with an engine that computes nothing.
+"""Benchmark of the API process's CPU time per token: the whole service with an engine that computes nothing.
 
-    python -m loadtest.scenarios.bench_frontend --checkpoint checkpoints/NAME --out docs/results/frontend.json
-
-"tokens_per_second_on_one_core" is tokens divided by CPU time of the API process: JSON, events and socket writes. The
-clients are a separate process. With an instant engine, several tokens of a stream leave in one write. With
-`--step-ms`, at a pace that one core can follow, every token is written alone.
+With an instant engine, several tokens of a stream leave in one write. With `--step-ms`, at a pace that one core can
+follow, every token is written alone.
 """
 
 import argparse
@@ -20,9 +17,7 @@ from loadtest.client.outcome import LoadRun
 from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import show
 from loadtest.measurement.spread import spread
-from loadtest.scenarios.closed_and_open_loop import complete_all
-from loadtest.scenarios.scenario_program import run_scenario
-from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds
+from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds, run_scenario
 from service.config.settings import ServeSettings, read_settings
 from service.ipc.messages import Finish, FinishReason, StepStats, Submit, TokenDelta
 from service.server import build_server

@@ -1,10 +1,6 @@
-"""Benchmark of latency under mixed load: a short prompt among streams, and streams during a long prompt. Over HTTP.
+"""Benchmark of latency under mixed load: TTFT of a short prompt among streams, and ITL of streams during a long prompt.
 
-    python -m loadtest.scenarios.bench_latency --out docs/results/latency.json -- --dtype bfloat16
-
-The TTFT of a short prompt is counted in engine steps: tokens that a stream received meanwhile. The streams' ITL during
-a long prompt is compared with their ITL right before. Each `--max-batched-tokens` is measured as the only limit, and
-each `--prompt-slowdown`. Prompts are random tokens. Arguments after `--` go to `kvasir serve`.
+The TTFT of a short prompt is counted in engine steps: tokens that a stream received meanwhile.
 """
 
 import argparse
@@ -27,8 +23,7 @@ from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import show
 from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.scenarios.scenario_program import run_scenario
-from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, kvasir_serve
+from loadtest.scenarios.service_benchmark import ServiceFailed, ServiceProcess, kvasir_serve, run_scenario
 from model.checkpoint.manifest import read_manifest
 from service.config.settings import ModelSettings
 

@@ -1,7 +1,4 @@
-"""Benchmark of the pause of streams after the worker is killed: SIGKILL to next token, with and without standby.
-
-python -m loadtest.scenarios.bench_recovery --checkpoint checkpoints/kvasir-9m --out docs/results/recovery.json
-"""
+"""Benchmark of the pause of streams after the worker is killed: SIGKILL to next token, with and without standby."""
 
 import argparse
 import itertools
@@ -17,8 +14,7 @@ from loadtest.client.sse_client import CompletionClient, CompletionReader
 from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import show
 from loadtest.measurement.spread import spread
-from loadtest.scenarios.scenario_program import run_scenario
-from loadtest.scenarios.service_process import ServiceFailed, ServiceProcess, kvasir_serve
+from loadtest.scenarios.service_benchmark import ServiceFailed, ServiceProcess, kvasir_serve, run_scenario
 
 # Wait for processes that start after the service is ready, such as a standby.
 _SETTLE_SECONDS = 4.0

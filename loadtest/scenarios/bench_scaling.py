@@ -1,11 +1,7 @@
 """Benchmark of the service's scaling, with fitted exponents.
 
-    python -m loadtest.scenarios.bench_scaling --checkpoint checkpoints/NAME --out docs/results/scaling.json
-
 It measures the time of a decode step over batch size and over context length, resident memory of the KV-cache over
 tokens, TTFT over the length of a cached prefix, and start time of `kvasir serve` over the size of its checkpoint.
-
-Arguments after `--` are settings of the engine and of the services that are started.
 """
 
 import itertools
@@ -33,7 +29,7 @@ from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.measurement.tables import value_at
 from loadtest.scenarios.bench_service import measure_start
-from loadtest.scenarios.scenario_program import run_scenario
+from loadtest.scenarios.service_benchmark import run_scenario
 from model.attention.kv_cache import KVCache
 from model.config import ModelConfig
 from service.config.settings import ServeSettings, read_settings

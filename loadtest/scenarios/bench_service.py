@@ -1,9 +1,6 @@
-"""Benchmark of the whole service: start, idle cost, footprint, and HTTP throughput relative to the engine.
+"""Benchmark of the whole service: start, idle cost, footprint, and HTTP throughput relative to the engine alone.
 
-    python -m loadtest.scenarios.bench_service --checkpoint checkpoints/NAME --out docs/results/service.json
-
-HTTP throughput of `kvasir serve` and the throughput of the same engine in this process are measured in turn, with the
-same prompts, settings and number of streams. Arguments after `--` go to the service and to the engine.
+Service and engine are measured in turn, with the same prompts, settings and number of streams.
 """
 
 import argparse
@@ -23,9 +20,7 @@ from loadtest.inprocess.closed_loop import EngineRun, run_closed, submit_of
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.benchmark_program import show
 from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.scenarios.closed_and_open_loop import complete_all
-from loadtest.scenarios.scenario_program import run_scenario
-from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds, kvasir_serve
+from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds, kvasir_serve, run_scenario
 from model.sampling.params import SamplingParams
 from service.config.settings import ServeSettings, read_settings
 

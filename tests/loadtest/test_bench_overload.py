@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from loadtest.client.outcome import Ending
-from loadtest.scenarios.bench_overload import TimedLoad, aims, growth_per_minute, retry_after_errors, ttft_ms
+from loadtest.scenarios.bench_overload import TimedLoad, growth_per_minute, retry_after_errors, ttft_ms
 from tests.loadtest.outcomes import outcome
 
 
@@ -54,19 +54,3 @@ def test_the_share_of_right_retry_after_announcements_is_read_from_the_histogram
     lines = [f'{name}_bucket{{engine="0",le="{bound}"}} {count}' for bound, count in buckets.items()]
     found = retry_after_errors("\n".join([f"# TYPE {name} histogram", *lines, ""]))
     assert found == {"promises_watched": 8, "share_within_0.5_s": 0.75}
-
-
-def test_each_aim_has_its_value_and_whether_it_is_met() -> None:
-    calm = load(answer(11.0, (11.1,)), answer(15.0, (15.1,)))
-    full = load(answer(11.0, (11.3,)), answer(12.0, (12.3,)))
-    found: dict[str, Any] = {
-        "service": {"api": {"growth_mib_per_minute": 0.1}, "worker": {"growth_mib_per_minute": 5.0}},
-        "overload": {"failures": {"http_error: 500 x": 2}},
-        "sdk": {"own_key": {"errors": {}, "tokens_per_second": 0.5}},
-    }
-    found = aims(found, [calm], full)
-    assert found["throughput_share"] == {"value": 1.25, "aim": 0.95, "met": True}
-    assert (found["ttft_p99_ratio"]["value"], found["ttft_p99_ratio"]["met"]) == (pytest.approx(3.0), False)
-    assert not found["growth_mib_per_minute"]["met"]
-    assert found["failures"] == {"value": 2, "aim": 0, "met": False}
-    assert found["errors_seen_by_sdk_users"]["met"]

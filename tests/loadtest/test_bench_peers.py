@@ -17,7 +17,7 @@ from loadtest.peers import bench_peers, processes
 from loadtest.peers.comparison_cells import DEFAULTS, Cell, make_cells, random_prompts
 from loadtest.peers.engines import OURS, PEERS, Peer, PeerFiles, run
 from loadtest.peers.processes import DriverProcess, PeerServer
-from loadtest.scenarios.service_process import ServiceProcess
+from loadtest.scenarios.service_benchmark import ServiceProcess
 from tests.loadtest.stub_server import Script, StubServer
 from tests.loadtest.test_bench_peers_cells import cell
 

@@ -8,7 +8,7 @@ import pytest
 from loadtest.client.outcome import Ending, LoadRun
 from loadtest.client.sse_client import CompletionClient, Target
 from loadtest.client.workload import LoadRequest, arrivals
-from loadtest.scenarios.closed_and_open_loop import run_closed, run_open
+from loadtest.scenarios.service_benchmark import run_closed, run_open
 from tests.loadtest.stub_server import Script, StubServer
 
 

@@ -12,7 +12,7 @@ from loadtest.docgen.performance_page import NAMES, RESULTS, render
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_latency
 from loadtest.scenarios.bench_latency import PromptArrival, gaps_within, measure, steps_between, summarize
-from loadtest.scenarios.service_process import ServiceFailed
+from loadtest.scenarios.service_benchmark import ServiceFailed
 from tests.loadtest.stub_server import Script, StubServer
 
 STREAMS = [[0.0, 1.0, 2.0, 5.0, 6.0], [0.5, 1.5, 5.5]]

@@ -12,7 +12,7 @@ from loadtest.scenarios import bench_frontend, bench_overload, bench_recovery, b
 from loadtest.scenarios.bench_frontend import InstantEngine
 from loadtest.scenarios.bench_recovery import pause_after
 from loadtest.scenarios.bench_service import has_torch
-from loadtest.scenarios.service_process import cpu_seconds
+from loadtest.scenarios.service_benchmark import cpu_seconds
 from service.ipc.messages import FinishReason
 from tests.service.sequences import make_submit
 from tests.tiny_model import save_tiny_checkpoint
@@ -91,7 +91,8 @@ def test_bench_overload_runs_every_load(checkpoint: Path, tmp_path: Path) -> Non
     assert all(part["last_mib"] > 1 for part in result["service"].values())
     assert {user: facts["errors"] for user, facts in result["sdk"].items()} == {"own_key": {}, "key_of_the_flood": {}}
     assert all(facts["completions"] > 0 for facts in result["sdk"].values())
-    assert set(result["aims"]["throughput_share"]) == {"value", "aim", "met"}
+    assert result["throughput_share"] > 0
+    assert result["ttft_p99_ratio"] > 0
 
 
 @pytest.mark.parametrize(

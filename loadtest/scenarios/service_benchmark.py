@@ -1,20 +1,27 @@
-"""Server as a child process on a free port, and its processes."""
+"""Frame of the benchmarks that start a service: command line, server process, closed and open loop of requests."""
 
+import argparse
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import gevent
 import psutil
 
-from loadtest.client.outcome import Ending
+from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import CompletionClient, Target, api_key_given
 from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import MeasurementFailed
+from loadtest.measurement.benchmark_program import (
+    MeasurementFailed,
+    benchmark_parser,
+    read_arguments,
+    run_benchmark,
+)
 
 _START_SECONDS = 120.0
 # Longer than the service's drain and close, so that it is killed only if it hangs.
@@ -105,3 +112,76 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     """Return the user and system CPU time that the processes have used so far."""
     times = [process.cpu_times() for process in processes]
     return float(sum(used.user + used.system for used in times))
+
+
+def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num_streams: int) -> LoadRun:
+    """Send the requests from N clients. Each client waits for the end of its last request, and for its Retry-After."""
+    queue, outcomes = iter(requests), list[Outcome]()
+
+    def stream() -> None:
+        for request in queue:
+            outcome = client.complete(request)
+            outcomes.append(outcome)
+            gevent.sleep(outcome.retry_after_seconds)
+
+    return _join(outcomes, [gevent.spawn(stream) for _ in range(num_streams)])
+
+
+def run_open(client: CompletionClient, requests: Iterable[LoadRequest], *, offsets: Iterable[float]) -> LoadRun:
+    """Send each request at its offset, in seconds from now. A rejected client does not retry."""
+    outcomes, start = list[Outcome](), time.perf_counter()
+
+    def send(request: LoadRequest, intended: float) -> None:
+        gevent.sleep(max(0.0, intended - time.perf_counter()))
+        outcomes.append(client.complete(request, intended_seconds=intended))
+
+    pairs = zip(offsets, requests, strict=False)
+    return _join(outcomes, [gevent.spawn(send, request, start + offset) for offset, request in pairs])
+
+
+def _join(outcomes: list[Outcome], greenlets: list[Any]) -> LoadRun:
+    """Run the greenlets, which begin only now, to their ends. Return the load that they made."""
+    began = time.perf_counter(), time.process_time()
+    gevent.joinall(greenlets, raise_error=True)
+    return LoadRun.ended_now(outcomes, *began)
+
+
+def complete_all(
+    target: Target, requests: Iterable[LoadRequest], *, num_streams: int, timeout_seconds: float = 120.0
+) -> LoadRun:
+    """Send the requests in a closed loop. Raises `MeasurementFailed` if a completion is not complete."""
+    client = CompletionClient(target, timeout_seconds=timeout_seconds)
+    run = run_closed(client, requests, num_streams=num_streams)
+    client.close()
+    for outcome in run.outcomes:
+        if outcome.ending is not Ending.OK:
+            raise MeasurementFailed(f"request {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
+    return run
+
+
+def run_scenario(
+    name: str,
+    description: str,
+    options: Mapping[str, tuple[Any, str]],
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    argv: Sequence[str] | None,
+) -> int:
+    """Run a benchmark program with its command line, and write its results as JSON. Return the exit code.
+
+    Exit codes: 0; 1 if the service failed; 2 for invalid arguments, or a `ValueError` of `measure`.
+
+    name: module in `loadtest.scenarios`.
+    options: default and help by name. The default is a list for several values, or a type if the option is required.
+    measure: returns the results for the parsed options.
+    """
+    parser = benchmark_parser(f"loadtest.scenarios.{name}", description)
+    for option, (default, text) in options.items():
+        if isinstance(default, type):
+            parser.add_argument(f"--{option}", type=default, required=True, metavar=option.upper(), help=text)
+            continue
+        is_list, text = isinstance(default, list), f"{text} (default: %(default)s)"
+        kind = type(default[0] if is_list else default)
+        nargs = "+" if is_list else None
+        parser.add_argument(f"--{option}", type=kind, nargs=nargs, default=default, metavar="N", help=text)
+    arguments = read_arguments(parser, argv)
+    return run_benchmark(parser, arguments, lambda: measure(arguments))
