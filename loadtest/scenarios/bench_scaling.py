@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import torch
 
+from loadtest.inprocess import bench_engine
 from loadtest.inprocess.closed_loop import EngineRun, greedy, run_closed
 from loadtest.inprocess.engine import InProcess
 from loadtest.measurement.benchmark_program import show
@@ -35,6 +36,7 @@ from model.config import ModelConfig
 from service.config.settings import ServeSettings, read_settings
 
 _BATCHES, _CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 960)
+_BATCH, _CONTEXT = 8, 256  # of the curve over contexts, and over batches
 _STEPS = 16  # steps per timed run of a batch
 _PROMPT, _SHARED = 768, (0, 128, 256, 384, 512, 640, 704)
 _KV_TOKENS, _BLOCK = (32_768, 65_536, 131_072, 262_144), 16
@@ -61,68 +63,49 @@ def _curve(points: Sequence[dict[str, Any]], over: str, value: str) -> dict[str,
     return {"points": points, "fits": fits([point[over] for point in points], [value_at(p, value) for p in points])}
 
 
-def measure_engine(contestant: InProcess, repeats: int) -> dict[str, Any]:
-    """Measure decode steps and cached prefixes. Each repeat goes round all sizes, so that drift affects all alike."""
-    settings, rng, uids = contestant.settings, random.Random(0), itertools.count()
+def decode_steps(settings: ServeSettings, repeats: int, batches: Sequence[int], contexts: Sequence[int]) -> Any:
+    """Return step times of the engine, as `kvasir bench` measures them, without contexts that do not fit the model."""
+    sweep = Namespace(
+        batch=batches, context=contexts, prompt_tokens=(), steps=_STEPS, repeats=repeats, usual=("context",)
+    )
+    return bench_engine.measure(sweep, settings)["decode"]
+
+
+def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]:
+    """Return TTFT of prompts with a cached prefix, beside that of uncached prompts as long as the rest.
+
+    Each repeat goes round all lengths, so that drift of the machine affects all alike.
+    """
+    rng, uids = random.Random(0), itertools.count()
 
     def fresh(num_tokens: int) -> list[int]:
         """Return random token ids, which are not in the prefix cache."""
         return [rng.randrange(contestant.manifest.config.vocab_size) for _ in range(num_tokens)]
 
-    def run(prompts: Sequence[list[int]], max_tokens: int) -> EngineRun:
-        submits = [greedy(f"scaling-{next(uids)}", prompt, max_tokens) for prompt in prompts]
-        return run_closed(contestant.engine, submits, num_streams=len(submits))
+    def run(prompt: list[int]) -> EngineRun:
+        return run_closed(contestant.engine, [greedy(f"scaling-{next(uids)}", prompt, 1)], num_streams=1)
 
-    # All of a prompt but one block comes from the prefix cache. Until the last sequence has its first token, several
-    # steps may pass.
-    output = _STEPS + 1 + max(_BATCHES) * (settings.block_size + 1) // settings.max_batched_tokens
-    texts = [fresh(max(_CONTEXTS)) for _ in range(max(_BATCHES))]
-
-    def step_ms(batch: int, context: int) -> float:
-        return 1e3 * run([text[: context - output // 2] for text in texts[:batch]], output).full_step_seconds
-
-    over_batch = [(batch, _CONTEXTS[len(_CONTEXTS) // 2]) for batch in _BATCHES]
-    over_context = [(_BATCHES[len(_BATCHES) // 2], context) for context in _CONTEXTS]
-    sizes = over_batch + over_context
-    show("warm-up")
-    for size in sorted(sizes, reverse=True):
-        step_ms(*size)
-    steps: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
-    shared: dict[int, list[tuple[float, float, int]]] = {count: [] for count in _SHARED}
-    for number in range(repeats):
-        show(f"steps and prefixes, repeat {number + 1} of {repeats}")
-        for size in sizes:
-            steps[size].append(step_ms(*size))
+    pairs: dict[int, list[tuple[EngineRun, EngineRun]]] = {num_shared: [] for num_shared in _SHARED}
+    for _ in range(repeats):
         first = fresh(_PROMPT)
-        run([first], 1)
-        for count, values in shared.items():
-            rest = _PROMPT - count
-            cached, alone = (run([prompt], 1) for prompt in (first[:count] + fresh(rest), fresh(rest)))
-            values.append((1e3 * cached.ttft_seconds[0], 1e3 * alone.ttft_seconds[0], cached.num_cached_tokens[0]))
-    points = {
-        size: {"batch_size": size[0], "context_length": size[1], "step_ms": spread(steps[size])} for size in sizes
-    }
-    prefixes = [_prefix_point(count, values) for count, values in shared.items()]
-    return {
-        "steps": {
-            "over_batch": _curve([points[size] for size in over_batch], "batch_size", "step_ms.median"),
-            "over_context": _curve([points[size] for size in over_context], "context_length", "step_ms.median"),
-        },
-        "prefixes": {"prompt_tokens": _PROMPT} | _curve(prefixes, "rest_tokens", "ttft_ms.median"),
-    }
-
-
-def _prefix_point(num_shared: int, values: Sequence[tuple[float, float, int]]) -> dict[str, Any]:
-    """Return TTFT of prompts with a cached prefix, beside that of uncached prompts as long as the rest."""
-    cached, alone, hits = zip(*values, strict=True)
-    return {
-        "shared_tokens": num_shared,
-        "rest_tokens": _PROMPT - num_shared,
-        "hits": hits[-1],
-        "ttft_ms": spread(cached),
-        "rest_alone_ms": spread(alone),
-        "ratio": ratio_spread(cached, alone),
-    }
+        run(first)
+        for num_shared, runs in pairs.items():
+            rest = _PROMPT - num_shared
+            runs.append((run(first[:num_shared] + fresh(rest)), run(fresh(rest))))
+    points = []
+    for num_shared, runs in pairs.items():
+        cached, alone = ([1e3 * each.ttft_seconds[0] for each in side] for side in zip(*runs, strict=True))
+        points.append(
+            {
+                "shared_tokens": num_shared,
+                "rest_tokens": _PROMPT - num_shared,
+                "hits": runs[-1][0].num_cached_tokens[0],
+                "ttft_ms": spread(cached),
+                "rest_alone_ms": spread(alone),
+                "ratio": ratio_spread(cached, alone),
+            }
+        )
+    return points
 
 
 def resident_bytes(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
@@ -188,8 +171,12 @@ def measure_starts(directory: Path, repeats: int, serve: Sequence[str]) -> dict[
 def measure(arguments: Namespace) -> dict[str, Any]:
     """Run all measurements. Start-up times come last, because nothing else may run meanwhile."""
     flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
-    contestant = InProcess.open(read_settings(ServeSettings, flags, command="serve", summary=""))
-    figures = measure_engine(contestant, arguments.repeats)
+    settings, repeats = read_settings(ServeSettings, flags, command="serve", summary=""), arguments.repeats
+    over_batch = decode_steps(settings, repeats, _BATCHES, (_CONTEXT,))
+    over_context = decode_steps(settings, repeats, (_BATCH,), _CONTEXTS)
+    show("cached prefixes")
+    contestant = InProcess.open(settings)
+    prefixes = cached_prefixes(contestant, repeats)
     show("KV-cache memory")
     # In a separate process no other allocation changes the resident memory.
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
@@ -209,8 +196,12 @@ def measure(arguments: Namespace) -> dict[str, Any]:
     return {
         "kind": "scaling",
         "model": contestant.facts,
-        "settings": {"repeats": arguments.repeats, "start_repeats": arguments.start_repeats},
-        **figures,
+        "settings": {"repeats": repeats, "start_repeats": arguments.start_repeats},
+        "steps": {
+            "over_batch": _curve(over_batch, "batch_size", "step_ms.median"),
+            "over_context": _curve(over_context, "context_length", "step_ms.median"),
+        },
+        "prefixes": {"prompt_tokens": _PROMPT} | _curve(prefixes, "rest_tokens", "ttft_ms.median"),
         "kv_memory": {"bytes_per_token": each} | _curve(memory, "tokens", "bytes"),
         "starts": {"points": starts} | start_fits,
     }

@@ -35,7 +35,15 @@ def test_a_run_writes_every_sweep_and_the_page_shows_it(
         (directory / "model.safetensors").write_bytes(bytes(int(shape)))
         return directory
 
-    small = {"_STEPS": 4, "_BATCHES": (1, 2, 4), "_CONTEXTS": (32, 48, 64), "_PROMPT": 96, "_SHARED": (0, 32, 80)}
+    small = {
+        "_STEPS": 4,
+        "_BATCHES": (1, 2, 4),
+        "_BATCH": 2,
+        "_CONTEXTS": (32, 48, 64),
+        "_CONTEXT": 48,
+        "_PROMPT": 96,
+        "_SHARED": (0, 32, 80),
+    }
     small |= {"_KV_TOKENS": (65_536, 131_072), "write_random_checkpoint": write, "measure_start": start}
     for name, value in small.items():
         monkeypatch.setattr(bench_scaling, name, value)
