@@ -81,14 +81,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRun:
-    """Outcomes of one load on a service.
+    """Load on a service, measured between two times: the first intended send and the last end, or closer ones.
 
-    duration_seconds: from the first intended send to the last end.
     client_cpu_share: CPU time of the client's process over wall time; 1 is one core.
     """
 
-    outcomes: tuple[Outcome, ...]
-    duration_seconds: float
+    outcomes: Sequence[Outcome]
+    began_seconds: float
+    ended_seconds: float
     client_cpu_share: float
 
     @classmethod
@@ -96,10 +96,37 @@ class LoadRun:
         """Return the load that began at these values of `time.perf_counter()` and `time.process_time()`."""
         cpu_share = (time.process_time() - began_cpu_seconds) / max(time.perf_counter() - began_seconds, 1e-9)
         first = min((outcome.intended_seconds for outcome in outcomes), default=began_seconds)
-        last = max((outcome.end_seconds for outcome in outcomes), default=began_seconds)
-        return cls(outcomes=tuple(outcomes), duration_seconds=max(last - first, 1e-9), client_cpu_share=cpu_share)
+        last = max([first + 1e-9, *(outcome.end_seconds for outcome in outcomes)])
+        return cls(outcomes=outcomes, began_seconds=first, ended_seconds=last, client_cpu_share=cpu_share)
+
+    @property
+    def duration_seconds(self) -> float:
+        """Measured time."""
+        return self.ended_seconds - self.began_seconds
+
+    @property
+    def sent(self) -> list[Outcome]:
+        """Outcomes of requests with an intended send in the measured time."""
+        return [outcome for outcome in self.outcomes if self._is_inside(outcome.intended_seconds)]
+
+    @property
+    def requests_per_second(self) -> float:
+        """Completions that ended successfully in the measured time, per second."""
+        done = (outcome for outcome in self.outcomes if outcome.ending is Ending.OK)
+        return sum(self._is_inside(outcome.end_seconds) for outcome in done) / self.duration_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens of all requests per second."""
-        return sum(outcome.completion_tokens for outcome in self.outcomes) / self.duration_seconds
+        """Tokens of successful completions that arrived in the measured time, per second.
+
+        A completion that extends beyond the measured time counts by the share of its chunks inside.
+        """
+        tokens = 0.0
+        for outcome in self.outcomes:
+            if outcome.ending is Ending.OK:
+                moments = outcome.chunk_seconds or [outcome.end_seconds]
+                tokens += outcome.completion_tokens * sum(map(self._is_inside, moments)) / len(moments)
+        return tokens / self.duration_seconds
+
+    def _is_inside(self, seconds: float) -> bool:
+        return self.began_seconds <= seconds <= self.ended_seconds

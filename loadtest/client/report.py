@@ -65,7 +65,7 @@ class Slo:
         is_kept = all(limit is None or value is None or 1e3 * value <= limit for limit, value in measured)
         return outcome.ending is Ending.OK and is_kept
 
-    def breaches(self, outcomes: Sequence[Outcome], duration_seconds: float) -> list[str]:
+    def breaches(self, outcomes: Sequence[Outcome], tokens_per_second: float) -> list[str]:
         """Return a readable line for every broken limit."""
         if not outcomes:
             return ["no request was sent"]
@@ -85,9 +85,8 @@ class Slo:
         for name, (count, limit) in shares.items():
             if limit is not None and count / len(outcomes) > limit:
                 lines.append(f"{name}: {count / len(outcomes):.2%} of the requests sent, limit {limit:.2%}")
-        reached = sum(outcome.completion_tokens for outcome in done) / duration_seconds
-        if self.min_output_throughput is not None and reached < self.min_output_throughput:
-            lines.append(f"output throughput: {reached:.1f} tokens/s, limit {self.min_output_throughput:g}")
+        if self.min_output_throughput is not None and tokens_per_second < self.min_output_throughput:
+            lines.append(f"output throughput: {tokens_per_second:.1f} tokens/s, limit {self.min_output_throughput:g}")
         return lines
 
 
@@ -114,7 +113,7 @@ def summarize(
     run: LoadRun, *, label: str, slo: Slo, request_rate: float | None = None, max_concurrency: int | None = None
 ) -> dict[str, Any]:
     """Return one load as a JSON-ready dictionary with the keys of `vllm bench serve`, and a few more."""
-    outcomes, seconds = sorted(run.outcomes, key=lambda outcome: outcome.index), run.duration_seconds
+    outcomes, seconds = sorted(run.sent, key=lambda outcome: outcome.index), run.duration_seconds
     done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
     endings = Counter(outcome.ending for outcome in outcomes)
     failures = Counter(f"{o.ending.value}: {o.detail}"[:120] for o in outcomes if o.ending.is_failure)
@@ -140,14 +139,14 @@ def summarize(
         "failures": dict(failures.most_common()),
         "total_input_tokens": input_tokens,
         "total_output_tokens": output_tokens,
-        "request_throughput": len(done) / seconds,
+        "request_throughput": run.requests_per_second,
         "request_goodput": sum(map(slo.is_good, outcomes)) / seconds,
-        "output_throughput": output_tokens / seconds,
-        "total_token_throughput": (input_tokens + output_tokens) / seconds,
+        "output_throughput": run.tokens_per_second,
+        "total_token_throughput": input_tokens / seconds + run.tokens_per_second,
         "max_output_tokens_per_s": float(tokens_by_second.max()),
         "max_concurrent_requests": max(itertools.accumulate(change for _, change in moves), default=0),
         "client_cpu_share": run.client_cpu_share,
-        "slo_breaches": slo.breaches(outcomes, seconds),
+        "slo_breaches": slo.breaches(outcomes, run.tokens_per_second),
     }
     statistics: dict[str, Callable[[Sequence[float]], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
     statistics |= {f"p{share}": partial(np.percentile, q=share) for share in (50, 90, 95, 99)}

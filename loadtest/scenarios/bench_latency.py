@@ -20,10 +20,10 @@ import numpy as np
 from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import CompletionClient, CompletionReader, Target
 from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import show
+from loadtest.measurement.benchmark_program import MeasurementFailed, show
 from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.scenarios.service_benchmark import ServiceFailed, ServiceProcess, kvasir_serve, run_scenario
+from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_scenario
 from model.checkpoint.manifest import read_manifest
 from service.config.settings import ModelSettings
 
@@ -97,14 +97,14 @@ def measure(
             times.append(reader.outcome.chunk_seconds)
             while not times[-1]:
                 if greenlets[-1].ready():
-                    raise ServiceFailed(f"a stream ended without a token: {reader.outcome.detail}")
+                    raise MeasurementFailed(f"a stream ended without a token: {reader.outcome.detail}")
                 gevent.sleep(_POLL_SECONDS)
         for _ in range(num_arrivals):
             began = time.perf_counter()
             gevent.sleep(_QUIET_SECONDS * rng.uniform(1.0, 1.5))
             arrival = client.complete(request(prompt_tokens, 1))
             if arrival.ending is not Ending.OK:
-                raise ServiceFailed(f"a prompt ended with {arrival.ending.value}: {arrival.detail}")
+                raise MeasurementFailed(f"a prompt ended with {arrival.ending.value}: {arrival.detail}")
             gevent.sleep(_QUIET_SECONDS)  # lets gaps that began before the first token end
             sent, first = arrival.sent_seconds, arrival.chunk_seconds[0]
             gaps = gaps_within(times, began, sent), gaps_within(times, sent, first)

@@ -7,7 +7,6 @@ Client and service are pinned to different processors.
 """
 
 import argparse
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -18,15 +17,17 @@ import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gevent
 import numpy as np
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.outcome import LoadRun
+from loadtest.client.report import Slo, summarize
 from loadtest.client.sse_client import CompletionClient, discover
 from loadtest.client.workload import WorkloadKind, WorkloadSpec, arrivals
 from loadtest.measurement.benchmark_program import show
@@ -35,60 +36,6 @@ from service.config.settings import ServeSettings, read_settings
 
 # Samples of memory that do not count, one per second: caches and pools fill.
 _MEMORY_SETTLES = 20
-
-
-class TimedLoad(NamedTuple):
-    """One load, and the bounds of its steady part in seconds of `time.perf_counter()`."""
-
-    outcomes: Sequence[Outcome]
-    settled_seconds: float
-    ended_seconds: float
-    client_cpu_share: float
-
-    @property
-    def steady(self) -> list[Outcome]:
-        """Outcomes of requests with an intended send in the steady part."""
-        return [outcome for outcome in self.outcomes if self._is_inside(outcome.intended_seconds)]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of successful completions that arrived in the steady part, per second.
-
-        A completion that extends beyond the steady part counts by the share of its chunks inside.
-        """
-        done = (o for o in self.outcomes if o.ending is Ending.OK and o.chunk_seconds)
-        tokens = (o.completion_tokens * sum(map(self._is_inside, o.chunk_seconds)) / len(o.chunk_seconds) for o in done)
-        return sum(tokens) / (self.ended_seconds - self.settled_seconds)
-
-    @property
-    def requests_per_second(self) -> float:
-        """Completions that ended successfully in the steady part, per second."""
-        done = (outcome for outcome in self.outcomes if outcome.ending is Ending.OK)
-        seconds = self.ended_seconds - self.settled_seconds
-        return sum(self._is_inside(outcome.end_seconds) for outcome in done) / seconds
-
-    def _is_inside(self, seconds: float) -> bool:
-        return self.settled_seconds <= seconds < self.ended_seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures of the load as a JSON-ready dictionary."""
-        return {
-            "seconds": round(self.ended_seconds - self.settled_seconds, 1),
-            "sent": len(self.steady),
-            "endings": dict(Counter(outcome.ending.value for outcome in self.steady)),
-            "failures": dict(Counter(f"{o.ending}: {o.detail}"[:120] for o in self.outcomes if o.ending.is_failure)),
-            "requests_per_second": round(self.requests_per_second, 2),
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "ttft_ms": {f"p{percentile}": ttft_ms([self], percentile) for percentile in (50, 90, 99)},
-            "client_cpu_share": round(self.client_cpu_share, 3),
-        }
-
-
-def ttft_ms(loads: Sequence[TimedLoad], percentile: float) -> float | None:
-    """Return a percentile of the TTFT over the steady parts of several loads, or None without a successful request."""
-    outcomes = (outcome for load in loads for outcome in load.steady if outcome.ending is Ending.OK)
-    ttfts = [outcome.ttft_seconds for outcome in outcomes if outcome.ttft_seconds is not None]
-    return round(1e3 * float(np.percentile(ttfts, percentile)), 1) if ttfts else None
 
 
 def watch_memory(service: ServiceProcess, seconds: float) -> dict[str, Any]:
@@ -155,18 +102,18 @@ def measure_loads(
     requests = map(workload.request, itertools.count())
     client = CompletionClient(target)
 
-    def load(label: str, seconds: float, *, num_streams: int = 0, rate: float = 0.0) -> TimedLoad:
-        """Run a closed loop of the streams, or an open loop with the rate, whose steady part takes `seconds`."""
+    def load(label: str, seconds: float, *, num_streams: int = 0, rate: float = 0.0) -> LoadRun:
+        """Run a closed loop of the streams, or an open loop with the rate, and measure the last `seconds` of it."""
         show(label)
-        began = time.perf_counter()
-        settled, ended = began + arguments.settle_seconds, began + arguments.settle_seconds + seconds
+        start = time.perf_counter()
+        began, ended = start + arguments.settle_seconds, start + arguments.settle_seconds + seconds
         if num_streams:
             timely = itertools.takewhile(lambda _: time.perf_counter() < ended, requests)
             run = run_closed(client, timely, num_streams=num_streams)
         else:
-            offsets = itertools.takewhile(lambda offset: began + offset < ended, arrivals(rate, arguments.seed))
+            offsets = itertools.takewhile(lambda offset: offset < ended - start, arrivals(rate, arguments.seed))
             run = run_open(client, requests, offsets=offsets)
-        return TimedLoad(run.outcomes, settled, ended, run.client_cpu_share)
+        return replace(run, began_seconds=began, ended_seconds=ended)
 
     saturation = load("saturation", arguments.saturation_seconds, num_streams=num_slots)
     rate = arguments.times * saturation.requests_per_second
@@ -181,20 +128,24 @@ def measure_loads(
         retry_after = retry_after_errors(response.read().decode())
     again = load("saturation again", arguments.saturation_seconds, num_streams=num_slots)
     client.close()
-    figures = {
-        "saturation": {"streams": num_slots, **saturation.to_dict()},
-        "saturation_again": {"streams": num_slots, **again.to_dict()},
-        "overload": {"times": arguments.times, "rate": round(rate, 2), **overload.to_dict()},
+    capacity = (saturation.tokens_per_second + again.tokens_per_second) / 2
+    served = overload.tokens_per_second + sum(user["tokens_per_second"] for user in sdk.values())
+    figures = [
+        {name: value for name, value in summarize(load, label=label, slo=Slo()).items() if not isinstance(value, list)}
+        for label, load in (("saturation", saturation), ("overload", overload), ("saturation again", again))
+    ]
+    before, during, after = (load["p99_ttft_ms"] for load in figures)
+    is_complete = None not in (before, during, after)
+    return {
+        "rate": round(rate, 2),
+        "loads": figures,
+        "throughput_share": round(served / capacity, 4),
+        "ttft_p99_ratio": round(2 * during / (before + after), 3) if is_complete else None,
         "service": memory.get(),
         "sdk": sdk,
         "retry_after": retry_after,
-        "workload": dataclasses.asdict(workload.spec),
+        "workload": asdict(workload.spec),
     }
-    capacity = (saturation.tokens_per_second + again.tokens_per_second) / 2  # both have the same length
-    served = overload.tokens_per_second + sum(user["tokens_per_second"] for user in sdk.values())
-    calm, full = ttft_ms([saturation, again], 99), ttft_ms([overload], 99)
-    ratio = round(full / calm, 3) if calm and full else None
-    return figures | {"throughput_share": round(served / capacity, 4), "ttft_p99_ratio": ratio}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -210,7 +161,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         os.sched_setaffinity(0, cores[:1])
         try:
             with ServiceProcess(["taskset", "--cpu-list", ",".join(map(str, cores[1:] or cores)), *command]) as service:
-                service.target = dataclasses.replace(service.target, api_key=flood)
+                service.target = replace(service.target, api_key=flood)
                 service.wait_first_token()
                 figures = measure_loads(arguments, service, polite, num_slots)
         finally:

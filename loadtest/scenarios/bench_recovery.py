@@ -12,9 +12,9 @@ import gevent
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.sse_client import CompletionClient, CompletionReader
 from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import show
+from loadtest.measurement.benchmark_program import MeasurementFailed, show
 from loadtest.measurement.spread import spread
-from loadtest.scenarios.service_benchmark import ServiceFailed, ServiceProcess, kvasir_serve, run_scenario
+from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_scenario
 
 # Wait for processes that start after the service is ready, such as a standby.
 _SETTLE_SECONDS = 4.0
@@ -45,7 +45,7 @@ def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool
     client.close()
     for outcome in outcomes:
         if outcome.ending is not Ending.OK:
-            raise ServiceFailed(f"stream {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
+            raise MeasurementFailed(f"stream {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
     return outcomes, killed
 
 

@@ -30,10 +30,6 @@ _POLL_SECONDS = 0.02
 _FIRST_REQUEST = LoadRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
 
 
-class ServiceFailed(MeasurementFailed):
-    """Failure of a server to start or to serve. The message ends with the last lines of its log."""
-
-
 def kvasir_serve(checkpoint: Path, arguments: Sequence[str] = ()) -> list[str]:
     """Return the command line of `kvasir serve`, without a port."""
     kvasir = Path(sys.executable).with_name("kvasir")
@@ -46,7 +42,7 @@ class ServiceProcess:
     command: command line of the server; `--port` with a free port is added.
 
     Raises:
-        ServiceFailed: the command cannot be run.
+        MeasurementFailed: the command cannot be run.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -61,7 +57,7 @@ class ServiceProcess:
             self._main = psutil.Popen(self.command, stdout=self._log, stderr=subprocess.STDOUT)
         except OSError as error:
             self._log.close()
-            raise ServiceFailed(f"{self.command[0]}: {error.strerror}") from error
+            raise MeasurementFailed(f"{self.command[0]}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +77,7 @@ class ServiceProcess:
     def wait_first_token(self) -> float:
         """Return the seconds from the start of the server to the first token of the first stream that it serves.
 
-        The request is repeated until it succeeds. Raises `ServiceFailed` if no request succeeds in time.
+        The request is repeated until it succeeds. Raises `MeasurementFailed` if no request succeeds in time.
         """
         client = CompletionClient(self.target, timeout_seconds=_START_SECONDS)
         while True:
@@ -98,7 +94,7 @@ class ServiceProcess:
                     continue
                 fault = f"the service served nothing within {_START_SECONDS:g} s ({outcome.detail})"
             self._log.seek(0)
-            raise ServiceFailed("\n".join([fault, *self._log.read().splitlines()[-20:]]))
+            raise MeasurementFailed("\n".join([fault, *self._log.read().splitlines()[-20:]]))
 
     def processes(self, part: str | None = None) -> list[psutil.Process]:
         """Return the processes of the server: all, or those of one part: "main", "api", "worker" or "standby"."""

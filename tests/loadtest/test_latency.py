@@ -9,10 +9,10 @@ import pytest
 from loadtest.client.sse_client import Target
 from loadtest.docgen import pictures
 from loadtest.docgen.performance_page import NAMES, RESULTS, render
+from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_latency
 from loadtest.scenarios.bench_latency import PromptArrival, gaps_within, measure, steps_between, summarize
-from loadtest.scenarios.service_benchmark import ServiceFailed
 from tests.loadtest.stub_server import Script, StubServer
 
 STREAMS = [[0.0, 1.0, 2.0, 5.0, 6.0], [0.5, 1.5, 5.5]]
@@ -105,5 +105,5 @@ def test_arrivals_among_streams_are_measured() -> None:
 
 
 def test_a_rejected_stream_ends_the_measurement_with_its_reason() -> None:
-    with StubServer(Script(status=429)) as server, pytest.raises(ServiceFailed, match="as scripted"):
+    with StubServer(Script(status=429)) as server, pytest.raises(MeasurementFailed, match="as scripted"):
         measure(Target.parse(server.url), 50, streams=1, prompt_tokens=5, num_arrivals=1, seed=0)

@@ -26,10 +26,10 @@ VLLM_KEYS = {
 }  # fmt: skip
 
 
-def summary(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Return the summary of a load of two streams that took two seconds."""
-    run = LoadRun(outcomes=tuple(outcomes), duration_seconds=2.0, client_cpu_share=0.1)
-    return report.summarize(run, label="2 streams", slo=Slo(ttft_p95_ms=150.0), max_concurrency=2)
+def summary(outcomes: list[Outcome], seconds: float = 2.0) -> dict[str, Any]:
+    """Return the summary of a load of two streams."""
+    load = LoadRun(outcomes=outcomes, began_seconds=0.0, ended_seconds=seconds, client_cpu_share=0.1)
+    return report.summarize(load, label="2 streams", slo=Slo(ttft_p95_ms=150.0), max_concurrency=2)
 
 
 def test_results_have_the_keys_of_vllm_bench_serve() -> None:
@@ -71,7 +71,7 @@ def test_failures_are_counted_by_kind_and_shed_load_is_not_a_failure() -> None:
         failed(4, Ending.HTTP_ERROR, "503 draining"),
         outcome(5, ending=Ending.CANCELLED, client=ClientKind.CANCELLING),
     ]
-    result = summary(outcomes)
+    result = summary(outcomes, 6.0)
     assert (result["sent"], result["completed"], result["failed"]) == (6, 1, 3)
     assert (result["shed"], result["cancelled"]) == (1, 1)
     assert result["failures"] == {"timeout: no end within 5 s": 2, "http_error: 503 draining": 1}
@@ -92,13 +92,13 @@ def test_a_response_that_is_not_streamed_has_no_ttft() -> None:
 
 
 def test_table_and_picture_of_stored_results_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = summary([outcome(0), failed(1, Ending.CONNECTION, "reset")])
+    result = summary([outcome(0), failed(1, Ending.CONNECTION, "reset")])
     stored = tmp_path / "results.json"
-    stored.write_text(json.dumps(run))
+    stored.write_text(json.dumps(result))
     assert report.main([str(stored), str(stored), "--out", str(tmp_path / "new")]) == 0
     assert (tmp_path / "new" / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert (tmp_path / "new" / "report.md").read_text() == report.markdown([run, run])
-    assert capsys.readouterr().out.strip() == report.markdown([run, run]).strip()
+    assert (tmp_path / "new" / "report.md").read_text() == report.markdown([result, result])
+    assert capsys.readouterr().out.strip() == report.markdown([result, result]).strip()
 
 
 def test_a_busy_load_test_is_reported() -> None:
@@ -107,7 +107,31 @@ def test_a_busy_load_test_is_reported() -> None:
 
 
 def test_a_run_without_a_success_has_a_report(tmp_path: Path) -> None:
-    run = summary([failed(0, Ending.CONNECTION, "refused")])
-    assert run["output_throughput"] == 0.0
-    report.write([run], tmp_path)
+    result = summary([failed(0, Ending.CONNECTION, "refused")])
+    assert result["output_throughput"] == 0.0
+    report.write([result], tmp_path)
     assert (tmp_path / "report.png").stat().st_size > 0
+
+
+def run(*outcomes: Any) -> LoadRun:
+    return LoadRun(outcomes=outcomes, began_seconds=10.0, ended_seconds=20.0, client_cpu_share=0.1)
+
+
+def answer(sent: float, chunks: list[float], ending: Ending = Ending.OK) -> Any:
+    end = max(chunks, default=sent)
+    return outcome(ending=ending, intended_seconds=sent, chunk_seconds=chunks, end_seconds=end, completion_tokens=10)
+
+
+def test_throughput_counts_the_tokens_that_arrive_in_the_measured_time() -> None:
+    whole, early, late = answer(11.0, [12.0, 13.0]), answer(8.0, [9.0, 11.0]), answer(19.0, [19.5, 21.0])
+    assert run(whole).tokens_per_second == 1.0
+    assert run(whole, early, late).tokens_per_second == 2.0
+    assert run(whole, early, late).requests_per_second == 0.2
+    assert run(answer(1.0, [2.0, 3.0]), answer(12.0, [13.0], Ending.TIMEOUT)).tokens_per_second == 0.0
+
+
+def test_a_summary_counts_requests_sent_in_the_measured_time() -> None:
+    given = run(answer(1.0, [9.0]), answer(11.0, [11.5]), answer(12.0, [], Ending.SHED))
+    found = report.summarize(given, label="steady", slo=Slo())
+    assert (found["sent"], found["completed"], found["shed"], found["p99_ttft_ms"]) == (2, 1, 1, 500.0)
+    assert report.summarize(run(), label="none", slo=Slo())["p99_ttft_ms"] is None

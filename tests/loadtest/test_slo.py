@@ -24,14 +24,14 @@ from tests.loadtest.outcomes import failed, outcome
 )  # fmt: skip
 def test_each_speed_limit_is_reported_when_broken(kept: dict[str, Any], broken: dict[str, Any], line: str) -> None:
     outcomes = [outcome(0), outcome(1)]
-    assert Slo(**kept).breaches(outcomes, 1.0) == []
-    assert Slo(**broken).breaches(outcomes, 1.0) == [line]
+    assert Slo(**kept).breaches(outcomes, 8.0) == []
+    assert Slo(**broken).breaches(outcomes, 8.0) == [line]
 
 
 def test_failures_and_shed_load_have_separate_limits() -> None:
     outcomes = [outcome(0), outcome(1), failed(2, Ending.TIMEOUT), failed(3, Ending.SHED)]
     assert Slo().breaches(outcomes, 1.0) == ["failed: 25.00% of the requests sent, limit 0.00%"]
-    assert Slo(max_failed_share=0.25).breaches(outcomes, 1.0) == []
+    assert Slo(max_failed_share=0.25).breaches(outcomes, 8.0) == []
     shed = Slo(max_failed_share=None, max_shed_share=0.2)
     assert shed.breaches(outcomes, 1.0) == ["shed: 25.00% of the requests sent, limit 20.00%"]
 
