@@ -22,59 +22,59 @@ from locust.runners import LocalRunner
 
 from loadtest.client import report
 from loadtest.client.outcome import Ending, LoadRun, Outcome
-from loadtest.client.sse_client import COMPLETIONS_PATH, CompletionClient, Target, api_key_given, discover
+from loadtest.client.sse_client import COMPLETIONS_PATH, CompletionClient, Target, discover
 from loadtest.client.workload import add_workload_arguments, arrivals, spec_from_arguments
 from loadtest.measurement.provenance import provenance, tell
 
 log = logging.getLogger("loadtest")
 
 
-class RequestFailed(Exception):
-    """A failed request as locust's table shows it: kind and detail."""
-
-
 class LoadSession:
     """State that the users of one locust run share: client, workload and outcomes."""
 
-    def __init__(self, environment: Environment) -> None:
-        options = environment.parsed_options
-        assert options is not None
-        if environment.host is None:
-            raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
-        target = Target.parse(environment.host, api_key=api_key_given())
+    def __init__(self, host: str, options: Any) -> None:
+        target = Target.parse(host)
         discovered, workload = discover(target, spec_from_arguments(options))
-        self.environment = environment
         self.client = CompletionClient(target, timeout_seconds=options.request_timeout)
         self.model: str = options.model or discovered
-        self.num_requests: int | None = options.requests
-        self.rate: float | None = options.rate
-        self.requests = map(workload.request, itertools.islice(itertools.count(), self.num_requests))
+        self.requests = map(workload.request, itertools.islice(itertools.count(), options.requests))
+        self.began_seconds, self.began_cpu_seconds = time.perf_counter(), time.process_time()
+        self.offsets = None if options.rate is None else arrivals(options.rate, options.seed)
         self.outcomes: list[Outcome] = []
-        self._began = time.perf_counter(), time.process_time()
-        self._arrivals = itertools.repeat(0.0) if self.rate is None else arrivals(self.rate, options.seed)
 
+
+class CompletionUser(User):
+    """Client of the service. The workload chooses the kind of client for each request."""
+
+    wait_time = constant(0)
+    session: LoadSession | None = None  # set by `start`; None without a service
+
+    @task
     def complete(self) -> None:
         """Send the next request of the workload, and record its outcome.
 
         In a closed loop, a rejected user waits for Retry-After. In an open loop (`--rate`), a user first waits for the
         arrival of the request. Latency counts from the arrival, even if no user was free in time.
         """
-        if (request := next(self.requests, None)) is None:
+        session, options, intended = self.session, self.environment.parsed_options, None
+        request = None if session is None else next(session.requests, None)
+        if session is None or request is None:
             raise StopUser
-        intended = None if self.rate is None else self._began[0] + next(self._arrivals)
-        gevent.sleep(max(0.0, (intended or 0.0) - time.perf_counter()))
-        outcome = self.client.complete(request, model=self.model, intended_seconds=intended)
-        self._record(outcome)
-        if self.rate is None:
+        if session.offsets is not None:
+            intended = session.began_seconds + next(session.offsets)
+            gevent.sleep(max(0.0, intended - time.perf_counter()))
+        outcome = session.client.complete(request, model=session.model, intended_seconds=intended)
+        session.outcomes.append(outcome)
+        self.record(outcome)
+        if session.offsets is None:
             gevent.sleep(outcome.retry_after_seconds)
-        if len(self.outcomes) == self.num_requests:
+        if options is not None and len(session.outcomes) == options.requests:
             signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
 
-    def _record(self, outcome: Outcome) -> None:
-        """Store the outcome of a request, and report its rows to locust."""
-        self.outcomes.append(outcome)
+    def record(self, outcome: Outcome) -> None:
+        """Report the rows of an outcome to locust."""
         ending = outcome.ending
-        failure = RequestFailed(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
+        failure = RuntimeError(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
         kind = {Ending.SHED: "SHED", Ending.CANCELLED: "LEFT"}.get(ending, "E2E")
         rows: list[tuple[str, float | None]] = [(kind, outcome.e2e_seconds), ("TTFT", outcome.ttft_seconds)]
         rows += [("TPOT", outcome.tpot_seconds if ending is Ending.OK else None)]
@@ -89,29 +89,6 @@ class LoadSession:
                     exception=failure if row == kind else None,
                     context={},
                 )
-
-    def summary(self, limits: report.Slo) -> dict[str, Any]:
-        """Return the load with vLLM's keys. Requests still running when time was up are left out."""
-        assert self.environment.runner is not None
-        num_users = self.environment.runner.target_user_count
-        label = f"{num_users} users" if self.rate is None else f"{self.rate:g} per s"
-        run = LoadRun.ended_now(self.outcomes, *self._began)
-        result = report.summarize(run, label=label, slo=limits, request_rate=self.rate, max_concurrency=num_users)
-        return result | {"model_id": self.model}
-
-
-class CompletionUser(User):
-    """Client of the service. The workload chooses the kind of client for each request."""
-
-    wait_time = constant(0)
-    session: LoadSession | None = None  # set by `start`; None without a service
-
-    @task
-    def complete(self) -> None:
-        """Send one request of the session."""
-        if self.session is None:
-            raise StopUser
-        self.session.complete()
 
 
 @events.init_command_line_parser.add_listener
@@ -142,7 +119,9 @@ def start(environment: Environment, **_: Any) -> None:
     if not isinstance(environment.runner, LocalRunner):
         log.warning("distributed run: objectives and --results need a single process; only locust's tables are written")
     try:
-        CompletionUser.session = LoadSession(environment)
+        if environment.host is None:
+            raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
+        CompletionUser.session = LoadSession(environment.host, environment.parsed_options)
     except (OSError, ValueError) as error:
         log.error("%s: %s", environment.host, error)
         signal.raise_signal(signal.SIGTERM)  # to locust's handler: end now, not when time is up
@@ -150,18 +129,27 @@ def start(environment: Environment, **_: Any) -> None:
 
 @events.quitting.add_listener
 def finish(environment: Environment, **_: Any) -> None:
-    """Report the load, and set locust's exit code: 0; 1 for a missed objective; 2 if nothing was measured."""
-    session = CompletionUser.session
-    if not isinstance(environment.runner, LocalRunner):
+    """Report the load, and set locust's exit code: 0; 1 for a missed objective; 2 if nothing was measured.
+
+    Requests still running when time was up are left out.
+    """
+    session, options, runner = CompletionUser.session, environment.parsed_options, environment.runner
+    if not isinstance(runner, LocalRunner):
         return
-    if session is None:
+    if session is None or options is None:
         environment.process_exit_code = 2
         return
-    assert environment.parsed_options is not None
-    result = session.summary(report.Slo.from_arguments(environment.parsed_options))
+    users, rate = runner.target_user_count, options.rate
+    result = report.summarize(
+        LoadRun.ended_now(session.outcomes, session.began_seconds, session.began_cpu_seconds),
+        label=f"{users} users" if rate is None else f"{rate:g} per s",
+        slo=report.Slo.from_arguments(options),
+        request_rate=rate,
+        max_concurrency=users,
+    )
     print("\n" + report.markdown([result]))
-    if environment.parsed_options.results:
-        directory = Path(environment.parsed_options.results)
-        report.write([result], directory)
-        tell(result | provenance("locust", sys.argv[1:]), directory / "results.json")
+    if options.results:
+        report.write([result], Path(options.results))
+        facts = provenance("locust", sys.argv[1:]) | {"model_id": session.model}
+        tell(result | facts, Path(options.results, "results.json"))
     environment.process_exit_code = 1 if result["slo_breaches"] else 0

@@ -1,7 +1,6 @@
-"""Outcomes of measured requests, and of a load made of such requests. Times are seconds of `time.perf_counter()`.
+"""Outcomes of measured requests and loads. Times are seconds of `time.perf_counter()`.
 
-TTFT and E2E count from the intended send: in an open loop, a late client must not flatter the server (coordinated
-omission).
+Latency counts from the intended send: in an open loop, a late client must not flatter the server.
 """
 
 import time
@@ -37,9 +36,7 @@ class Outcome:
     """One measured request, filled in while its response arrives.
 
     chunk_seconds: arrival of each chunk with text or token ids; empty for a client that does not stream.
-    prompt_tokens, cached_tokens, completion_tokens: the server's `usage`; 0 without it. A stream cut short counts a
-    completion token per chunk.
-    retry_after_seconds: wait that the server asks of a rejected client.
+    completion_tokens: as in the server's `usage`; without `usage`, number of chunks.
     """
 
     index: int

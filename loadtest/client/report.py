@@ -57,12 +57,10 @@ class Slo:
 
     def is_good(self, outcome: Outcome) -> bool:
         """Return True if one request kept the TTFT, TPOT and E2E limits (goodput, as in vLLM)."""
-        measured = (
-            (self.ttft_p95_ms, outcome.ttft_seconds),
-            (self.tpot_p95_ms, outcome.tpot_seconds),
-            (self.e2e_p95_ms, outcome.e2e_seconds),
-        )
-        is_kept = all(limit is None or value is None or 1e3 * value <= limit for limit, value in measured)
+        limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.e2e_p95_ms)
+        seconds = (outcome.ttft_seconds, outcome.tpot_seconds, outcome.e2e_seconds)
+        pairs = zip(limits, seconds, strict=True)
+        is_kept = all(limit is None or value is None or 1e3 * value <= limit for limit, value in pairs)
         return outcome.ending is Ending.OK and is_kept
 
     def breaches(self, outcomes: Sequence[Outcome], tokens_per_second: float) -> list[str]:
@@ -187,33 +185,30 @@ _COLUMNS = (
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with a row per load, and below it the failures and broken objectives."""
-    rows = [run | {name: _percentiles(run, name) for name in ("ttft", "itl", "tpot", "e2el")} for run in results]
-    notes = [f"- {run['label']}: {count} × {kind}" for run in results for kind, count in run["failures"].items()]
-    notes += [f"- {run['label']}: broken objective: {breach}" for run in results for breach in run["slo_breaches"]]
-    busy = [(run["label"], run["client_cpu_share"]) for run in results if run["client_cpu_share"] > _BUSY_CLIENT_SHARE]
-    notes += [
-        f"- {label}: the load test itself was busy for {share:.0%}; do not trust the times" for label, share in busy
-    ]
+    rows, notes = [], []
+    for run in results:
+        label, texts = run["label"], {}
+        for metric in ("ttft", "itl", "tpot", "e2el"):
+            values = [run[f"p{percentile}_{metric}_ms"] for percentile in (50, 95, 99)]
+            texts[metric] = " / ".join("–" if value is None else f"{value:.1f}" for value in values)
+        rows.append(run | texts)
+        notes += [f"- {label}: {count} × {kind}" for kind, count in run["failures"].items()]
+        notes += [f"- {label}: broken objective: {breach}" for breach in run["slo_breaches"]]
+        if (share := run["client_cpu_share"]) > _BUSY_CLIENT_SHARE:
+            notes.append(f"- {label}: the load test itself was busy for {share:.0%}; do not trust the times")
     return "\n".join([table(_COLUMNS, rows), *notes])
-
-
-def _percentiles(run: dict[str, Any], metric: str) -> str:
-    values = [run[f"p{percentile}_{metric}_ms"] for percentile in (50, 95, 99)]
-    return " / ".join("–" if value is None else f"{value:.1f}" for value in values)
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Write a PNG: distributions of the latencies of every load, and TTFT over throughput."""
     figure = Figure(figsize=(12, 9), layout="constrained")
     ttft, itl, e2e, saturation = figure.subplots(2, 2).flat
+    for axes, title in ((ttft, "Time to first token"), (itl, "Inter-token latency"), (e2e, "End-to-end latency")):
+        axes.set(title=title, xlabel="ms", ylabel="share of requests or gaps")
     for run in results:
-        finished = zip(run["latencies"], run["endings"], strict=True)
-        for axes, title, seconds in (
-            (ttft, "Time to first token", [value for value in run["ttfts"] if value is not None]),
-            (itl, "Inter-token latency", [gap for gaps in run["itls"] for gap in gaps]),
-            (e2e, "End-to-end latency", [value for value, ending in finished if ending == Ending.OK]),
-        ):
-            axes.set(title=title, xlabel="ms", ylabel="share of requests or gaps")
+        finished = [value for value, end in zip(run["latencies"], run["endings"], strict=True) if end == Ending.OK]
+        firsts, gaps = [value for value in run["ttfts"] if value is not None], itertools.chain(*run["itls"])
+        for axes, seconds in ((ttft, firsts), (itl, list(gaps)), (e2e, finished)):
             if seconds:
                 axes.ecdf(1e3 * np.array(seconds), label=run["label"])
     saturation.set(title="Saturation", xlabel="completion tokens/s", ylabel="ms")

@@ -24,8 +24,6 @@ from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.workload import LoadRequest, Passages, Workload, WorkloadSpec, tales
 
 COMPLETIONS_PATH = "/v1/completions"
-# The server reads the same variable. Not a flag: flags show in the process list, and results store the command.
-API_KEY_VARIABLE = "KVASIR_API_KEY"
 _RECEIVE_BYTES = 65536
 _DISCOVERY_SECONDS = 30.0
 # Of a service without `/tokenize`. English has about 4 characters per token in a large vocabulary. A sentence full of
@@ -35,19 +33,21 @@ _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of the service, and the API key to send, if any."""
+    """Address of the service, and the API key to send. The key is no flag: flags show in the process list."""
 
     host: str
     port: int
     api_key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, url: str, *, api_key: str | None = None) -> Self:
-        """Read `http://host[:port]`. Raises `ValueError` for anything else."""
-        parts = urlsplit(url)
+    def parse(cls, url: str) -> Self:
+        """Read `http://host[:port]`, and the API key in `KVASIR_API_KEY`. Raises `ValueError` if one cannot be used."""
+        parts, key = urlsplit(url), os.environ.get("KVASIR_API_KEY", "").strip()
         if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
             raise ValueError(f"the service's address must look like http://127.0.0.1:8000, not {url!r}")
-        return cls(parts.hostname, 80 if parts.port is None else parts.port, api_key)
+        if key and not re.fullmatch(r"[!-~]+", key):
+            raise ValueError("KVASIR_API_KEY: must be one word of visible ASCII characters")
+        return cls(parts.hostname, parts.port or 80, key or None)
 
     @property
     def url(self) -> str:
@@ -60,11 +60,7 @@ class Target:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def fetch_json(self, path: str, payload: Any = None) -> Any:
-        """Send a GET, or a POST with a payload, to the service, and return the decoded JSON of the response.
-
-        Raises:
-            OSError: no connection; its subclass `urllib.error.HTTPError` for an error status.
-        """
+        """Return the JSON response of the service to a GET, or to a POST with a payload. Raises `OSError`."""
         body = None if payload is None else json.dumps(payload).encode()
         headers = {"Content-Type": "application/json"} | self.authorization
         request = urllib.request.Request(self.url + path, body, headers)
@@ -72,21 +68,10 @@ class Target:
             return json.load(response)
 
 
-def api_key_given() -> str | None:
-    """Return the key in `KVASIR_API_KEY`, or None. Raises `ValueError`, without the value, if it is not a valid key."""
-    key = os.environ.get(API_KEY_VARIABLE, "").strip()
-    if key and not re.fullmatch(r"[!-~]+", key):
-        raise ValueError(f"{API_KEY_VARIABLE}: must be one word of visible ASCII characters")
-    return key or None
-
-
 def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
-    """Return the model id of a service, and the workload within the model's context.
+    """Return the model id of a service, and the workload within the model's context. Raises `OSError`.
 
-    Prompts are cut by the tokens of `/tokenize`. A service without it gets prompts cut by characters.
-
-    Raises:
-        OSError: the service cannot be reached, or has no models.
+    Prompts are cut by the tokens of the service's `/tokenize`, or by characters if the service has no such route.
     """
     listed, text, tokenized = target.fetch_json("/v1/models")["data"][0], tales(), dict[str, Any]()
     with suppress(urllib.error.HTTPError):
@@ -155,7 +140,7 @@ class CompletionReader:
         self._http.feed_data(data)
 
     def end_of_connection(self, now: float) -> None:
-        """Handle the end of the connection, which completes a response without a declared length."""
+        """Complete a response without a declared length at the end of its connection."""
         self._now = now
         is_delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
         if self.status is not None and not is_delimited and not self.is_complete:

@@ -45,7 +45,6 @@ class WorkloadSpec:
     prompt_tokens, output_tokens: the lengths (fixed), or their medians.
     sigma: spread of the lognormal lengths; 0.6 puts p95 at 2.7 times the median.
     whole_share, cancelling_share: shares of the clients; all other clients stream to the end.
-    max_context_tokens: limit of prompt and completion together.
     """
 
     kind: WorkloadKind = WorkloadKind.FIXED
@@ -64,8 +63,7 @@ class WorkloadSpec:
 class LoadRequest:
     """One request to `/v1/completions`, and the behaviour of its client.
 
-    prompt: text, or token ids.
-    cancel_after: number of text chunks after which a cancelling client disconnects; None for other clients.
+    cancel_after: number of text chunks after which a cancelling client disconnects.
     return_token_ids: ask for the ids, so that every token is an event, even one that ends within a character.
     """
 

@@ -25,16 +25,12 @@ from service.worker.worker import Worker
 
 # Environment variable, because the worker process inherits nothing else from the benchmark.
 _STEP_MS = "KVASIR_BENCH_STEP_MS"
-_NUM_BLOCKS = 2**16
 # The kernel counts CPU time in ticks: a shorter load counts as one tick.
 _TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class InstantEngine:
-    """Engine for `EngineLoop` that computes nothing: each step returns a token for every sequence, until `max_tokens`.
-
-    step_seconds: least time between the starts of two steps.
-    """
+    """Engine for `EngineLoop` that computes nothing: each step returns a token for every sequence."""
 
     max_num_running = 1024
 
@@ -83,18 +79,10 @@ class InstantWorker(Worker):
         """Return the instant engine and its facts, see `Worker.build`."""
         from service.worker.engine_factory import EngineFacts  # imports torch, which the API process must not hold
 
-        names: dict[str, Any] = dict.fromkeys(("device", "attention", "dtype", "matrices", "kv_cache_dtype"), "none")
-        facts = EngineFacts(
-            **names,
-            kernel_level=None,
-            reasons={},
-            threads=1,
-            max_context_length=self.manifest.config.max_context_length,
-            num_blocks=_NUM_BLOCKS,
-            block_size=16,
-            kv_cache_bytes=0,
-        )
-        return InstantEngine(step_seconds=float(os.environ[_STEP_MS]) / 1000.0), facts
+        values: dict[str, Any] = dict.fromkeys(("device", "attention", "dtype", "matrices", "kv_cache_dtype"), "none")
+        values |= {"kernel_level": None, "reasons": {}, "threads": 1, "kv_cache_bytes": 0}
+        values |= {"num_blocks": 2**16, "block_size": 16, "max_context_length": self.manifest.config.max_context_length}
+        return InstantEngine(step_seconds=float(os.environ[_STEP_MS]) / 1000.0), EngineFacts(**values)
 
 
 def measure_level(

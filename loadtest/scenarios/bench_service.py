@@ -115,21 +115,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 submits.append(submit_of(f"bench-{request.index}", token_ids, SamplingParams(**params)))
             return run_closed(contestant.engine, submits, num_streams=num_streams)
 
-        def measure_both(num_streams: int, num_requests: int, *, is_http_first: bool) -> tuple[LoadRun, EngineRun]:
+        def measure_both(num_streams: int, num_requests: int) -> tuple[LoadRun, EngineRun]:
             """Measure service and engine once, with the same fresh requests."""
             requests = list(itertools.islice(numbered, num_requests))
-            if is_http_first:
-                http = complete_all(service.target, requests, num_streams=num_streams)
-                return http, run_engine(requests, num_streams)
-            engine = run_engine(requests, num_streams)
-            return complete_all(service.target, requests, num_streams=num_streams), engine
+            http = complete_all(service.target, requests, num_streams=num_streams)
+            return http, run_engine(requests, num_streams)
 
-        measure_both(4, 8, is_http_first=True)  # warm-up of service and engine
+        measure_both(4, 8)  # warm-up of service and engine
         runs: dict[int, list[tuple[LoadRun, EngineRun]]] = {streams: [] for streams in arguments.streams}
-        for repeat, streams in itertools.product(range(arguments.repeats), arguments.streams):
+        for _, streams in itertools.product(range(arguments.repeats), arguments.streams):
             show(f"{streams} streams")
             count = max(arguments.requests_per_stream * streams, arguments.min_requests)
-            runs[streams].append(measure_both(streams, count, is_http_first=repeat % 2 == 0))
+            runs[streams].append(measure_both(streams, count))
         footprint = measure_footprint(service)
     return {
         "kind": "service",

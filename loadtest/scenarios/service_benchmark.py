@@ -14,14 +14,9 @@ import gevent
 import psutil
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
-from loadtest.client.sse_client import CompletionClient, Target, api_key_given
+from loadtest.client.sse_client import CompletionClient, Target
 from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import (
-    MeasurementFailed,
-    benchmark_parser,
-    read_arguments,
-    run_benchmark,
-)
+from loadtest.measurement.benchmark_program import MeasurementFailed, benchmark_parser, read_arguments, run_benchmark
 
 _START_SECONDS = 120.0
 # Longer than the service's drain and close, so that it is killed only if it hangs.
@@ -37,27 +32,23 @@ def kvasir_serve(checkpoint: Path, arguments: Sequence[str] = ()) -> list[str]:
 
 
 class ServiceProcess:
-    """Server with OpenAI's completions API as a child process, until the end of the `with` block.
+    """Server with OpenAI's completions API as a child process on a free port, until the end of the `with` block.
 
-    command: command line of the server; `--port` with a free port is added.
-
-    Raises:
-        MeasurementFailed: the command cannot be run.
+    Raises `MeasurementFailed` if the command cannot be run.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.target = Target("127.0.0.1", port, api_key_given())  # Kvasir reads the same variable
-        self.command = [*command, "--port", str(port)]
+        self.target = Target.parse(f"http://127.0.0.1:{port}")
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by __exit__)
         self._started_seconds = time.perf_counter()
         try:
-            self._main = psutil.Popen(self.command, stdout=self._log, stderr=subprocess.STDOUT)
+            self._main = psutil.Popen([*command, "--port", str(port)], stdout=self._log, stderr=subprocess.STDOUT)
         except OSError as error:
             self._log.close()
-            raise MeasurementFailed(f"{self.command[0]}: {error.strerror}") from error
+            raise MeasurementFailed(f"{command[0]}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -65,19 +56,20 @@ class ServiceProcess:
     def __exit__(self, *_: object) -> None:
         """Stop the server with SIGTERM, as an operator would. Processes that remain are killed."""
         processes = self.processes()
-        if self._main.is_running():
+        if processes:
             self._main.terminate()
         psutil.wait_procs([self._main], timeout=_STOP_SECONDS)
-        left = [process for process in processes if process.is_running()]
+        _, left = psutil.wait_procs(processes, timeout=0)
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=5)
         self._log.close()
 
     def wait_first_token(self) -> float:
-        """Return the seconds from the start of the server to the first token of the first stream that it serves.
+        """Return the seconds from the start of the server to the first token that it serves.
 
-        The request is repeated until it succeeds. Raises `MeasurementFailed` if no request succeeds in time.
+        Raises:
+            MeasurementFailed: the server served nothing in time.
         """
         client = CompletionClient(self.target, timeout_seconds=_START_SECONDS)
         while True:
@@ -162,22 +154,18 @@ def run_scenario(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     argv: Sequence[str] | None,
 ) -> int:
-    """Run a benchmark program with its command line, and write its results as JSON. Return the exit code.
+    """Run a benchmark program with its command line, and write the results of `measure` as JSON. Return the exit code.
 
     Exit codes: 0; 1 if the service failed; 2 for invalid arguments, or a `ValueError` of `measure`.
-
-    name: module in `loadtest.scenarios`.
     options: default and help by name. The default is a list for several values, or a type if the option is required.
-    measure: returns the results for the parsed options.
     """
     parser = benchmark_parser(f"loadtest.scenarios.{name}", description)
     for option, (default, text) in options.items():
         if isinstance(default, type):
             parser.add_argument(f"--{option}", type=default, required=True, metavar=option.upper(), help=text)
             continue
-        is_list, text = isinstance(default, list), f"{text} (default: %(default)s)"
-        kind = type(default[0] if is_list else default)
-        nargs = "+" if is_list else None
+        kind, nargs = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
+        text += " (default: %(default)s)"
         parser.add_argument(f"--{option}", type=kind, nargs=nargs, default=default, metavar="N", help=text)
     arguments = read_arguments(parser, argv)
     return run_benchmark(parser, arguments, lambda: measure(arguments))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.sse_client import CompletionClient, CompletionReader, SseParser, Target, api_key_given
+from loadtest.client.sse_client import CompletionClient, CompletionReader, SseParser, Target
 from loadtest.client.workload import ClientKind, LoadRequest
 from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
 
@@ -192,11 +192,12 @@ def test_an_invalid_address_is_rejected(url: str) -> None:
 def test_an_api_key_of_several_words_is_rejected_without_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret\r\nX-Evil: 1")
     with pytest.raises(ValueError, match="KVASIR_API_KEY: must be one word") as raised:
-        api_key_given()
+        Target.parse("http://127.0.0.1:1")
     assert "sk-" not in str(raised.value)
     monkeypatch.setenv("KVASIR_API_KEY", "")
-    assert api_key_given() is None
-    assert "sk-" not in repr(Target.parse("http://127.0.0.1:1", api_key="sk-Secret"))
+    assert Target.parse("http://127.0.0.1:1").api_key is None
+    monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret")
+    assert "sk-" not in repr(Target.parse("http://127.0.0.1:1"))
 
 
 EVENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=6)
