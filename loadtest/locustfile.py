@@ -103,8 +103,7 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--requests", type=int, metavar="N", help="stop after N requests, or when time is up")
     text = "timeout of a request in seconds (default: 120)"
     add("--request-timeout", type=float, default=120.0, metavar="S", help=text)
-    text = "directory for results.json, report.md, report.png"
-    add("--results", metavar="DIR", env_var="LOCUST_RESULTS", help=text)
+    add("--results", metavar="DIR", env_var="LOCUST_RESULTS", help="directory for results.json")
 
 
 def three_digits(milliseconds: float) -> float:
@@ -149,7 +148,6 @@ def finish(environment: Environment, **_: Any) -> None:
     )
     print("\n" + report.markdown([result]))
     if options.results:
-        report.write([result], Path(options.results))
         facts = provenance("locust", sys.argv[1:]) | {"model_id": session.model}
         tell(result | facts, Path(options.results, "results.json"))
     environment.process_exit_code = 1 if result["slo_breaches"] else 0

@@ -98,7 +98,7 @@ class LoadRun:
 
     @property
     def duration_seconds(self) -> float:
-        """Measured time."""
+        """Measured time of the load."""
         return self.ended_seconds - self.began_seconds
 
     @property

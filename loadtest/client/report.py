@@ -1,13 +1,14 @@
-"""Objectives and report of load tests: results with the keys of `vllm bench serve`, a Markdown table and pictures.
+"""Objectives and summary of load tests, with the keys of `vllm bench serve`, and their Markdown table.
 
-    python -m loadtest.client.report results/*.json --out results
+    python -m loadtest.client.report results/*.json
 
-writes table and pictures of stored results. vLLM's latencies count from the actual send, ours from the intended send.
+prints the table of stored results. vLLM's latencies count from the actual send, ours from the intended send.
 """
 
 import argparse
 import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.measurement.tables import Column, table
@@ -199,48 +199,5 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join([table(_COLUMNS, rows), *notes])
 
 
-def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a PNG: distributions of the latencies of every load, and TTFT over throughput."""
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    ttft, itl, e2e, saturation = figure.subplots(2, 2).flat
-    for axes, title in ((ttft, "Time to first token"), (itl, "Inter-token latency"), (e2e, "End-to-end latency")):
-        axes.set(title=title, xlabel="ms", ylabel="share of requests or gaps")
-    for run in results:
-        finished = [value for value, end in zip(run["latencies"], run["endings"], strict=True) if end == Ending.OK]
-        firsts, gaps = [value for value in run["ttfts"] if value is not None], itertools.chain(*run["itls"])
-        for axes, seconds in ((ttft, firsts), (itl, list(gaps)), (e2e, finished)):
-            if seconds:
-                axes.ecdf(1e3 * np.array(seconds), label=run["label"])
-    saturation.set(title="Saturation", xlabel="completion tokens/s", ylabel="ms")
-    for percentile in (50, 95, 99):
-        points = [(run["output_throughput"], run[f"p{percentile}_ttft_ms"]) for run in results if any(run["ttfts"])]
-        saturation.plot(*zip(*points, strict=True), marker="o", label=f"TTFT p{percentile}") if points else None
-    for axes in (ttft, itl, e2e, saturation):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-            axes.set_xlim(left=0.0)  # after all lines are drawn, which set the right end
-    figure.savefig(path, dpi=110)
-
-
-def write(results: Sequence[dict[str, Any]], directory: Path) -> None:
-    """Write table and pictures of the loads, `report.md` and `report.png`, into a directory, created if missing."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.md").write_text(markdown(results), encoding="utf-8")
-    plot(results, directory / "report.png")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the table and the pictures of stored results. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.client.report", description=main.__doc__)
-    parser.add_argument("results", nargs="+", type=Path, help="results.json files, in the order of the table")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="directory for report.md and report.png")
-    arguments = parser.parse_args(argv)
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.results]
-    write(runs, arguments.out)
-    print(markdown(runs))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print(markdown([json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]))

@@ -48,11 +48,7 @@ def gaps_within(streams: Sequence[Sequence[float]], start: float, end: float) ->
 
 
 class PromptArrival(NamedTuple):
-    """Arrival of one prompt while streams decode.
-
-    steps: engine steps until the first token of the prompt. before, during: seconds between the streams' tokens, right
-    before the arrival and from then until that first token.
-    """
+    """Arrival of one prompt while streams decode, and gaps between their tokens before it and until its first token."""
 
     ttft_seconds: float
     steps: int
@@ -61,11 +57,9 @@ class PromptArrival(NamedTuple):
 
 
 def summarize(arrivals: Sequence[PromptArrival]) -> dict[str, Any]:
-    """Return a JSON-ready dictionary: a value per arrival, gaps as their 99th percentiles (nearest rank)."""
-    before, during = (
-        [1e3 * float(np.percentile(gaps, 99, method="inverted_cdf")) for gaps in sides]
-        for sides in zip(*((arrival.before, arrival.during) for arrival in arrivals), strict=True)
-    )
+    """Return a value per arrival of prompts, JSON-ready. Gaps become their 99th percentiles (nearest rank)."""
+    sides = ([arrival.before for arrival in arrivals], [arrival.during for arrival in arrivals])
+    before, during = ([1e3 * float(np.percentile(gaps, 99, method="inverted_cdf")) for gaps in side] for side in sides)
     return {
         "ttft_ms": spread(1e3 * arrival.ttft_seconds for arrival in arrivals),
         "steps": spread(float(arrival.steps) for arrival in arrivals),

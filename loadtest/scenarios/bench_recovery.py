@@ -21,19 +21,16 @@ _SETTLE_SECONDS = 4.0
 
 
 def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool) -> tuple[list[Outcome], float]:
-    """Run `count` streams. With `kills`, kill the worker when every stream has a third of its tokens.
+    """Return the outcomes of `count` streams, and the time at which all have a third of their tokens.
 
-    Returns the outcomes, and the time of the kill.
+    With `kills`, the worker is killed at that time.
     """
     client = CompletionClient(service.target, timeout_seconds=300)
-    readers = [
-        CompletionReader(
-            LoadRequest(index=number, prompt=f"There was a dog {number}", max_tokens=num_tokens, seed=number)
-        )
-        for number in range(count)
-    ]
+    prompts = [f"There was a dog {number}" for number in range(count)]
+    requests = [LoadRequest(index=i, prompt=text, max_tokens=num_tokens, seed=i) for i, text in enumerate(prompts)]
+    readers = [CompletionReader(request) for request in requests]
     streams = [gevent.spawn(client.read, reader) for reader in readers]
-    while kills and any(len(reader.outcome.chunk_seconds) < num_tokens // 3 for reader in readers):
+    while any(len(reader.outcome.chunk_seconds) < num_tokens // 3 for reader in readers):
         if all(stream.ready() for stream in streams):
             break
         gevent.sleep(0.01)

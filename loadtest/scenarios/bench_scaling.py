@@ -46,7 +46,7 @@ _READ_BYTES = 2**24
 def fits(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
     """Return two least-squares fits: y = factor x^exponent in logarithms, and y = fixed + each x in relative errors.
 
-    `last` is the exponent between the two largest x. At least two different x are needed, and positive values.
+    `last` is the exponent between the two largest x.
     """
     x, y = np.array(sorted(zip(xs, ys, strict=True)), dtype=np.float64).T
     exponent, constant = np.polyfit(np.log(x), np.log(y), 1)
@@ -72,10 +72,7 @@ def decode_steps(settings: ServeSettings, repeats: int, batches: Sequence[int], 
 
 
 def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]:
-    """Return TTFT of prompts with a cached prefix, beside that of uncached prompts as long as the rest.
-
-    Each repeat goes round all lengths, so that drift of the machine affects all alike.
-    """
+    """Return TTFT of prompts with a cached prefix, beside that of uncached prompts as long as the rest."""
     rng, uids = random.Random(0), itertools.count()
 
     def fresh(num_tokens: int) -> list[int]:
