@@ -128,10 +128,7 @@ def start(environment: Environment, **_: Any) -> None:
 
 @events.quitting.add_listener
 def finish(environment: Environment, **_: Any) -> None:
-    """Report the load, and set locust's exit code: 0; 1 for a missed objective; 2 if nothing was measured.
-
-    Requests still running when time was up are left out.
-    """
+    """Report the load, and set locust's exit code: 0; 1 for a missed objective; 2 if nothing was measured."""
     session, options, runner = CompletionUser.session, environment.parsed_options, environment.runner
     if not isinstance(runner, LocalRunner):
         return

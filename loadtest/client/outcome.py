@@ -119,10 +119,9 @@ class LoadRun:
         A completion that extends beyond the measured time counts by the share of its chunks inside.
         """
         tokens = 0.0
-        for outcome in self.outcomes:
-            if outcome.ending is Ending.OK:
-                moments = outcome.chunk_seconds or [outcome.end_seconds]
-                tokens += outcome.completion_tokens * sum(map(self._is_inside, moments)) / len(moments)
+        for outcome in (outcome for outcome in self.outcomes if outcome.ending is Ending.OK):
+            moments = outcome.chunk_seconds or [outcome.end_seconds]
+            tokens += outcome.completion_tokens * sum(map(self._is_inside, moments)) / len(moments)
         return tokens / self.duration_seconds
 
     def _is_inside(self, seconds: float) -> bool:

@@ -24,10 +24,7 @@ from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.workload import LoadRequest, Passages, Workload, WorkloadSpec, tales
 
 COMPLETIONS_PATH = "/v1/completions"
-_RECEIVE_BYTES = 65536
-_DISCOVERY_SECONDS = 30.0
-# Of a service without `/tokenize`. English has about 4 characters per token in a large vocabulary. A sentence full of
-# names may have more than twice the expected tokens.
+# For a service without `/tokenize`. A sentence full of names may have more than twice the expected tokens.
 _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
 
 
@@ -64,15 +61,12 @@ class Target:
         body = None if payload is None else json.dumps(payload).encode()
         headers = {"Content-Type": "application/json"} | self.authorization
         request = urllib.request.Request(self.url + path, body, headers)
-        with urllib.request.urlopen(request, timeout=_DISCOVERY_SECONDS) as response:
+        with urllib.request.urlopen(request, timeout=30) as response:
             return json.load(response)
 
 
 def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
-    """Return the model id of a service, and the workload within the model's context. Raises `OSError`.
-
-    Prompts are cut by the tokens of the service's `/tokenize`, or by characters if the service has no such route.
-    """
+    """Return the model id of a service, and the workload cut by the service's tokens. Raises `OSError`."""
     listed, text, tokenized = target.fetch_json("/v1/models")["data"][0], tales(), dict[str, Any]()
     with suppress(urllib.error.HTTPError):
         tokenized = target.fetch_json("/tokenize", {"prompt": text, "return_token_strs": True})
@@ -200,7 +194,7 @@ class CompletionReader:
             self._broken = f"not a completion: {error}"
 
     def end(self, ending: Ending, detail: str) -> Outcome:
-        """Return the outcome of the request, which ends now in this way."""
+        """Return the outcome of a request that ends now in this way."""
         outcome = self.outcome
         outcome.ending, outcome.detail, outcome.end_seconds = ending, detail, time.perf_counter()
         if not self._has_usage:
@@ -212,9 +206,8 @@ class CompletionReader:
 
     def finish(self) -> Outcome:
         """Return the outcome of a request at the last bytes of its response, or at the end of its connection."""
-        outcome = self.end(*self._ending())
-        outcome.end_seconds = self._now
-        return outcome
+        self.end(*self._ending()).end_seconds = self._now
+        return self.outcome
 
     def _ending(self) -> tuple[Ending, str]:
         """Return the ending of the response, and its reason. A finished completion must keep the API contract."""
@@ -292,7 +285,7 @@ class CompletionClient:
         try:
             connection.sendall(payload)
             while not reader.is_over:
-                data, now = connection.recv(_RECEIVE_BYTES), time.perf_counter()
+                data, now = connection.recv(65536), time.perf_counter()
                 if not data:
                     reader.end_of_connection(now)
                     break

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TALES_PATH = Path(__file__).with_name("tales.txt")
-# Tokens that a prompt may have beyond its wanted length, even with a tokenized text. Its first word lacks the space
-# before it, and a service may begin every prompt with a special token.
+# Tokens of a prompt beyond its wanted length: its first word lacks a space, and a special token may come first.
 _PROMPT_SLACK = 4
 NUM_PREFIXES, PREFIX_SHARE = 4, 0.75
 
@@ -89,11 +88,8 @@ class LoadRequest:
 class Passages:
     """Tokenized text from which passages of a wanted number of tokens are cut, at words.
 
-    token_strs: texts of the tokens. A token counts for the word in which it ends.
-    overshoot: how many times longer than wanted a passage may be; 1 for the tokens of the service that reads it.
-
-    Raises:
-        ValueError: the tokens do not spell the text, or the text has fewer than 100 words.
+    overshoot: how many times longer than wanted a passage may be for the model that reads it.
+    Raises `ValueError` if the tokens do not spell the text, or if the text has fewer than 100 words.
     """
 
     def __init__(self, text: str, token_strs: Sequence[str], *, overshoot: float = 1.0) -> None:
@@ -107,8 +103,7 @@ class Passages:
             self._word_tokens.append(bisect_right(ends, end) - bisect_right(ends, place))
             place = end
         self.overshoot = overshoot
-        # A stride coprime to the number of words visits every start before any start repeats. No two passages begin
-        # alike, so the prefix cache hits only where the workload intends it.
+        # Coprime to the number of words, so that no two passages begin alike, as the prefix cache would notice.
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     def cut(self, start: int, num_tokens: int) -> str:
@@ -136,7 +131,7 @@ class Workload:
     def __init__(self, spec: WorkloadSpec, passages: Passages) -> None:
         self.spec = spec
         self._passages = passages
-        # Number of the first passage. Neighbouring seeds get distant ones.
+        # Number of the first passage. Neighbouring seeds get distant numbers.
         self._origin = random.Random(spec.seed).randrange(1 << 30)
 
     def request(self, index: int) -> LoadRequest:
@@ -200,7 +195,7 @@ _HELP = {
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare the options that `spec_from_arguments` reads."""
+    """Declare the options of `WorkloadSpec`."""
     text = "distribution of lengths (default: %(default)s)"
     parser.add_argument("--workload", choices=[*map(str, WorkloadKind)], default=str(WorkloadKind.FIXED), help=text)
     for name, text in _HELP.items():

@@ -1,8 +1,4 @@
-"""Benchmark of the API process's CPU time per token: the whole service with an engine that computes nothing.
-
-With an instant engine, several tokens of a stream leave in one write. With `--step-ms`, at a pace that one core can
-follow, every token is written alone.
-"""
+"""Benchmark of the API process's CPU time per token: the whole service with an engine that computes nothing."""
 
 import argparse
 import os
@@ -134,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {
         "checkpoint": (Path, "checkpoint directory, for tokenizer and name"),
         "streams": ([1, 16, 64], "concurrent streams"),
-        "step-ms": ([0.0, 4.0], "milliseconds between the engine's steps, 0: instant"),
+        "step-ms": ([0.0, 4.0], "milliseconds between steps; 0: instant, several tokens are written at a time"),
         "requests-per-stream": (8, "requests per stream"),
         "output-tokens": (200, "tokens of a completion"),
         "repeats": (3, "repeats of each load"),

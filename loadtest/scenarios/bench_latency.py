@@ -1,7 +1,4 @@
-"""Benchmark of latency under mixed load: TTFT of a short prompt among streams, and ITL of streams during a long prompt.
-
-The TTFT of a short prompt is counted in engine steps: tokens that a stream received meanwhile.
-"""
+"""Benchmark of latency under mixed load: a short prompt among streams, and streams during a long prompt."""
 
 import argparse
 import gc
@@ -33,7 +30,6 @@ _DEFAULT_BUDGET: int = ModelSettings.model_fields["max_batched_tokens"].default
 _DEFAULT_SLOWDOWN: float = ModelSettings.model_fields["prompt_slowdown"].default
 # Time for which the streams run alone before each arrival.
 _QUIET_SECONDS = 0.5
-_POLL_SECONDS = 0.005
 
 
 def steps_between(streams: Sequence[Sequence[float]], start: float, end: float) -> int:
@@ -92,7 +88,7 @@ def measure(
             while not times[-1]:
                 if greenlets[-1].ready():
                     raise MeasurementFailed(f"a stream ended without a token: {reader.outcome.detail}")
-                gevent.sleep(_POLL_SECONDS)
+                gevent.sleep(0.005)
         for _ in range(num_arrivals):
             began = time.perf_counter()
             gevent.sleep(_QUIET_SECONDS * rng.uniform(1.0, 1.5))
@@ -155,8 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "budgets": ([64, 128, 256, 512, 1024], "values of --max-batched-tokens, each above --long-streams"),
         "slowdowns": ([_DEFAULT_SLOWDOWN], f"values of --prompt-slowdown, with --max-batched-tokens {_DEFAULT_BUDGET}"),
     }
-    text = "Measure TTFT while streams decode, and the effect of a long prompt on the streams' ITL."
-    return run_scenario("bench_latency", text, options, measure_all, argv)
+    return run_scenario(
+        "bench_latency", "Measure latency while prompts arrive among streams.", options, measure_all, argv
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """Benchmark of a service that receives four times the requests it can serve.
 
-Saturation, a closed loop with a stream for each slot (`--max-num-running`), is measured before and after the overload,
-so that drift of the machine's speed cancels. The overload is Poisson arrivals with one API key. Two users of OpenAI's
-Python SDK run beside it: one with another key and the SDK's default retries, one with the same key and more retries.
-Client and service are pinned to different processors.
+Saturation, a closed loop with a stream for each slot, is measured before and after the overload, so that drift of the
+machine's speed cancels. Two users of OpenAI's Python SDK run beside the overload's Poisson arrivals.
 """
 
 import argparse
@@ -46,11 +44,11 @@ def watch_memory(service: ServiceProcess, seconds: float) -> dict[str, Any]:
         for part, processes in parts.items():
             samples[part].append((now, sum(process.memory_info().rss for process in processes) / 2**20))
         gevent.sleep(1.0)
-    growth = {part: growth_per_minute(values[_MEMORY_SETTLES:] or values) for part, values in samples.items()}
-    return {
-        part: {"last_mib": round(values[-1][1], 1), "growth_mib_per_minute": round(growth[part], 3)}
-        for part, values in samples.items()
-    }
+    figures = {}
+    for part, values in samples.items():
+        growth = growth_per_minute(values[_MEMORY_SETTLES:] or values)
+        figures[part] = {"last_mib": round(values[-1][1], 1), "growth_mib_per_minute": round(growth, 3)}
+    return figures
 
 
 def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
@@ -60,10 +58,7 @@ def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
 
 
 def retry_after_errors(metrics: str) -> dict[str, Any]:
-    """Return the share of Retry-After announcements after which a slot was free within half a second.
-
-    metrics: text of `/metrics`, with a histogram of the announcements' errors.
-    """
+    """Return the share of Retry-After headers that were right within half a second, from the text of `/metrics`."""
     samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
     buckets = (sample for sample in samples if sample.name == "llm_retry_after_error_seconds_bucket")
     counts = {float(sample.labels["le"]): round(sample.value) for sample in buckets}
@@ -73,10 +68,7 @@ def retry_after_errors(metrics: str) -> dict[str, Any]:
 
 
 def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[str, Any]:
-    """Send streamed completions one after the other by OpenAI's SDK. Return the figures of this user.
-
-    errors: exceptions that the caller of the SDK saw, by name. tokens_per_second: chunks with text.
-    """
+    """Send one stream after the other by OpenAI's SDK. Return their rate, and the errors that the SDK raised."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=max_retries)
     model, prompt = client.models.list().data[0].id, "Once upon a time, in a kingdom by the sea,"
     result, errors = {"max_retries": max_retries, "completions": 0, "tokens_per_second": 0.0}, Counter[str]()
@@ -135,12 +127,11 @@ def measure_loads(
         for label, load in (("saturation", saturation), ("overload", overload), ("saturation again", again))
     ]
     before, during, after = (load["p99_ttft_ms"] for load in figures)
-    is_complete = None not in (before, during, after)
     return {
         "rate": round(rate, 2),
         "loads": figures,
         "throughput_share": round(served / capacity, 4),
-        "ttft_p99_ratio": round(2 * during / (before + after), 3) if is_complete else None,
+        "ttft_p99_ratio": round(2 * during / (before + after), 3) if before and during and after else None,
         "service": memory.get(),
         "sdk": sdk,
         "retry_after": retry_after,
@@ -181,8 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "output-tokens": (64, "tokens of a completion"),
         "seed": (0, "seed of workload and arrivals"),
     }
-    text = "Send a service more requests than it can serve, and measure the requests it admits."
-    return run_scenario("bench_overload", text, options, measure, argv)
+    return run_scenario("bench_overload", "Send a service more requests than it can serve.", options, measure, argv)
 
 
 if __name__ == "__main__":

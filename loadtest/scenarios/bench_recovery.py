@@ -98,8 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "output-tokens": (200, "tokens of a completion"),
         "repeats": (2, "worker deaths for each number of streams"),
     }
-    text = "Measure the streams' pause after a worker's death."
-    return run_scenario("bench_recovery", text, options, measure_both, argv)
+    return run_scenario("bench_recovery", "Measure the pause after a worker's death.", options, measure_both, argv)
 
 
 if __name__ == "__main__":

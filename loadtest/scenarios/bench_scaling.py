@@ -1,8 +1,4 @@
-"""Benchmark of the service's scaling, with fitted exponents.
-
-It measures the time of a decode step over batch size and over context length, resident memory of the KV-cache over
-tokens, TTFT over the length of a cached prefix, and start time of `kvasir serve` over the size of its checkpoint.
-"""
+"""Benchmark of the service's scaling, with fitted exponents: decode steps, KV-cache, cached prefixes and starts."""
 
 import itertools
 import math
@@ -108,13 +104,10 @@ def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]
 def resident_bytes(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
     """Return the memory that becomes resident as tokens are written to a KV-cache, with the formula's value."""
     dtype: torch.dtype = getattr(torch, dtype_name)
-    num_blocks = -(-max(tokens) // _BLOCK)
-    cache, small = (
-        KVCache(config, num_blocks=count, block_size=_BLOCK, dtype=dtype, device="cpu") for count in (num_blocks, 1)
-    )
-    keys, values = (
-        torch.ones(_BLOCK, config.num_kv_heads, size, dtype=dtype) for size in (config.key_dim, config.head_dim)
-    )
+    counts = (-(-max(tokens) // _BLOCK), 1)
+    cache, small = (KVCache(config, num_blocks=n, block_size=_BLOCK, dtype=dtype, device="cpu") for n in counts)
+    sizes = (config.key_dim, config.head_dim)
+    keys, values = (torch.ones(_BLOCK, config.num_kv_heads, size, dtype=dtype) for size in sizes)
     small.write(0, torch.arange(_BLOCK), keys, values)  # allocations of a first write do not count
     process, written, points = psutil.Process(), 0, []
     before = process.memory_info().rss
@@ -154,15 +147,11 @@ def measure_starts(directory: Path, repeats: int, serve: Sequence[str]) -> dict[
         if kind == "cold":
             forget(paths)
         seconds[kind, name].append(runs[name]())
-    figures = {
-        kind: {
-            "start_seconds": spread(seconds[kind, "start"]),
-            "read_seconds": spread(seconds[kind, "read"]),
-            "ratio": ratio_spread(seconds[kind, "start"], seconds[kind, "read"]),
-        }
-        for kind in ("warm", "cold")
-    }
-    return {"bytes": sum(path.stat().st_size for path in paths), **figures}
+    point: dict[str, Any] = {"bytes": sum(path.stat().st_size for path in paths)}
+    for kind in ("warm", "cold"):
+        figures = {f"{name}_seconds": spread(seconds[kind, name]) for name in runs}
+        point[kind] = figures | {"ratio": ratio_spread(seconds[kind, "start"], seconds[kind, "read"])}
+    return point
 
 
 def measure(arguments: Namespace) -> dict[str, Any]:
@@ -177,8 +166,8 @@ def measure(arguments: Namespace) -> dict[str, Any]:
     show("KV-cache memory")
     # In a separate process no other allocation changes the resident memory.
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
-        given = contestant.manifest.config, contestant.built.kv_cache_dtype, _KV_TOKENS
-        memory = process.submit(resident_bytes, *given).result()
+        dtype_name = contestant.built.kv_cache_dtype
+        memory = process.submit(resident_bytes, contestant.manifest.config, dtype_name, _KV_TOKENS).result()
     starts = []
     for shape in arguments.shapes:
         show(f"starts of shape {shape}")

@@ -1,7 +1,4 @@
-"""Benchmark of the whole service: start, idle cost, footprint, and HTTP throughput relative to the engine alone.
-
-Service and engine are measured in turn, with the same prompts, settings and number of streams.
-"""
+"""Benchmark of the whole service: start, idle cost, footprint, and HTTP throughput relative to the engine alone."""
 
 import argparse
 import itertools
@@ -11,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from loadtest.client.outcome import LoadRun
 from loadtest.client.sse_client import discover
@@ -57,16 +53,10 @@ def measure_footprint(service: ServiceProcess) -> list[dict[str, Any]]:
             "part": process.name().removeprefix("kvasir-"),
             "rss_mb": process.memory_info().rss / 1e6,
             "threads": process.num_threads(),
-            "torch": has_torch(process),
+            "torch": any("libtorch" in region.path for region in process.memory_maps()),
         }
         for process in service.processes()
     ]
-
-
-def has_torch(process: psutil.Process) -> bool:
-    """Return True if a torch library is mapped into the process."""
-    maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
-    return any("/torch/" in line or "libtorch" in line for line in maps.splitlines())
 
 
 def summarize(num_streams: int, http: Sequence[LoadRun], engine: Sequence[EngineRun]) -> dict[str, Any]:
@@ -101,9 +91,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         show("idle")
         idle = measure_idle(service, arguments.idle_seconds)
         contestant = InProcess.open(settings)
-        workload = {
-            name: getattr(arguments, name) for name in ("prompt_tokens", "output_tokens", "temperature", "seed")
-        }
+        names = ("prompt_tokens", "output_tokens", "temperature", "seed")
+        workload = {name: getattr(arguments, name) for name in names}
         numbered = map(discover(service.target, WorkloadSpec(**workload))[1].request, itertools.count())
 
         def run_engine(requests: Sequence[LoadRequest], num_streams: int) -> EngineRun:

@@ -32,10 +32,7 @@ def kvasir_serve(checkpoint: Path, arguments: Sequence[str] = ()) -> list[str]:
 
 
 class ServiceProcess:
-    """Server with OpenAI's completions API as a child process on a free port, until the end of the `with` block.
-
-    Raises `MeasurementFailed` if the command cannot be run.
-    """
+    """Server with OpenAI's completions API as a child process on a free port, until the end of the `with` block."""
 
     def __init__(self, command: Sequence[str]) -> None:
         with socket.socket() as probe:
@@ -59,32 +56,28 @@ class ServiceProcess:
         if processes:
             self._main.terminate()
         psutil.wait_procs([self._main], timeout=_STOP_SECONDS)
-        _, left = psutil.wait_procs(processes, timeout=0)
+        left = psutil.wait_procs(processes, timeout=0)[1]
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=5)
         self._log.close()
 
     def wait_first_token(self) -> float:
-        """Return the seconds from the start of the server to the first token that it serves.
-
-        Raises:
-            MeasurementFailed: the server served nothing in time.
-        """
+        """Return the seconds from the server's start to its first token. Raises `MeasurementFailed` if none comes."""
         client = CompletionClient(self.target, timeout_seconds=_START_SECONDS)
         while True:
             outcome = client.complete(_FIRST_REQUEST)
             if outcome.ending is Ending.OK and outcome.chunk_seconds:
                 client.close()
                 return outcome.chunk_seconds[0] - self._started_seconds
-            fault = f"first request: {outcome.ending.value}: {outcome.detail}"
-            if self._main.poll() is not None:
-                fault = f"the service exited with code {self._main.returncode}"
-            elif outcome.ending in (Ending.CONNECTION, Ending.HTTP_ERROR):
-                if time.perf_counter() - self._started_seconds < _START_SECONDS:
-                    time.sleep(_POLL_SECONDS)
-                    continue
-                fault = f"the service served nothing within {_START_SECONDS:g} s ({outcome.detail})"
+            code, seconds = self._main.poll(), time.perf_counter() - self._started_seconds
+            is_starting = code is None and outcome.ending in (Ending.CONNECTION, Ending.HTTP_ERROR)
+            if is_starting and seconds < _START_SECONDS:
+                time.sleep(_POLL_SECONDS)
+                continue
+            fault = f"first request after {seconds:.0f} s: {outcome.ending.value}: {outcome.detail}"
+            if code is not None:
+                fault = f"the service exited with code {code}"
             self._log.seek(0)
             raise MeasurementFailed("\n".join([fault, *self._log.read().splitlines()[-20:]]))
 
@@ -98,8 +91,7 @@ class ServiceProcess:
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     """Return the user and system CPU time that the processes have used so far."""
-    times = [process.cpu_times() for process in processes]
-    return float(sum(used.user + used.system for used in times))
+    return float(sum(sum(process.cpu_times()[:2]) for process in processes))
 
 
 def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num_streams: int) -> LoadRun:
