@@ -44,7 +44,7 @@ class LoadSession:
 
 
 class CompletionUser(User):
-    """Client of the service. The workload chooses the kind of client for each request."""
+    """Locust user of the service. The workload chooses the behaviour of the client for each request."""
 
     wait_time = constant(0)
     session: LoadSession | None = None  # set by `start`; None without a service
@@ -72,7 +72,7 @@ class CompletionUser(User):
             signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
 
     def record(self, outcome: Outcome) -> None:
-        """Report the rows of an outcome to locust."""
+        """Report the latencies of an outcome to locust, as one row of its table each."""
         ending = outcome.ending
         failure = RuntimeError(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
         kind = {Ending.SHED: "SHED", Ending.CANCELLED: "LEFT"}.get(ending, "E2E")
@@ -113,7 +113,7 @@ def three_digits(milliseconds: float) -> float:
 
 @events.test_start.add_listener
 def start(environment: Environment, **_: Any) -> None:
-    """Discover the service once, for all users. End locust with an error if the service cannot be reached."""
+    """Discover the service once for all users of a run. End locust with an error if the service cannot be reached."""
     locust.stats.bucket_response_time = three_digits  # type: ignore[assignment]  # as locust's documentation suggests
     if not isinstance(environment.runner, LocalRunner):
         log.warning("distributed run: objectives and --results need a single process; only locust's tables are written")

@@ -27,7 +27,7 @@ class Ending(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True if the ending is an error of the service."""
+        """True if this end of a request is an error of the service."""
         return self not in (Ending.OK, Ending.CANCELLED, Ending.SHED)
 
 
@@ -55,17 +55,17 @@ class Outcome:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Time from the intended send to the first text; None without streamed text."""
+        """Time from the intended send to the first text of the response; None without streamed text."""
         return self.chunk_seconds[0] - self.intended_seconds if self.chunk_seconds else None
 
     @property
     def itl_seconds(self) -> list[float]:
-        """Gaps between consecutive chunks of text."""
+        """Seconds between consecutive chunks of text of the response."""
         return [later - earlier for earlier, later in pairwise(self.chunk_seconds)]
 
     @property
     def tpot_seconds(self) -> float | None:
-        """(E2E - TTFT) / (tokens - 1); None for fewer than two tokens or without streamed text."""
+        """Time per output token: (E2E - TTFT) / (tokens - 1). None for fewer than two tokens or no streamed text."""
         if self.ttft_seconds is None or self.completion_tokens < 2:
             return None
         return (self.e2e_seconds - self.ttft_seconds) / (self.completion_tokens - 1)
@@ -90,7 +90,7 @@ class LoadRun:
 
     @classmethod
     def ended_now(cls, outcomes: Sequence[Outcome], began_seconds: float, began_cpu_seconds: float) -> Self:
-        """Return the load that began at these values of `time.perf_counter()` and `time.process_time()`."""
+        """Return a load that ends now and began at these values of `time.perf_counter()` and `time.process_time()`."""
         cpu_share = (time.process_time() - began_cpu_seconds) / max(time.perf_counter() - began_seconds, 1e-9)
         first = min((outcome.intended_seconds for outcome in outcomes), default=began_seconds)
         last = max([first + 1e-9, *(outcome.end_seconds for outcome in outcomes)])
@@ -103,18 +103,18 @@ class LoadRun:
 
     @property
     def sent(self) -> list[Outcome]:
-        """Outcomes of requests with an intended send in the measured time."""
+        """Outcomes of the requests that were meant to be sent in the measured time of the load."""
         return [outcome for outcome in self.outcomes if self._is_inside(outcome.intended_seconds)]
 
     @property
     def requests_per_second(self) -> float:
-        """Completions that ended successfully in the measured time, per second."""
+        """Completions that ended successfully in the measured time of the load, per second."""
         done = (outcome for outcome in self.outcomes if outcome.ending is Ending.OK)
         return sum(self._is_inside(outcome.end_seconds) for outcome in done) / self.duration_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of successful completions that arrived in the measured time, per second.
+        """Tokens of successful completions that arrived in the measured time of the load, per second.
 
         A completion that extends beyond the measured time counts by the share of its chunks inside.
         """

@@ -46,7 +46,7 @@ class Slo:
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> Self:
-        """Read the arguments that `add_slo_arguments` declared."""
+        """Return the objectives of the parsed `--slo-...` options."""
         return cls(**{name: getattr(arguments, f"slo_{name}") for name in _SLO_HELP})
 
     def is_good(self, outcome: Outcome) -> bool:
@@ -58,7 +58,7 @@ class Slo:
         return outcome.ending is Ending.OK and is_kept
 
     def breaches(self, outcomes: Sequence[Outcome], tokens_per_second: float) -> list[str]:
-        """Return a readable line for every broken limit."""
+        """Return a sentence for every objective that the outcomes missed."""
         if not outcomes:
             return ["no request was sent"]
         lines = []
@@ -83,7 +83,7 @@ class Slo:
 
 
 def add_slo_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare a `--slo-...` option for each limit."""
+    """Declare a `--slo-...` option for each objective."""
     for name, text in _SLO_HELP.items():
         option, default = f"--slo-{name.replace('_', '-')}", getattr(Slo(), name)
         text += f" (default: {'no limit' if default is None else default})"

@@ -48,7 +48,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        """Base URL of the service."""
+        """Base URL of the service under test."""
         return f"http://{self.host}:{self.port}"
 
     @property
@@ -129,7 +129,7 @@ class CompletionReader:
         return self.is_complete or (limit is not None and len(self.outcome.chunk_seconds) >= limit)
 
     def feed(self, data: bytes, now: float) -> None:
-        """Read bytes received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
+        """Read bytes of a response, received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
         self._now = now
         self._http.feed_data(data)
 
@@ -142,11 +142,11 @@ class CompletionReader:
             self.is_reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header of the response. httptools calls this and the other `on_` methods."""
+        """Store a header of the response. httptools calls all `on_` methods."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Store the status and detect an event stream."""
+        """Store the status of the response and detect an event stream."""
         self.status = self._http.get_status_code()
         if self._headers.get("content-type", "").startswith("text/event-stream"):
             self._sse = SseParser()

@@ -21,7 +21,7 @@ NUM_PREFIXES, PREFIX_SHARE = 4, 0.75
 
 
 class WorkloadKind(StrEnum):
-    """Distribution of prompt and completion lengths."""
+    """Distribution of prompt and completion lengths in a workload."""
 
     FIXED = "fixed"  # all prompts and all completions have one length
     LOGNORMAL = "lognormal"  # lognormal around the given medians, like production traces
@@ -30,7 +30,7 @@ class WorkloadKind(StrEnum):
 
 
 class ClientKind(StrEnum):
-    """Behaviour of the client."""
+    """Behaviour of a load-test client while it receives a response."""
 
     STREAMING = "streaming"
     WHOLE = "whole"  # does not stream
@@ -77,7 +77,7 @@ class LoadRequest:
     return_token_ids: bool = False
 
     def body(self, model: str | None) -> dict[str, Any]:
-        """Return the JSON body of the request. Without a model the service uses its own."""
+        """Return the JSON body of the request. Without a model id, the service uses its own model."""
         names = ("prompt", "max_tokens", "temperature", "ignore_eos", "seed")
         body = ({} if model is None else {"model": model}) | {name: getattr(self, name) for name in names}
         if self.client is not ClientKind.WHOLE:
@@ -107,7 +107,7 @@ class Passages:
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     def cut(self, start: int, num_tokens: int) -> str:
-        """Return passage number `start` (any integer), of about `num_tokens` tokens and at least one word."""
+        """Return passage number `start` (any integer) of the text: about `num_tokens` tokens, at least one word."""
         count = len(self._words)
         at = (start * self._stride) % count
         chosen, length = [self._words[at]], self._word_tokens[at]
@@ -195,7 +195,7 @@ _HELP = {
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare the options of `WorkloadSpec`."""
+    """Declare command-line options for the fields of `WorkloadSpec`."""
     text = "distribution of lengths (default: %(default)s)"
     parser.add_argument("--workload", choices=[*map(str, WorkloadKind)], default=str(WorkloadKind.FIXED), help=text)
     for name, text in _HELP.items():

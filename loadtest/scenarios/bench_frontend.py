@@ -37,19 +37,19 @@ class InstantEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if a sequence is unfinished."""
+        """True if a sequence of the engine is unfinished."""
         return bool(self._live)
 
     def submit(self, submit: Submit) -> None:
-        """Add a sequence of at least one token."""
+        """Add a sequence to the engine. It gets at least one token."""
         self._live[submit.uid] = (submit, len(submit.prior_token_ids))
 
     def cancel(self, uid: str) -> None:
-        """Remove a sequence."""
+        """Remove a sequence from the engine."""
         self._live.pop(uid, None)
 
     def step(self, **_: Any) -> SimpleNamespace:
-        """Return a token for every sequence, and statistics without content."""
+        """Return a token for every sequence of the engine, and statistics of zeros."""
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
         self._next_step_seconds = time.monotonic() + self._step_seconds
         events = [self._next_token(submit, done) for submit, done in list(self._live.values())]
@@ -84,7 +84,7 @@ class InstantWorker(Worker):
 def measure_level(
     service: ServiceProcess, num_streams: int, arguments: argparse.Namespace, repeats: int
 ) -> dict[str, Any]:
-    """Return the CPU time of the API process and the throughput with this number of streams."""
+    """Return the API process's CPU time and throughput for a number of streams, measured `repeats` times."""
     count, num_tokens = num_streams * arguments.requests_per_stream, arguments.output_tokens
     requests = [
         LoadRequest(index=index, prompt="Once upon a time", max_tokens=num_tokens, temperature=0.0)
@@ -122,7 +122,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or the service of its child process: `serve` with arguments of `kvasir serve`."""
+    """Run the benchmark program. With `serve` as first argument, run its service with the instant engine."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"]:
         settings = read_settings(ServeSettings, given[1:], command="serve", summary="")

@@ -1,4 +1,4 @@
-"""Benchmark of latency under mixed load: a short prompt among streams, and streams during a long prompt."""
+"""Benchmark of latency: TTFT of a short prompt among streams, and ITL of streams during a long prompt."""
 
 import argparse
 import gc
@@ -33,18 +33,18 @@ _QUIET_SECONDS = 0.5
 
 
 def steps_between(streams: Sequence[Sequence[float]], start: float, end: float) -> int:
-    """Return the engine steps from `start` (excluded) to `end`: the tokens of the stream that got most."""
+    """Return the number of engine steps after `start` and until `end`: tokens of the stream with most tokens."""
     return max(sum(start < at <= end for at in seconds) for seconds in streams)
 
 
 def gaps_within(streams: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """Return the gaps between tokens, of all streams, that end after `start` and begin before `end`."""
+    """Return the gaps between tokens of all streams, for gaps that end after `start` and begin before `end`."""
     pairs = (pair for seconds in streams for pair in itertools.pairwise(seconds))
     return [later - earlier for earlier, later in pairs if later > start and earlier < end]
 
 
 class PromptArrival(NamedTuple):
-    """Arrival of one prompt while streams decode, and gaps between their tokens before it and until its first token."""
+    """Arrival of a prompt while streams decode. before, during: seconds between tokens of the streams."""
 
     ttft_seconds: float
     steps: int
@@ -53,7 +53,7 @@ class PromptArrival(NamedTuple):
 
 
 def summarize(arrivals: Sequence[PromptArrival]) -> dict[str, Any]:
-    """Return a value per arrival of prompts, JSON-ready. Gaps become their 99th percentiles (nearest rank)."""
+    """Return the figures of all prompt arrivals, JSON-ready. Gaps become their 99th percentiles (nearest rank)."""
     sides = ([arrival.before for arrival in arrivals], [arrival.during for arrival in arrivals])
     before, during = ([1e3 * float(np.percentile(gaps, 99, method="inverted_cdf")) for gaps in side] for side in sides)
     return {
@@ -69,7 +69,7 @@ def summarize(arrivals: Sequence[PromptArrival]) -> dict[str, Any]:
 def measure(
     target: Target, vocab_size: int, *, streams: int, prompt_tokens: int, num_arrivals: int, seed: int
 ) -> list[PromptArrival]:
-    """Let prompts arrive one after the other while streams decode, at random moments of a step."""
+    """Send prompts one after the other while streams decode, at random moments of an engine step."""
     rng, seen = random.Random(seed), []
     client = CompletionClient(target, timeout_seconds=3600)
 
@@ -140,7 +140,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark with its command line. Return the exit code, see `run_scenario`."""
+    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
     options = {
         "short-streams": (63, "streams during a short prompt"),
         "short-arrivals": (12, "number of short prompts"),

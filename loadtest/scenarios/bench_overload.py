@@ -58,7 +58,7 @@ def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
 
 
 def retry_after_errors(metrics: str) -> dict[str, Any]:
-    """Return the share of Retry-After headers that were right within half a second, from the text of `/metrics`."""
+    """Return the share of Retry-After headers that were right within 0.5 s, from the text of `/metrics`."""
     samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
     buckets = (sample for sample in samples if sample.name == "llm_retry_after_error_seconds_bucket")
     counts = {float(sample.labels["le"]): round(sample.value) for sample in buckets}
@@ -68,7 +68,7 @@ def retry_after_errors(metrics: str) -> dict[str, Any]:
 
 
 def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[str, Any]:
-    """Send one stream after the other by OpenAI's SDK. Return their rate, and the errors that the SDK raised."""
+    """Request one streamed completion after the other by OpenAI's SDK. Return their rate, and the SDK's errors."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=max_retries)
     model, prompt = client.models.list().data[0].id, "Once upon a time, in a kingdom by the sea,"
     result, errors = {"max_retries": max_retries, "completions": 0, "tokens_per_second": 0.0}, Counter[str]()
@@ -86,7 +86,7 @@ def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[st
 def measure_loads(
     arguments: argparse.Namespace, service: ServiceProcess, other_key: str, num_slots: int
 ) -> dict[str, Any]:
-    """Run the loads on the service one after the other, and return their figures."""
+    """Run saturation, overload and saturation again on the service. Return their figures."""
     target, seconds = service.target, arguments.seconds
     sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "output_tokens", "seed")}
     # Requests of one length that begin together also end together, and the load would come in waves.
@@ -140,7 +140,7 @@ def measure_loads(
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run all loads on a service with two API keys, on its own processors. This process uses the first one."""
+    """Run all loads on a service with two API keys. The service has all processors but one, which the clients use."""
     flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
     num_slots = read_settings(ServeSettings, flags, command="serve", summary="").max_num_running
     cores = sorted(os.sched_getaffinity(0))
@@ -161,7 +161,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark with its command line. Return the exit code, see `run_scenario`."""
+    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
     options = {
         "checkpoint": (Path, "checkpoint directory"),
         "seconds": (300.0, "length of the overload"),

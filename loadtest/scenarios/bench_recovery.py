@@ -86,12 +86,12 @@ def measure(arguments: argparse.Namespace, flag: str) -> dict[str, Any]:
 
 
 def measure_both(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the service with and without a standby."""
+    """Measure the pauses of streams of a service with and without a standby worker."""
     return {"kind": "recovery", "settings": [measure(arguments, flag) for flag in ("--standby", "--no-standby")]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark with its command line. Return the exit code, see `run_scenario`."""
+    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
     options = {
         "checkpoint": (Path, "checkpoint directory"),
         "streams": ([1, 64], "concurrent streams"),

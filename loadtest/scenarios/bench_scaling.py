@@ -55,7 +55,7 @@ def fits(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
 
 
 def _curve(points: Sequence[dict[str, Any]], over: str, value: str) -> dict[str, Any]:
-    """Return measured points with the fits of one of their values over another."""
+    """Return measured points, with fits of the points' value `value` over their value `over`."""
     return {"points": points, "fits": fits([point[over] for point in points], [value_at(p, value) for p in points])}
 
 
@@ -68,7 +68,7 @@ def decode_steps(settings: ServeSettings, repeats: int, batches: Sequence[int], 
 
 
 def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]:
-    """Return TTFT of prompts with a cached prefix, beside that of uncached prompts as long as the rest."""
+    """Return TTFT of prompts with a cached prefix, beside TTFT of uncached prompts as long as the other tokens."""
     rng, uids = random.Random(0), itertools.count()
 
     def fresh(num_tokens: int) -> list[int]:
@@ -102,7 +102,7 @@ def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]
 
 
 def resident_bytes(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the memory that becomes resident as tokens are written to a KV-cache, with the formula's value."""
+    """Return the resident memory of a KV-cache for each number of written tokens, beside the formula's value."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     counts = (-(-max(tokens) // _BLOCK), 1)
     cache, small = (KVCache(config, num_blocks=n, block_size=_BLOCK, dtype=dtype, device="cpu") for n in counts)
@@ -155,7 +155,7 @@ def measure_starts(directory: Path, repeats: int, serve: Sequence[str]) -> dict[
 
 
 def measure(arguments: Namespace) -> dict[str, Any]:
-    """Run all measurements. Start-up times come last, because nothing else may run meanwhile."""
+    """Run all measurements of scaling. Start-up times come last, because nothing else may run meanwhile."""
     flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
     settings, repeats = read_settings(ServeSettings, flags, command="serve", summary=""), arguments.repeats
     over_batch = decode_steps(settings, repeats, _BATCHES, (_CONTEXT,))
@@ -194,7 +194,7 @@ def measure(arguments: Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark with its command line. Return the exit code, see `run_scenario`."""
+    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
     options = {
         "checkpoint": (Path, "checkpoint of the engine's measurements"),
         "repeats": (5, "repeats of the engine's measurements"),

@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         numbered = map(discover(service.target, WorkloadSpec(**workload))[1].request, itertools.count())
 
         def run_engine(requests: Sequence[LoadRequest], num_streams: int) -> EngineRun:
-            """Run the requests in the engine, as the API process would submit them. The service tokenizes prompts."""
+            """Run requests in the engine, as the API process would submit them. The service tokenizes the prompts."""
             submits = []
             for request in requests:
                 token_ids = service.target.fetch_json("/tokenize", {"prompt": request.prompt})["tokens"]
@@ -105,7 +105,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             return run_closed(contestant.engine, submits, num_streams=num_streams)
 
         def measure_both(num_streams: int, num_requests: int) -> tuple[LoadRun, EngineRun]:
-            """Measure service and engine once, with the same fresh requests."""
+            """Measure service and engine once, with the same new requests."""
             requests = list(itertools.islice(numbered, num_requests))
             http = complete_all(service.target, requests, num_streams=num_streams)
             return http, run_engine(requests, num_streams)
@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark with its command line. Return the exit code, see `run_scenario`."""
+    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
     options = {
         "checkpoint": (Path, "checkpoint directory"),
         "streams": ([1, 4, 16, 64], "concurrent streams"),

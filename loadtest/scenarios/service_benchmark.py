@@ -95,7 +95,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num_streams: int) -> LoadRun:
-    """Send the requests from N clients. Each client waits for the end of its last request, and for its Retry-After."""
+    """Send requests from N clients. Each client waits for the end of its last request, and for its Retry-After."""
     queue, outcomes = iter(requests), list[Outcome]()
 
     def stream() -> None:
@@ -108,7 +108,7 @@ def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num
 
 
 def run_open(client: CompletionClient, requests: Iterable[LoadRequest], *, offsets: Iterable[float]) -> LoadRun:
-    """Send each request at its offset, in seconds from now. A rejected client does not retry."""
+    """Send each request at its offset, in seconds from now. Rejected requests are not sent again."""
     outcomes, start = list[Outcome](), time.perf_counter()
 
     def send(request: LoadRequest, intended: float) -> None:
@@ -129,7 +129,7 @@ def _join(outcomes: list[Outcome], greenlets: list[Any]) -> LoadRun:
 def complete_all(
     target: Target, requests: Iterable[LoadRequest], *, num_streams: int, timeout_seconds: float = 120.0
 ) -> LoadRun:
-    """Send the requests in a closed loop. Raises `MeasurementFailed` if a completion is not complete."""
+    """Send requests to a service in a closed loop. Raises `MeasurementFailed` if a completion is not complete."""
     client = CompletionClient(target, timeout_seconds=timeout_seconds)
     run = run_closed(client, requests, num_streams=num_streams)
     client.close()
