@@ -1,16 +1,7 @@
-"""Load test as locust users, headless, with an exit code from the objectives.
+"""Load test as locust users, headless or with locust's web page, with an exit code from the objectives.
 
-    locust -f loadtest/locustfile.py --headless --host http://127.0.0.1:8000 -u 16 -r 16 -t 30s \\
-        --workload mixed --whole-share 0.1 --cancelling-share 0.1 --slo-ttft-p95-ms 500 --results results
-
-Rows by request type: E2E once per request, TTFT and TPOT once per stream, ITL once per chunk of text after the
-first, SHED for a 429 (shed load is not an error) and LEFT for a client that disconnects as planned. A failed
-request is an E2E row with its kind as the failure.
-
-locust patches the standard library for gevent: never import this file in a program that uses asyncio.
-
-`locust --help` does not show a locustfile's options. They are those of `python -m loadtest.scenarios.bench_http
---help`, with --results (or LOCUST_RESULTS) for its --out. The API key in KVASIR_API_KEY is sent to the service.
+Rows of locust's table by request type: E2E once per request, TTFT and TPOT once per stream, ITL once per chunk of text
+after the first, SHED for a 429 (not an error) and LEFT for a client that disconnects as planned.
 """
 
 import itertools
@@ -21,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gevent
 import locust.stats
 from locust import User, constant, events, task
 from locust.argument_parser import LocustArgumentParser
@@ -29,53 +21,60 @@ from locust.exception import StopUser
 from locust.runners import LocalRunner
 
 from loadtest.client import report
-from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.service_discovery import discover
-from loadtest.client.sse_client import COMPLETIONS_PATH, Target, api_key_given, complete_blocking
-from loadtest.client.workload import Workload, add_workload_arguments, spec_from_arguments
-from loadtest.measurement.provenance import provenance
+from loadtest.client.outcome import Ending, LoadRun, Outcome
+from loadtest.client.sse_client import COMPLETIONS_PATH, CompletionClient, Target, discover
+from loadtest.client.workload import add_workload_arguments, arrivals, spec_from_arguments
+from loadtest.measurement.provenance import provenance, tell
 
 log = logging.getLogger("loadtest")
 
 
-def three_digits(milliseconds: float) -> float:
-    """Round a response time to three significant digits, because locust's whole milliseconds are too coarse for ITL.
-
-    Replaces locust's `bucket_response_time`, as locust's documentation suggests.
-    """
-    return float(f"{milliseconds:.3g}")
-
-
-class RequestFailed(Exception):
-    """A failure as locust's table shows it: kind and detail."""
-
-
 class LoadSession:
-    """State that the users of one run share: the workload, its counter, and the outcomes."""
+    """State that the users of one locust run share: client, workload and outcomes."""
 
-    def __init__(self, environment: Environment) -> None:
-        options = environment.parsed_options
-        assert options is not None
-        if environment.host is None:
-            raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
-        self.environment = environment
-        self.target = Target.parse(environment.host, api_key=api_key_given())
-        service = discover(self.target)
-        spec = spec_from_arguments(options, service.max_context_tokens)
-        self.workload = Workload(spec, service.passages)
-        self.model = service.model if options.model is None else options.model
-        self.timeout_seconds: float = options.request_timeout
-        self.num_requests: int | None = options.requests
-        self.indexes = itertools.islice(itertools.count(), self.num_requests)
+    def __init__(self, host: str, options: Any) -> None:
+        target = Target.parse(host)
+        discovered, workload = discover(target, spec_from_arguments(options))
+        self.client = CompletionClient(target, timeout_seconds=options.request_timeout)
+        self.model: str = options.model or discovered
+        self.requests = map(workload.request, itertools.islice(itertools.count(), options.requests))
+        self.began_seconds, self.began_cpu_seconds = time.perf_counter(), time.process_time()
+        self.offsets = None if options.rate is None else arrivals(options.rate, options.seed)
         self.outcomes: list[Outcome] = []
-        self._began = time.perf_counter()
-        self._cpu_began = time.process_time()
+
+
+class CompletionUser(User):
+    """Locust user of the service. The workload chooses the behaviour of the client for each request."""
+
+    wait_time = constant(0)
+    session: LoadSession | None = None  # set by `start`; None without a service
+
+    @task
+    def complete(self) -> None:
+        """Send the next request of the workload, and record its outcome.
+
+        In a closed loop, a rejected user waits for Retry-After. In an open loop (`--rate`), a user first waits for the
+        arrival of the request. Latency counts from the arrival, even if no user was free in time.
+        """
+        session, options, intended = self.session, self.environment.parsed_options, None
+        request = None if session is None else next(session.requests, None)
+        if session is None or request is None:
+            raise StopUser
+        if session.offsets is not None:
+            intended = session.began_seconds + next(session.offsets)
+            gevent.sleep(max(0.0, intended - time.perf_counter()))
+        outcome = session.client.complete(request, model=session.model, intended_seconds=intended)
+        session.outcomes.append(outcome)
+        self.record(outcome)
+        if session.offsets is None:
+            gevent.sleep(outcome.retry_after_seconds)
+        if options is not None and len(session.outcomes) == options.requests:
+            signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
 
     def record(self, outcome: Outcome) -> None:
-        """Store the outcome and report its rows to locust."""
-        self.outcomes.append(outcome)
+        """Report the latencies of an outcome to locust, as one row of its table each."""
         ending = outcome.ending
-        failure = RequestFailed(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
+        failure = RuntimeError(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
         kind = {Ending.SHED: "SHED", Ending.CANCELLED: "LEFT"}.get(ending, "E2E")
         rows: list[tuple[str, float | None]] = [(kind, outcome.e2e_seconds), ("TTFT", outcome.ttft_seconds)]
         rows += [("TPOT", outcome.tpot_seconds if ending is Ending.OK else None)]
@@ -91,70 +90,37 @@ class LoadSession:
                     context={},
                 )
 
-    def summary(self, limits: report.Slo) -> dict[str, Any]:
-        """Return the run with vLLM's keys. Requests still running when time was up are left out."""
-        wall = max(time.perf_counter() - self._began, 1e-9)
-        first = min((outcome.sent_seconds for outcome in self.outcomes), default=self._began)
-        last = max((outcome.end_seconds for outcome in self.outcomes), default=self._began)
-        runner = self.environment.runner
-        return report.summarize(
-            self.outcomes,
-            label="locust",
-            duration_seconds=max(last - first, 1e-9),
-            slo=limits,
-            request_rate=None,
-            max_concurrency=None if runner is None else runner.target_user_count,
-            client_cpu_share=(time.process_time() - self._cpu_began) / wall,
-        )
-
-
-class CompletionUser(User):
-    """Closed-loop client. The workload chooses the kind of client for each request."""
-
-    wait_time = constant(0)
-    session: LoadSession | None = None  # set by `start`; None without a service
-
-    @task
-    def complete(self) -> None:
-        """Send the next request of the workload and record its outcome."""
-        session = self.session
-        index = None if session is None else next(session.indexes, None)
-        if session is None or index is None:
-            raise StopUser
-        outcome = complete_blocking(
-            session.target,
-            session.workload.request(index),
-            model=session.model,
-            timeout_seconds=session.timeout_seconds,
-        )
-        session.record(outcome)
-        time.sleep(outcome.retry_after_seconds)  # patched by gevent; obeys Retry-After
-        if len(session.outcomes) == session.num_requests:
-            signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
-
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     """Add the load test's options to locust's."""
     add_workload_arguments(parser.add_argument_group("Workload"))
     report.add_slo_arguments(parser.add_argument_group("Objectives (exit code 1 if one is missed)"))
-    group = parser.add_argument_group("Completions")
-    group.add_argument("--model", help="model id (default: the first of /v1/models)")
-    group.add_argument("--requests", type=int, metavar="N", help="stop after N requests, or when time is up")
+    add = parser.add_argument_group("Completions").add_argument
+    add("--model", help="model id (default: the first of /v1/models)")
+    text = "open loop with X Poisson arrivals per second, and with as many requests at a time as users"
+    add("--rate", type=float, metavar="X", help=text)
+    add("--requests", type=int, metavar="N", help="stop after N requests, or when time is up")
     text = "timeout of a request in seconds (default: 120)"
-    group.add_argument("--request-timeout", type=float, default=120.0, metavar="S", help=text)
-    text = "directory for results.json, report.md, report.png"
-    group.add_argument("--results", metavar="DIR", env_var="LOCUST_RESULTS", help=text)
+    add("--request-timeout", type=float, default=120.0, metavar="S", help=text)
+    add("--results", metavar="DIR", env_var="LOCUST_RESULTS", help="directory for results.json")
+
+
+def three_digits(milliseconds: float) -> float:
+    """Round a response time to three significant digits, because locust's whole milliseconds are too coarse for ITL."""
+    return float(f"{milliseconds:.3g}")
 
 
 @events.test_start.add_listener
 def start(environment: Environment, **_: Any) -> None:
-    """Discover the service once, for all users. Exit with an error if it cannot be reached."""
-    locust.stats.bucket_response_time = three_digits  # type: ignore[assignment]  # locust works with floats too
+    """Discover the service once for all users of a run. End locust with an error if the service cannot be reached."""
+    locust.stats.bucket_response_time = three_digits  # type: ignore[assignment]  # as locust's documentation suggests
     if not isinstance(environment.runner, LocalRunner):
         log.warning("distributed run: objectives and --results need a single process; only locust's tables are written")
     try:
-        CompletionUser.session = LoadSession(environment)
+        if environment.host is None:
+            raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
+        CompletionUser.session = LoadSession(environment.host, environment.parsed_options)
     except (OSError, ValueError) as error:
         log.error("%s: %s", environment.host, error)
         signal.raise_signal(signal.SIGTERM)  # to locust's handler: end now, not when time is up
@@ -162,18 +128,23 @@ def start(environment: Environment, **_: Any) -> None:
 
 @events.quitting.add_listener
 def finish(environment: Environment, **_: Any) -> None:
-    """Report, and set the exit code: 0; 1 for a missed objective; 2 if nothing was measured."""
-    session = CompletionUser.session
-    if not isinstance(environment.runner, LocalRunner):
+    """Report the load, and set locust's exit code: 0; 1 for a missed objective; 2 if nothing was measured."""
+    session, options, runner = CompletionUser.session, environment.parsed_options, environment.runner
+    if not isinstance(runner, LocalRunner):
         return
-    if session is None:
+    if session is None or options is None:
         environment.process_exit_code = 2
         return
-    assert environment.parsed_options is not None
-    result = session.summary(report.Slo.from_arguments(environment.parsed_options))
+    users, rate = runner.target_user_count, options.rate
+    result = report.summarize(
+        LoadRun.ended_now(session.outcomes, session.began_seconds, session.began_cpu_seconds),
+        label=f"{users} users" if rate is None else f"{rate:g} per s",
+        slo=report.Slo.from_arguments(options),
+        request_rate=rate,
+        max_concurrency=users,
+    )
     print("\n" + report.markdown([result]))
-    if environment.parsed_options.results:
-        facts = provenance("locust", sys.argv[1:])
-        for path in report.write([result | facts], Path(environment.parsed_options.results)):
-            print(path)
+    if options.results:
+        facts = provenance("locust", sys.argv[1:]) | {"model_id": session.model}
+        tell(result | facts, Path(options.results, "results.json"))
     environment.process_exit_code = 1 if result["slo_breaches"] else 0

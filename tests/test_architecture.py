@@ -41,7 +41,7 @@ IMPORTS_LATE = {
     ("service/worker/worker.py", "_build_or_exit"),
     ("service/worker/worker.py", "build"),
     ("service/cli/inspect_attention.py", "main"),  # matplotlib is an extra
-    ("loadtest/scenarios/instant_engine.py", "build"),
+    ("loadtest/scenarios/bench_frontend.py", "build"),
     ("loadtest/inprocess/bench_command.py", "main"),
     ("loadtest/measurement/model_shapes.py", "write_random_checkpoint"),
 }

@@ -1,104 +1,30 @@
-"""Objectives and report of load tests: results.json with the keys of `vllm bench serve`, a Markdown table and pictures.
+"""Objectives and summary of load tests, with the keys of `vllm bench serve`, and their Markdown table.
 
-    python -m loadtest.client.report results/*.json --out results
+    python -m loadtest.client.report results/*.json
 
-makes the table and the pictures again from stored results.
-
-Keys beyond vLLM's: `sent`, `shed`, `cancelled`, `failures` by kind, `slo_breaches`, `client_cpu_share`, `clients`,
-`endings` and `chunk_times`. Throughput counts the tokens of completed requests. Latencies count from the intended
-send; vLLM's count from the actual send.
+prints the table of stored results. vLLM's latencies count from the actual send, ours from the intended send.
 """
 
 import argparse
 import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.measurement.tables import Column, table
-
-PERCENTILES = (50, 90, 95, 99)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slo:
-    """Service level objectives; None for a limit that is not set. Percentiles are over completed requests.
-
-    `max_failed_share` and `max_shed_share` are shares of the requests sent. A latency limit without a measured
-    value (nothing was streamed, for example) counts as broken.
-
-    Raises:
-        ValueError: a limit is negative.
-    """
-
-    ttft_p95_ms: float | None = None
-    itl_p95_ms: float | None = None
-    tpot_p95_ms: float | None = None
-    e2e_p95_ms: float | None = None
-    max_failed_share: float | None = 0.0
-    max_shed_share: float | None = None
-    min_output_throughput: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must not be negative, not {value}")
-
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> Self:
-        """Read the arguments that `add_slo_arguments` declared."""
-        return cls(**{name: getattr(arguments, f"slo_{name}") for name in _SLO_HELP})
-
-    def is_good(self, outcome: Outcome) -> bool:
-        """Return True if one request kept the TTFT, TPOT and E2E limits (goodput, as in vLLM)."""
-        measured = (
-            (self.ttft_p95_ms, outcome.ttft_seconds),
-            (self.tpot_p95_ms, outcome.tpot_seconds),
-            (self.e2e_p95_ms, outcome.e2e_seconds),
-        )
-        is_kept = all(limit is None or value is None or 1e3 * value <= limit for limit, value in measured)
-        return outcome.ending is Ending.OK and is_kept
-
-    def breaches(self, outcomes: Sequence[Outcome], duration_seconds: float) -> list[str]:
-        """Return a readable line for every broken limit."""
-        if not outcomes:
-            return ["no request was sent"]
-        done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
-        limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.itl_p95_ms, self.e2e_p95_ms)
-        lines = []
-        for name, limit, values in zip(
-            ("TTFT", "TPOT", "ITL", "E2E"), limits, latencies_ms(done).values(), strict=True
-        ):
-            if limit is not None and not values:
-                lines.append(f"{name} p95: nothing measured, limit {limit:g} ms")
-            elif limit is not None and (p95 := float(np.percentile(values, 95))) > limit:
-                lines.append(f"{name} p95: {p95:.1f} ms, limit {limit:g} ms")
-        num_failed = sum(outcome.ending.is_failure for outcome in outcomes)
-        num_shed = sum(outcome.ending is Ending.SHED for outcome in outcomes)
-        for name, count, limit in (
-            ("failed", num_failed, self.max_failed_share),
-            ("shed", num_shed, self.max_shed_share),
-        ):
-            if limit is not None and count / len(outcomes) > limit:
-                lines.append(f"{name}: {count / len(outcomes):.2%} of the requests sent, limit {limit:.2%}")
-        reached = sum(outcome.completion_tokens for outcome in done) / max(duration_seconds, 1e-9)
-        if self.min_output_throughput is not None and reached < self.min_output_throughput:
-            lines.append(f"output throughput: {reached:.1f} tokens/s, limit {self.min_output_throughput:g}")
-        return lines
-
 
 _SLO_HELP = {
     "ttft_p95_ms": "maximum 95th percentile of time to first token, ms",
-    "itl_p95_ms": "maximum 95th percentile of inter-token latency, ms",
     "tpot_p95_ms": "maximum 95th percentile of time per output token, ms",
+    "itl_p95_ms": "maximum 95th percentile of inter-token latency, ms",
     "e2e_p95_ms": "maximum 95th percentile of end-to-end latency, ms",
     "max_failed_share": "maximum share of requests that fail; a rejection with 429 is not a failure",
     "max_shed_share": "maximum share of requests rejected with 429",
@@ -106,8 +32,58 @@ _SLO_HELP = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slo:
+    """Service level objectives; None for no limit. A latency limit without a measured value counts as broken."""
+
+    ttft_p95_ms: float | None = None
+    tpot_p95_ms: float | None = None
+    itl_p95_ms: float | None = None
+    e2e_p95_ms: float | None = None
+    max_failed_share: float | None = 0.0
+    max_shed_share: float | None = None
+    min_output_throughput: float | None = None
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> Self:
+        """Return the objectives of the parsed `--slo-...` options."""
+        return cls(**{name: getattr(arguments, f"slo_{name}") for name in _SLO_HELP})
+
+    def is_good(self, outcome: Outcome) -> bool:
+        """Return True if one request kept the TTFT, TPOT and E2E limits (goodput, as in vLLM)."""
+        limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.e2e_p95_ms)
+        seconds = (outcome.ttft_seconds, outcome.tpot_seconds, outcome.e2e_seconds)
+        pairs = zip(limits, seconds, strict=True)
+        is_kept = all(limit is None or value is None or 1e3 * value <= limit for limit, value in pairs)
+        return outcome.ending is Ending.OK and is_kept
+
+    def breaches(self, outcomes: Sequence[Outcome], tokens_per_second: float) -> list[str]:
+        """Return a sentence for every objective that the outcomes missed."""
+        if not outcomes:
+            return ["no request was sent"]
+        lines = []
+        done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
+        names = ("TTFT", "TPOT", "ITL", "E2E")
+        limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.itl_p95_ms, self.e2e_p95_ms)
+        for name, values, limit in zip(names, latencies_ms(done).values(), limits, strict=True):
+            p95 = float(np.percentile(values, 95)) if values else None
+            if limit is not None and (p95 is None or p95 > limit):
+                measured = "nothing measured" if p95 is None else f"{p95:.1f} ms"
+                lines.append(f"{name} p95: {measured}, limit {limit:g} ms")
+        shares = {
+            "failed": (sum(outcome.ending.is_failure for outcome in outcomes), self.max_failed_share),
+            "shed": (sum(outcome.ending is Ending.SHED for outcome in outcomes), self.max_shed_share),
+        }
+        for name, (count, limit) in shares.items():
+            if limit is not None and count / len(outcomes) > limit:
+                lines.append(f"{name}: {count / len(outcomes):.2%} of the requests sent, limit {limit:.2%}")
+        if self.min_output_throughput is not None and tokens_per_second < self.min_output_throughput:
+            lines.append(f"output throughput: {tokens_per_second:.1f} tokens/s, limit {self.min_output_throughput:g}")
+        return lines
+
+
 def add_slo_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare a `--slo-...` option for each limit."""
+    """Declare a `--slo-...` option for each objective."""
     for name, text in _SLO_HELP.items():
         option, default = f"--slo-{name.replace('_', '-')}", getattr(Slo(), name)
         text += f" (default: {'no limit' if default is None else default})"
@@ -126,31 +102,27 @@ def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def summarize(
-    outcomes: Sequence[Outcome],
-    *,
-    label: str,
-    duration_seconds: float,
-    slo: Slo,
-    request_rate: float | None,
-    max_concurrency: int | None,
-    client_cpu_share: float,
+    run: LoadRun, *, label: str, slo: Slo, request_rate: float | None = None, max_concurrency: int | None = None
 ) -> dict[str, Any]:
-    """Return one run with the keys of `vllm bench serve` and those above. JSON-ready."""
+    """Return one load as a JSON-ready dictionary with the keys of `vllm bench serve`, and a few more."""
+    outcomes, seconds = sorted(run.sent, key=lambda outcome: outcome.index), run.duration_seconds
     done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
     endings = Counter(outcome.ending for outcome in outcomes)
     failures = Counter(f"{o.ending.value}: {o.detail}"[:120] for o in outcomes if o.ending.is_failure)
     input_tokens = sum(outcome.prompt_tokens for outcome in done)
     output_tokens = sum(outcome.completion_tokens for outcome in done)
-    chunks = np.array([seconds for outcome in done for seconds in outcome.chunk_seconds])
+    chunks = np.array([moment for outcome in done for moment in outcome.chunk_seconds])
+    tokens_by_second = np.bincount((chunks - chunks.min()).astype(int)) if chunks.size else np.zeros(1)
     # A departure at the time of an arrival comes first: (time, -1) sorts before (time, +1).
     moves = sorted(move for o in outcomes for move in ((o.sent_seconds, 1), (o.end_seconds, -1)))
+    start = min((outcome.intended_seconds for outcome in outcomes), default=0.0)
     result: dict[str, Any] = {
         "label": label,
         "num_prompts": len(outcomes),
         "request_rate": "inf" if request_rate is None else request_rate,
         "burstiness": 1.0,
         "max_concurrency": max_concurrency,
-        "duration": duration_seconds,
+        "duration": seconds,
         "completed": len(done),
         "failed": failures.total(),
         "sent": len(outcomes),
@@ -159,50 +131,34 @@ def summarize(
         "failures": dict(failures.most_common()),
         "total_input_tokens": input_tokens,
         "total_output_tokens": output_tokens,
-        "request_throughput": len(done) / duration_seconds,
-        "request_goodput": sum(map(slo.is_good, outcomes)) / duration_seconds,
-        "output_throughput": output_tokens / duration_seconds,
-        "total_token_throughput": (input_tokens + output_tokens) / duration_seconds,
-        "max_output_tokens_per_s": float(np.bincount((chunks - chunks.min()).astype(int)).max())
-        if chunks.size
-        else 0.0,
+        "request_throughput": run.requests_per_second,
+        "request_goodput": sum(map(slo.is_good, outcomes)) / seconds,
+        "output_throughput": run.tokens_per_second,
+        "total_token_throughput": input_tokens / seconds + run.tokens_per_second,
+        "max_output_tokens_per_s": float(tokens_by_second.max()),
         "max_concurrent_requests": max(itertools.accumulate(change for _, change in moves), default=0),
-        "client_cpu_share": client_cpu_share,
-        "slo_breaches": slo.breaches(outcomes, duration_seconds),
+        "client_cpu_share": run.client_cpu_share,
+        "slo_breaches": slo.breaches(outcomes, run.tokens_per_second),
     }
-    return result | _latency_statistics(done) | _request_lists(outcomes)
-
-
-def _latency_statistics(done: Sequence[Outcome]) -> dict[str, float | None]:
-    result: dict[str, float | None] = {}
-    statistics: dict[str, Callable[[list[float]], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
-    statistics |= {f"p{share}": partial(np.percentile, q=share) for share in PERCENTILES}
-    for metric, values in latencies_ms(done).items():
-        for name, statistic in statistics.items():
-            result[f"{name}_{metric}_ms"] = float(statistic(values)) if values else None
-    return result
-
-
-def _request_lists(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Return a list per measure, such as TTFT, with one value per request, in the order of the requests."""
-    ordered = sorted(outcomes, key=lambda outcome: outcome.index)
-    start = min((outcome.intended_seconds for outcome in ordered), default=0.0)
-    return {
-        "input_lens": [o.prompt_tokens for o in ordered],
-        "output_lens": [o.completion_tokens for o in ordered],
-        "ttfts": [o.ttft_seconds for o in ordered],
-        "itls": [list(o.itl_seconds) for o in ordered],
-        "latencies": [o.e2e_seconds for o in ordered],
-        "start_times": [o.intended_seconds - start for o in ordered],
-        "queue_times": [o.sent_seconds - o.intended_seconds for o in ordered],
-        "errors": [o.detail for o in ordered],
-        "endings": [o.ending.value for o in ordered],
-        "clients": [o.client.value for o in ordered],
-        "chunk_times": [[seconds - start for seconds in o.chunk_seconds] for o in ordered],
+    statistics: dict[str, Callable[[Sequence[float]], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
+    statistics |= {f"p{share}": partial(np.percentile, q=share) for share in (50, 90, 95, 99)}
+    for (metric, values), (name, statistic) in itertools.product(latencies_ms(done).items(), statistics.items()):
+        result[f"{name}_{metric}_ms"] = float(statistic(values)) if values else None
+    return result | {
+        "input_lens": [o.prompt_tokens for o in outcomes],
+        "output_lens": [o.completion_tokens for o in outcomes],
+        "ttfts": [o.ttft_seconds for o in outcomes],
+        "itls": [list(o.itl_seconds) for o in outcomes],
+        "latencies": [o.e2e_seconds for o in outcomes],
+        "start_times": [o.intended_seconds - start for o in outcomes],
+        "queue_times": [o.sent_seconds - o.intended_seconds for o in outcomes],
+        "errors": [o.detail for o in outcomes],
+        "endings": [o.ending.value for o in outcomes],
+        "clients": [o.client.value for o in outcomes],
+        "chunk_times": [[moment - start for moment in o.chunk_seconds] for o in outcomes],
     }
 
 
-_PERCENTILES_HEAD = {"ttft": (50, 95, 99), "itl": (50, 95, 99), "tpot": (50,), "e2el": (50, 95)}
 _COLUMNS = (
     Column("run", "label"),
     Column("sent", "sent"),
@@ -215,84 +171,27 @@ _COLUMNS = (
     Column("goodput/s", "request_goodput", ".2f"),
     Column("TTFT p50/p95/p99 ms", "ttft"),
     Column("ITL p50/p95/p99 ms", "itl"),
-    Column("TPOT p50 ms", "tpot"),
-    Column("E2E p50/p95 ms", "e2el"),
+    Column("TPOT p50/p95/p99 ms", "tpot"),
+    Column("E2E p50/p95/p99 ms", "e2el"),
     Column("client CPU", "client_cpu_share", ".0%"),
 )
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with a row per run, and below it the failures and broken objectives."""
-    rows = [run | {name: _percentiles(run, name) for name in _PERCENTILES_HEAD} for run in results]
-    notes = [f"- {run['label']}: {count} × {kind}" for run in results for kind, count in run["failures"].items()]
-    notes += [f"- {run['label']}: broken objective: {breach}" for run in results for breach in run["slo_breaches"]]
+    """Return a table with a row per load, and below it the failures and broken objectives."""
+    rows, notes = [], []
+    for run in results:
+        label, texts = run["label"], {}
+        for metric in ("ttft", "itl", "tpot", "e2el"):
+            values = [run[f"p{percentile}_{metric}_ms"] for percentile in (50, 95, 99)]
+            texts[metric] = " / ".join("–" if value is None else f"{value:.1f}" for value in values)
+        rows.append(run | texts)
+        notes += [f"- {label}: {count} × {kind}" for kind, count in run["failures"].items()]
+        notes += [f"- {label}: broken objective: {breach}" for breach in run["slo_breaches"]]
+        if (share := run["client_cpu_share"]) > 0.7:  # of a core: the client itself delays what it measures
+            notes.append(f"- {label}: the load test itself was busy for {share:.0%}; do not trust the times")
     return "\n".join([table(_COLUMNS, rows), *notes])
 
 
-def _percentiles(run: dict[str, Any], metric: str) -> str:
-    values = [run[f"p{percentile}_{metric}_ms"] for percentile in _PERCENTILES_HEAD[metric]]
-    return " / ".join("–" if value is None else f"{value:.1f}" for value in values)
-
-
-def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a PNG: distributions of every run, and saturation over the runs."""
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    ttft, itl, e2e, saturation = figure.subplots(2, 2).flat
-    for run in results:
-        finished = zip(run["latencies"], run["endings"], strict=True)
-        for axes, title, seconds in (
-            (ttft, "Time to first token", [value for value in run["ttfts"] if value is not None]),
-            (itl, "Inter-token latency", [gap for gaps in run["itls"] for gap in gaps]),
-            (e2e, "End-to-end latency", [value for value, ending in finished if ending == Ending.OK]),
-        ):
-            axes.set(title=title, xlabel="ms", ylabel="share of requests or gaps")
-            if seconds:
-                axes.ecdf(1e3 * np.array(seconds), label=run["label"])
-    saturation.set(title="Saturation", xlabel="completion tokens/s", ylabel="ms")
-    for percentile in (50, 95, 99):
-        points = [(run["output_throughput"], run[f"p{percentile}_ttft_ms"]) for run in results if any(run["ttfts"])]
-        saturation.plot(*zip(*points, strict=True), marker="o", label=f"TTFT p{percentile}") if points else None
-    for axes in (ttft, itl, e2e, saturation):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-            axes.set_xlim(left=0.0)  # after all lines are drawn, which set the right end
-    figure.savefig(path, dpi=110)
-
-
-def write(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    """Write results, table and pictures into `directory`, created if missing; return the paths.
-
-    A single run is `results.json`. Several runs are `results-<label>.json` each.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for run in results:
-        name = "results.json" if len(results) == 1 else f"results-{run['label'].replace(' ', '-')}.json"
-        paths.append(directory / name)
-        paths[-1].write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    return paths + _write_report(results, directory)
-
-
-def _write_report(results: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / "report.md", directory / "report.png"]
-    paths[0].write_text(markdown(results), encoding="utf-8")
-    plot(results, paths[1])
-    return paths
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the table and the pictures of stored results. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.client.report", description=main.__doc__)
-    parser.add_argument("results", nargs="+", type=Path, help="results.json files, in the order of the table")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="directory for report.md and report.png")
-    arguments = parser.parse_args(argv)
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.results]
-    _write_report(runs, arguments.out)
-    print(markdown(runs))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print(markdown([json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]))

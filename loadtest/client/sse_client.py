@@ -1,51 +1,54 @@
-"""HTTP/1.1 and server-sent events, read from the socket as they arrive, with arrival times.
+"""HTTP client of a completions service that takes the time of each chunk of a stream as `recv` returns its bytes.
 
-Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes, so a first token is reported together with the
-tenth. Here parsing does no I/O. `complete_blocking` uses plain sockets, which gevent makes cooperative for locust, and
-`AsyncClient` uses asyncio.
+Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes. The sockets are gevent's, as locust needs.
 """
 
-import asyncio
+import itertools
 import json
 import os
 import re
-import socket
 import time
-from dataclasses import dataclass, field
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import gevent
 import httptools
 import msgspec
+from gevent import socket
 
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import LoadRequest
+from loadtest.client.workload import LoadRequest, Passages, Workload, WorkloadSpec, tales
 
 COMPLETIONS_PATH = "/v1/completions"
-RECEIVE_BYTES = 65536
-# The server reads the same variable. Not a flag: flags show in the process list, and results store the command.
-API_KEY_VARIABLE = "KVASIR_API_KEY"
+# For a service without `/tokenize`. A sentence full of names may have more than twice the expected tokens.
+_CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of the service, and the API key to send, if any."""
+    """Address of the service, and the API key to send. The key is no flag: flags show in the process list."""
 
     host: str
     port: int
     api_key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, url: str, *, api_key: str | None = None) -> Self:
-        """Read `http://host[:port]`. Raises `ValueError` for anything else."""
-        parts = urlsplit(url)
+    def parse(cls, url: str) -> Self:
+        """Read `http://host[:port]`, and the API key in `KVASIR_API_KEY`. Raises `ValueError` if one cannot be used."""
+        parts, key = urlsplit(url), os.environ.get("KVASIR_API_KEY", "").strip()
         if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
             raise ValueError(f"the service's address must look like http://127.0.0.1:8000, not {url!r}")
-        return cls(parts.hostname, 80 if parts.port is None else parts.port, api_key)
+        if key and not re.fullmatch(r"[!-~]+", key):
+            raise ValueError("KVASIR_API_KEY: must be one word of visible ASCII characters")
+        return cls(parts.hostname, parts.port or 80, key or None)
 
     @property
     def url(self) -> str:
-        """Base URL of the service."""
+        """Base URL of the service under test."""
         return f"http://{self.host}:{self.port}"
 
     @property
@@ -53,189 +56,164 @@ class Target:
         """Authorization header with the API key, empty without a key."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
-    def request_bytes(self, method: str, path: str, payload: Any = None, *, keep_alive: bool = True) -> bytes:
-        """Return the bytes of a request. `payload` is sent as JSON; None sends no body."""
-        body = b"" if payload is None else json.dumps(payload).encode()
-        lines = [
-            f"{method} {path} HTTP/1.1",
-            f"Host: {self.host}:{self.port}",
-            "User-Agent: kvasir-loadtest",
-            f"Connection: {'keep-alive' if keep_alive else 'close'}",
-            f"Content-Length: {len(body)}",
-            *(f"{name}: {value}" for name, value in self.authorization.items()),
-        ]
-        if payload is not None:
-            lines.append("Content-Type: application/json")
-        return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+    def fetch_json(self, path: str, payload: Any = None) -> Any:
+        """Return the JSON response of the service to a GET, or to a POST with a payload. Raises `OSError`."""
+        body = None if payload is None else json.dumps(payload).encode()
+        headers = {"Content-Type": "application/json"} | self.authorization
+        request = urllib.request.Request(self.url + path, body, headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.load(response)
 
 
-def api_key_given() -> str | None:
-    """Return the key in `KVASIR_API_KEY`, or None. Raises `ValueError`, without the value, if it is not a valid key."""
-    key = os.environ.get(API_KEY_VARIABLE, "").strip()
-    if key and not re.fullmatch(r"[!-~]+", key):
-        raise ValueError(f"{API_KEY_VARIABLE}: must be one word of visible ASCII characters")
-    return key or None
+def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
+    """Return the model id of a service, and the workload cut by the service's tokens. Raises `OSError`."""
+    listed, text, tokenized = target.fetch_json("/v1/models")["data"][0], tales(), dict[str, Any]()
+    with suppress(urllib.error.HTTPError):
+        tokenized = target.fetch_json("/tokenize", {"prompt": text, "return_token_strs": True})
+    try:
+        passages = Passages(text, tokenized.get("token_strs") or [])
+    except ValueError:  # no strings, or strings that do not spell the text: use tokens of equal length
+        count = tokenized.get("count", len(text) // _CHARS_PER_TOKEN)
+        ends = [number * len(text) // count for number in range(count + 1)]
+        guess = [text[start:end] for start, end in itertools.pairwise(ends)]
+        passages = Passages(text, guess, overshoot=_OVERSHOOT)
+    limit = listed.get("max_model_len") or spec.max_context_tokens
+    return listed["id"], Workload(replace(spec, max_context_tokens=limit), passages)
 
 
 class SseParser:
-    """Parser from bytes to the `data` of complete events (WHATWG HTML, section 9.2.6).
-
-    Comments and the fields `event`, `id` and `retry` are skipped: completion APIs do not use them.
-    """
+    """Parser from bytes to the `data` of complete server-sent events (WHATWG HTML, section 9.2.6)."""
 
     def __init__(self) -> None:
         self._tail = b""
-        self._data: list[bytes] = []
         self._skip_newline = False  # the last bytes ended in CR: skip an LF that follows
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the events that these bytes complete."""
-        if self._skip_newline and data:
+        """Return the `data` of each event that these bytes complete."""
+        if self._skip_newline:
             data = data.removeprefix(b"\n")
         self._skip_newline = data.endswith(b"\r")
-        lines = (self._tail + data).splitlines(keepends=True)
-        self._tail = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
-        events = []
-        for line in lines:
-            field, _, value = line.rstrip(b"\r\n").partition(b":")
-            if field == b"data":
-                self._data.append(value.removeprefix(b" "))
-            elif line.strip(b"\r\n") == b"" and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
-        return events
+        *events, self._tail = (self._tail + data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n\n")
+        fields = (
+            [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line[:5] == b"data:"] for event in events
+        )
+        return [b"\n".join(values) for values in fields if values]
 
 
 class CompletionReader:
-    """Reader of one HTTP response to a completion, independent of the I/O driver. Bytes are fed as they arrive.
-
-    Args:
-        intended_seconds: time at which the request should be sent; None for the time of the send.
-
-    Attributes:
-        chunk_seconds: arrival of each chunk with text or token ids so far.
-    """
+    """Reader of the HTTP response to one completion request. Fills in the outcome as bytes are fed, without I/O."""
 
     def __init__(self, request: LoadRequest, intended_seconds: float | None = None) -> None:
+        now = time.perf_counter()
+        intended = now if intended_seconds is None else intended_seconds
         self.request = request
-        self.chunk_seconds: list[float] = []
+        self.outcome = Outcome(index=request.index, client=request.client, intended_seconds=intended, sent_seconds=now)
         self.status: int | None = None
-        self.complete = False
-        self.reusable = False
-        self.sent_seconds = time.perf_counter()
-        self._intended_seconds = intended_seconds
+        self.is_complete = False
+        self.is_reusable = False  # the connection, after the response
         self._http = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._sse: SseParser | None = None
         self._content = bytearray()
-        self._now = 0.0
-        self._texts: list[str] = []
+        self._now = now
         self._finish_reasons: list[str] = []
-        self._usage: tuple[int, int, int] | None = None  # tokens of prompt, cache and completion
+        self._has_usage = False
         self._saw_done = False
         self._error: str | None = None
         self._broken: str | None = None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if the response has ended, or if a cancelling client has the chunks after which it disconnects."""
         limit = self.request.cancel_after
-        return self.complete or (limit is not None and len(self.chunk_seconds) >= limit)
+        return self.is_complete or (limit is not None and len(self.outcome.chunk_seconds) >= limit)
 
     def feed(self, data: bytes, now: float) -> None:
-        """Read bytes received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
+        """Read bytes of a response, received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
         self._now = now
         self._http.feed_data(data)
 
-    def end_of_connection(self) -> None:
-        """Handle the end of the connection, which completes a response without a declared length."""
-        delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
-        if self.status is not None and not delimited and not self.complete:
+    def end_of_connection(self, now: float) -> None:
+        """Complete a response without a declared length at the end of its connection."""
+        self._now = now
+        is_delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
+        if self.status is not None and not is_delimited and not self.is_complete:
             self.on_message_complete()
-            self.reusable = False
+            self.is_reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Called by httptools, as are the other `on_` methods."""
+        """Store a header of the response. httptools calls all `on_` methods."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Store the status and detect an event stream."""
+        """Store the status of the response and detect an event stream."""
         self.status = self._http.get_status_code()
         if self._headers.get("content-type", "").startswith("text/event-stream"):
             self._sse = SseParser()
 
     def on_body(self, body: bytes) -> None:
-        """Read a part of the body."""
+        """Read a part of the response's body."""
         if self._sse is None:
             self._content.extend(body)
             return
         for event in self._sse.feed(body):
-            self.event(event)
+            self.read(event)
 
     def on_message_complete(self) -> None:
         """Mark the response as complete."""
-        self.complete = True
-        self.reusable = self._http.should_keep_alive()
+        self.is_complete = True
+        self.is_reusable = self._http.should_keep_alive()
         if self._sse is None:
-            self._read(bytes(self._content))
+            self.read(bytes(self._content))
             self._saw_done = True
 
-    def event(self, data: bytes) -> None:
-        """Read one event of a stream."""
+    def read(self, data: bytes) -> None:
+        """Read the data of one event of a stream, or the body of a response that is not streamed."""
         if data == b"[DONE]":
             self._saw_done = True
             return
         if self._saw_done:
             self._broken = "an event after [DONE]"
-        self._read(data)
-
-    def _read(self, data: bytes) -> None:
+        outcome = self.outcome
         try:
             completion = msgspec.json.decode(data)
             if (error := completion.get("error")) is not None:
                 self._error = f"{error.get('code') or error.get('type') or 'error'}: {error.get('message', '')}"
-            if (usage := completion.get("usage")) is not None:
-                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-                self._usage = int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
             for choice in completion.get("choices", ()):
                 text = str(choice.get("text") or "")
-                self._texts.append(text)
+                outcome.text += text
                 if self._sse is not None and (text or choice.get("token_ids")):
-                    self.chunk_seconds.append(self._now)
+                    outcome.chunk_seconds.append(self._now)
                 if choice.get("finish_reason") is not None:
                     self._finish_reasons.append(choice["finish_reason"])
+            if (usage := completion.get("usage")) is not None:
+                self._has_usage = True
+                outcome.prompt_tokens, outcome.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._broken = f"not a completion: {error}"
 
-    def finished(self, now: float) -> Outcome:
-        """Return the outcome once `over`, or at the end of the connection."""
-        return self.ended(*self._judge(), now)
-
-    def ended(self, ending: Ending, detail: str, now: float | None = None) -> Outcome:
-        """Return the outcome of a request with this ending. A stream cut short counts a token per chunk of text."""
-        prompt_tokens, cached_tokens, completion_tokens = self._usage or (0, 0, len(self.chunk_seconds))
+    def end(self, ending: Ending, detail: str) -> Outcome:
+        """Return the outcome of a request that ends now in this way."""
+        outcome = self.outcome
+        outcome.ending, outcome.detail, outcome.end_seconds = ending, detail, time.perf_counter()
+        if not self._has_usage:
+            outcome.completion_tokens = len(outcome.chunk_seconds)
         retry_after = self._headers.get("retry-after", "")  # a date counts as 0 seconds
-        return Outcome(
-            index=self.request.index,
-            client=self.request.client,
-            ending=ending,
-            detail=detail,
-            intended_seconds=self.sent_seconds if self._intended_seconds is None else self._intended_seconds,
-            sent_seconds=self.sent_seconds,
-            chunk_seconds=tuple(self.chunk_seconds),
-            end_seconds=time.perf_counter() if now is None else now,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=completion_tokens,
-            text="".join(self._texts),
-            retry_after_seconds=float(retry_after) if ending is Ending.SHED and retry_after.isdecimal() else 0.0,
-        )
+        if ending is Ending.SHED and retry_after.isdecimal():
+            outcome.retry_after_seconds = float(retry_after)
+        return outcome
 
-    def _judge(self) -> tuple[Ending, str]:
-        """Return the ending of the response, and its reason."""
-        if not self.complete and self.over:
+    def finish(self) -> Outcome:
+        """Return the outcome of a request at the last bytes of its response, or at the end of its connection."""
+        self.end(*self._ending()).end_seconds = self._now
+        return self.outcome
+
+    def _ending(self) -> tuple[Ending, str]:
+        """Return the ending of the response, and its reason. A finished completion must keep the API contract."""
+        if not self.is_complete and self.is_over:
             return Ending.CANCELLED, ""
-        if not self.complete or self.status is None:
+        if not self.is_complete or self.status is None:
             return Ending.CONNECTION, "the connection ended before the response"
         if self.status == 429:
             return Ending.SHED, self._error or "429"
@@ -243,162 +221,77 @@ class CompletionReader:
             return Ending.HTTP_ERROR, f"{self.status} {self._error or self._broken or ''}".rstrip()
         if self._error is not None:
             return Ending.STREAM_ERROR, self._error
-        broken = self._broken or self._contract_breach()
-        return (Ending.OK, "") if broken is None else (Ending.CONTRACT, broken)
-
-    def _contract_breach(self) -> str | None:
-        """Return the way in which a finished completion breaks the API contract, or None."""
-        if not self._saw_done:
-            return "a stream without [DONE]"
-        if len(self._finish_reasons) != 1:
-            return f"{len(self._finish_reasons)} finish reasons"
-        if self._usage is None:
-            return "no usage"
-        count, wanted = self._usage[2], self.request.max_tokens
-        if count > wanted:
-            return f"{count} tokens where at most {wanted} were asked for"
-        if self._finish_reasons[0] == "length" and count < wanted:
-            return f"finish reason length after {count} of {wanted} tokens"
-        return None
+        count, limit, reasons = self.outcome.completion_tokens, self.request.max_tokens, self._finish_reasons
+        breaches = {
+            str(self._broken): self._broken is not None,
+            "a stream without [DONE]": not self._saw_done,
+            f"{len(reasons)} finish reasons": len(reasons) != 1,
+            "no usage": not self._has_usage,
+            f"{count} tokens where at most {limit} were asked for": count > limit,
+            f"finish reason length after {count} of {limit} tokens": "length" in reasons and count < limit,
+        }
+        breach = next((text for text, is_breach in breaches.items() if is_breach), "")
+        return Ending.CONTRACT if breach else Ending.OK, breach
 
 
-def complete_blocking(target: Target, request: LoadRequest, *, model: str | None, timeout_seconds: float) -> Outcome:
-    """Send one completion over its own connection and read it to its end. Every failure is an outcome."""
-    reader = CompletionReader(request)
-    deadline = reader.sent_seconds + timeout_seconds
-    payload = target.request_bytes("POST", COMPLETIONS_PATH, request.body(model), keep_alive=False)
-    try:
-        with socket.create_connection((target.host, target.port), timeout=timeout_seconds) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(payload)
-            now = time.perf_counter()
-            while not reader.over:
-                connection.settimeout(max(1e-3, deadline - now))
-                data = connection.recv(RECEIVE_BYTES)
-                now = time.perf_counter()
-                if not data:
-                    reader.end_of_connection()
-                    break
-                reader.feed(data, now)
-            return reader.finished(now)
-    except TimeoutError:
-        return reader.ended(Ending.TIMEOUT, f"no end within {timeout_seconds:g} s")
-    except (OSError, httptools.HttpParserError) as error:
-        return reader.ended(Ending.CONNECTION, f"{type(error).__name__}: {error}")
-
-
-class _Connection(asyncio.Protocol):
-    """TCP connection that passes bytes with their arrival time to the current reader."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._reader: CompletionReader | None = None
-        self._over: asyncio.Future[float] | None = None
-        self.closed = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        if self._reader is None or self._over is None or self._over.done():
-            self.close()  # unexpected bytes: the connection is out of step
-            return
-        try:
-            self._reader.feed(data, now)
-        except httptools.HttpParserError as error:
-            self._over.set_exception(ConnectionError(f"not HTTP: {error}"))
-            return
-        if self._reader.over:
-            self._over.set_result(now)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
-        if self._reader is None or self._over is None or self._over.done():
-            return
-        if exc is not None:
-            self._over.set_exception(ConnectionError(f"{type(exc).__name__}: {exc}"))
-            return
-        self._reader.end_of_connection()
-        self._over.set_result(time.perf_counter())
-
-    def close(self) -> None:
-        """Close at once, as a client that disconnects does."""
-        self.closed = True
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def send(self, payload: bytes, reader: CompletionReader) -> float:
-        """Send a request and wait until the response ends or the client disconnects; return that time.
-
-        Raises:
-            ConnectionError: the connection broke, or its bytes are not HTTP.
-        """
-        if self._transport is None or self.closed:
-            raise ConnectionError("the connection is closed")
-        self._reader, self._over = reader, asyncio.get_running_loop().create_future()
-        self._transport.write(payload)
-        return await self._over
-
-
-class AsyncClient:
-    """Client for completions over kept-alive connections, without a limit on concurrency."""
+class CompletionClient:
+    """Client of one service over kept-alive connections, for any number of concurrent greenlets."""
 
     def __init__(self, target: Target, *, timeout_seconds: float = 120.0) -> None:
         self.target = target
         self._timeout_seconds = timeout_seconds
-        self._idle: list[_Connection] = []
+        self._idle: list[socket.socket] = []
 
-    async def complete(
-        self, request: LoadRequest | CompletionReader, *, model: str | None, intended_seconds: float | None = None
+    def complete(
+        self, request: LoadRequest, *, model: str | None = None, intended_seconds: float | None = None
     ) -> Outcome:
-        """Send one completion and read it to its end. Every failure of the server is an outcome.
+        """Send one completion request and read its response to the end. Every failure of the server is an outcome."""
+        return self.read(CompletionReader(request, intended_seconds), model=model)
 
-        A caller that passes a reader sees the chunks of the stream while they arrive.
-        """
-        reader = request if isinstance(request, CompletionReader) else CompletionReader(request, intended_seconds)
-        payload = self.target.request_bytes("POST", COMPLETIONS_PATH, reader.request.body(model))
-        reader.sent_seconds = time.perf_counter()
+    def read(self, reader: CompletionReader, *, model: str | None = None) -> Outcome:
+        """Send the request of a reader, which shows the chunks of the stream while they arrive."""
+        body = json.dumps(reader.request.body(model)).encode()
+        headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
+        headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))} | self.target.authorization
+        lines = [f"POST {COMPLETIONS_PATH} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+        reader.outcome.sent_seconds = time.perf_counter()
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                return reader.finished(await self._send(payload, reader))
+            with gevent.Timeout(self._timeout_seconds, TimeoutError):
+                self._send("\r\n".join(lines).encode("ascii") + body, reader)
+            return reader.finish()
         except TimeoutError:
-            return reader.ended(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
-        except OSError as error:
-            return reader.ended(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+            return reader.end(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
+        except (OSError, httptools.HttpParserError) as error:
+            return reader.end(Ending.CONNECTION, f"{type(error).__name__}: {error}")
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close the idle connections. Other connections close when their requests end."""
-        for connection in self._idle:
-            connection.close()
-        self._idle.clear()
-        await asyncio.sleep(0)  # let the transports run their closing callbacks
+        while self._idle:
+            self._idle.pop().close()
 
-    async def _send(self, payload: bytes, reader: CompletionReader) -> float:
-        self._idle = [connection for connection in self._idle if not connection.closed]
-        is_fresh = not self._idle
-        connection = await self._open() if is_fresh else self._idle.pop()
+    def _send(self, payload: bytes, reader: CompletionReader) -> None:
+        if self._idle:
+            with suppress(ConnectionError):
+                self._exchange(self._idle.pop(), payload, reader)
+            if reader.status is not None:
+                return
+            # The server closed the idle connection before the request arrived; nothing of a response was received.
+        connection = socket.create_connection((self.target.host, self.target.port))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._exchange(connection, payload, reader)
+
+    def _exchange(self, connection: socket.socket, payload: bytes, reader: CompletionReader) -> None:
+        """Send a request and feed its response to the reader, until the response or the connection ends."""
         try:
-            try:
-                now = await connection.send(payload, reader)
-            except ConnectionError:
-                if is_fresh or reader.status is not None:
-                    raise
-            if reader.status is None and not is_fresh:
-                # The server closed an idle connection just as it was reused; nothing of the response had arrived.
-                connection = await self._open()
-                now = await connection.send(payload, reader)
-        except BaseException:
-            connection.close()
-            raise
-        if reader.complete and reader.reusable and not connection.closed:
-            self._idle.append(connection)
-        else:
-            connection.close()
-        return now
-
-    async def _open(self) -> _Connection:
-        create = asyncio.get_running_loop().create_connection
-        _, connection = await create(_Connection, self.target.host, self.target.port)
-        return connection
+            connection.sendall(payload)
+            while not reader.is_over:
+                data, now = connection.recv(65536), time.perf_counter()
+                if not data:
+                    reader.end_of_connection(now)
+                    break
+                reader.feed(data, now)
+        finally:
+            if reader.is_complete and reader.is_reusable:
+                self._idle.append(connection)
+            else:
+                connection.close()

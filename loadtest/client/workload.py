@@ -1,6 +1,6 @@
 """Seeded workloads made of real text. Request number i is a pure function of (spec, i).
 
-Token counts are approximate, because prompts end at words. Reports use the exact counts in `usage`.
+Lengths of prompts are approximate, because prompts end at words.
 """
 
 import argparse
@@ -8,30 +8,29 @@ import itertools
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 TALES_PATH = Path(__file__).with_name("tales.txt")
-
-# Tokens that a prompt may have beyond its wanted length, even with a tokenized text. Its first word lacks the space
-# before it, and a service may begin every prompt with a special token.
-PROMPT_SLACK = 4
+# Tokens of a prompt beyond its wanted length: its first word lacks a space, and a special token may come first.
+_PROMPT_SLACK = 4
+NUM_PREFIXES, PREFIX_SHARE = 4, 0.75
 
 
 class WorkloadKind(StrEnum):
-    """Distribution of prompt and completion lengths."""
+    """Distribution of prompt and completion lengths in a workload."""
 
     FIXED = "fixed"  # all prompts and all completions have one length
     LOGNORMAL = "lognormal"  # lognormal around the given medians, like production traces
-    SHARED_PREFIX = "shared-prefix"  # prompts that begin with one of a few long prefixes
+    SHARED_PREFIX = "shared-prefix"  # three quarters of a prompt are one of four prefixes
     MIXED = "mixed"  # chat, long prompts, long completions and shared prefixes together
 
 
 class ClientKind(StrEnum):
-    """Behaviour of the client."""
+    """Behaviour of a load-test client while it receives a response."""
 
     STREAMING = "streaming"
     WHOLE = "whole"  # does not stream
@@ -44,21 +43,13 @@ class WorkloadSpec:
 
     prompt_tokens, output_tokens: the lengths (fixed), or their medians.
     sigma: spread of the lognormal lengths; 0.6 puts p95 at 2.7 times the median.
-    num_prefixes, prefix_share: number of shared prefixes, and the share of a prompt that is prefix.
-    whole_share, cancelling_share: shares of the clients; the rest stream to the end.
-    max_context_tokens: limit of prompt and completion together.
-    ignore_eos: completions have the requested length, so that runs can be compared.
-
-    Raises:
-        ValueError: a value is out of range.
+    whole_share, cancelling_share: shares of the clients; all other clients stream to the end.
     """
 
     kind: WorkloadKind = WorkloadKind.FIXED
     prompt_tokens: int = 64
     output_tokens: int = 64
     sigma: float = 0.6
-    num_prefixes: int = 4
-    prefix_share: float = 0.75
     whole_share: float = 0.0
     cancelling_share: float = 0.0
     max_context_tokens: int = 512
@@ -66,24 +57,12 @@ class WorkloadSpec:
     ignore_eos: bool = True
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        least = {"prompt_tokens": 1, "output_tokens": 1, "num_prefixes": 1, "sigma": 0, "max_context_tokens": 8}
-        for name, limit in least.items():
-            if getattr(self, name) < limit:
-                raise ValueError(f"{name} must be at least {limit}, not {getattr(self, name)}")
-        for name in ("prefix_share", "whole_share", "cancelling_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        if self.whole_share + self.cancelling_share > 1.0:
-            raise ValueError("whole_share and cancelling_share together must not exceed 1")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRequest:
     """One request to `/v1/completions`, and the behaviour of its client.
 
-    prompt: text, or token ids.
-    cancel_after: number of text chunks after which a cancelling client disconnects; None for other clients.
+    cancel_after: number of text chunks after which a cancelling client disconnects.
     return_token_ids: ask for the ids, so that every token is an event, even one that ends within a character.
     """
 
@@ -98,79 +77,37 @@ class LoadRequest:
     return_token_ids: bool = False
 
     def body(self, model: str | None) -> dict[str, Any]:
-        """Return the JSON body. Without a model the service uses its own. Streams ask for `usage`, which has exact
-        counts.
-        """
-        body: dict[str, Any] = {
-            **({} if model is None else {"model": model}),
-            "prompt": self.prompt,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "ignore_eos": self.ignore_eos,
-            "seed": self.seed,
-        }
+        """Return the JSON body of the request. Without a model id, the service uses its own model."""
+        names = ("prompt", "max_tokens", "temperature", "ignore_eos", "seed")
+        body = ({} if model is None else {"model": model}) | {name: getattr(self, name) for name in names}
         if self.client is not ClientKind.WHOLE:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if self.return_token_ids:
-            body["return_token_ids"] = True
-        return body
+            body |= {"stream": True, "stream_options": {"include_usage": True}}  # `usage` has the exact token counts
+        return body | ({"return_token_ids": True} if self.return_token_ids else {})
 
 
 class Passages:
-    """Text from which passages of a wanted number of tokens are cut, at words.
+    """Tokenized text from which passages of a wanted number of tokens are cut, at words.
 
-    Args:
-        word_tokens: tokens of each word, the space before it included.
-        overshoot: how many times longer than wanted a passage may be.
-
-    Raises:
-        ValueError: the text has fewer than 100 words.
+    overshoot: how many times longer than wanted a passage may be for the model that reads it.
+    Raises `ValueError` if the tokens do not spell the text, or if the text has fewer than 100 words.
     """
 
-    def __init__(self, words: Sequence[str], word_tokens: Sequence[float], *, overshoot: float) -> None:
-        if len(words) < 100:
-            raise ValueError(f"a workload needs a text of at least 100 words, not {len(words)}")
-        self._words = words
-        self._word_tokens = word_tokens
+    def __init__(self, text: str, token_strs: Sequence[str], *, overshoot: float = 1.0) -> None:
+        ends = [0, *itertools.accumulate(map(len, token_strs))]
+        self._words, self._word_tokens, place = text.split(), list[int](), 0
+        count = len(self._words)
+        if ends[-1] != len(text) or count < 100:
+            raise ValueError(f"{len(text)} characters and {count} words of text, {ends[-1]} characters of tokens")
+        for word in self._words:
+            end = text.index(word, place) + len(word)
+            self._word_tokens.append(bisect_right(ends, end) - bisect_right(ends, place))
+            place = end
         self.overshoot = overshoot
-        # A stride coprime to the number of words visits every start before any start repeats. No two passages begin
-        # alike, so the prefix cache hits only where the workload intends it.
-        count = len(words)
+        # Coprime to the number of words, so that no two passages begin alike, as the prefix cache would notice.
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
-    @classmethod
-    def by_ratio(cls, text: str, chars_per_token: float) -> Self:
-        """Return passages of a text that is not tokenized, by an average length of tokens.
-
-        A sentence full of names may have twice the expected tokens.
-
-        Raises:
-            ValueError: the ratio is not positive, or the text is too short.
-        """
-        if chars_per_token <= 0:
-            raise ValueError(f"chars_per_token must be positive, not {chars_per_token}")
-        words = text.split()
-        return cls(words, [(len(word) + 1) / chars_per_token for word in words], overshoot=2.5)
-
-    @classmethod
-    def by_tokens(cls, text: str, token_strs: Sequence[str]) -> Self:
-        """Return passages of a tokenized text. A token counts for the word in which it ends.
-
-        Raises:
-            ValueError: the tokens do not spell the text, or the text is too short.
-        """
-        ends = list(itertools.accumulate(map(len, token_strs)))
-        if not ends or ends[-1] != len(text):
-            raise ValueError(f"{len(text)} characters of text, {ends[-1] if ends else 0} of tokens")
-        words, word_tokens, place = text.split(), [], 0
-        for word in words:
-            end = text.index(word, place) + len(word)
-            word_tokens.append(bisect_right(ends, end) - bisect_right(ends, place))
-            place = end
-        return cls(words, word_tokens, overshoot=1.0)
-
     def cut(self, start: int, num_tokens: int) -> str:
-        """Return passage number `start` (any integer), of about `num_tokens` tokens and at least one word."""
+        """Return passage number `start` (any integer) of the text: about `num_tokens` tokens, at least one word."""
         count = len(self._words)
         at = (start * self._stride) % count
         chosen, length = [self._words[at]], self._word_tokens[at]
@@ -188,38 +125,27 @@ def tales() -> str:
     return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
 
 
-def _lengths(spec: WorkloadSpec, rng: random.Random) -> tuple[int, int, int | None]:
-    """Return the tokens of prompt and completion, and the number of the shared prefix, if any."""
-    kind, prompt, output = spec.kind, spec.prompt_tokens, spec.output_tokens
-    if kind is WorkloadKind.MIXED:
-        part = rng.random()
-        if 0.4 <= part < 0.6:  # a long prompt, a short completion
-            return 4 * prompt, max(1, output // 4), None
-        if 0.6 <= part < 0.8:  # a short prompt, a long completion
-            return max(1, prompt // 4), 2 * output, None
-        kind = WorkloadKind.LOGNORMAL if part < 0.4 else WorkloadKind.SHARED_PREFIX
-    if kind is WorkloadKind.LOGNORMAL:
-        prompt, output = (max(1, round(rng.lognormvariate(math.log(m), spec.sigma))) for m in (prompt, output))
-    return prompt, output, rng.randrange(spec.num_prefixes) if kind is WorkloadKind.SHARED_PREFIX else None
-
-
 class Workload:
-    """Endless sequence of requests."""
+    """Endless sequence of load-test requests."""
 
     def __init__(self, spec: WorkloadSpec, passages: Passages) -> None:
         self.spec = spec
         self._passages = passages
-        # Number of the first passage. Neighbouring seeds get distant ones.
+        # Number of the first passage. Neighbouring seeds get distant numbers.
         self._origin = random.Random(spec.seed).randrange(1 << 30)
 
     def request(self, index: int) -> LoadRequest:
-        """Return request number `index`: always the same for the same number."""
+        """Return request number `index` of the workload: always the same request for the same number."""
         spec = self.spec
         rng = random.Random((spec.seed << 32) + index)
-        prompt, output, prefix = _lengths(spec, rng)
+        prompt, output, prefix = self._lengths(rng)
         output = min(output, spec.max_context_tokens // 2)
-        room = int((spec.max_context_tokens - output - PROMPT_SLACK) / self._passages.overshoot)
-        client, cancel_after = self._client(rng, output)
+        room = int((spec.max_context_tokens - output - _PROMPT_SLACK) / self._passages.overshoot)
+        client, cancel_after, share = ClientKind.STREAMING, None, rng.random()
+        if share < spec.whole_share:
+            client = ClientKind.WHOLE
+        elif share < spec.whole_share + spec.cancelling_share:
+            client, cancel_after = ClientKind.CANCELLING, rng.randint(1, max(1, output // 2))
         return LoadRequest(
             index=index,
             prompt=self._prompt(index, prefix, max(1, min(prompt, room))),
@@ -231,19 +157,26 @@ class Workload:
             seed=rng.randrange(1 << 31),
         )
 
-    def _client(self, rng: random.Random, output_tokens: int) -> tuple[ClientKind, int | None]:
-        share = rng.random()
-        if share < self.spec.whole_share:
-            return ClientKind.WHOLE, None
-        if share < self.spec.whole_share + self.spec.cancelling_share:
-            return ClientKind.CANCELLING, rng.randint(1, max(1, output_tokens // 2))
-        return ClientKind.STREAMING, None
+    def _lengths(self, rng: random.Random) -> tuple[int, int, int | None]:
+        """Return the tokens of prompt and completion, and the number of the shared prefix, if any."""
+        kind, prompt, output = self.spec.kind, self.spec.prompt_tokens, self.spec.output_tokens
+        if kind is WorkloadKind.MIXED:
+            part = rng.random()
+            if 0.4 <= part < 0.6:  # a long prompt, a short completion
+                return 4 * prompt, max(1, output // 4), None
+            if 0.6 <= part < 0.8:  # a short prompt, a long completion
+                return max(1, prompt // 4), 2 * output, None
+            kind = WorkloadKind.LOGNORMAL if part < 0.4 else WorkloadKind.SHARED_PREFIX
+        if kind is WorkloadKind.LOGNORMAL:
+            sigma = self.spec.sigma
+            prompt, output = (max(1, round(rng.lognormvariate(math.log(m), sigma))) for m in (prompt, output))
+        return prompt, output, rng.randrange(NUM_PREFIXES) if kind is WorkloadKind.SHARED_PREFIX else None
 
     def _prompt(self, index: int, prefix: int | None, num_tokens: int) -> str:
-        own = self._origin + self.spec.num_prefixes + index
+        own = self._origin + NUM_PREFIXES + index
         if prefix is None:
             return self._passages.cut(own, num_tokens)
-        shared = max(1, round(num_tokens * self.spec.prefix_share))
+        shared = max(1, round(num_tokens * PREFIX_SHARE))
         parts = [self._passages.cut(self._origin + prefix, shared)]
         if num_tokens > shared:
             parts.append(self._passages.cut(own, num_tokens - shared))
@@ -262,25 +195,24 @@ _HELP = {
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare the options that `spec_from_arguments` reads."""
-    kinds = [kind.value for kind in WorkloadKind]
+    """Declare command-line options for the fields of `WorkloadSpec`."""
     text = "distribution of lengths (default: %(default)s)"
-    parser.add_argument("--workload", choices=kinds, default=WorkloadKind.FIXED.value, help=text)
+    parser.add_argument("--workload", choices=[*map(str, WorkloadKind)], default=str(WorkloadKind.FIXED), help=text)
     for name, text in _HELP.items():
-        default = getattr(WorkloadSpec(), name)
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(
-            option, type=type(default), default=default, metavar="N", help=f"{text} (default: {default})"
-        )
+        default, option = getattr(WorkloadSpec(), name), "--" + name.replace("_", "-")
+        text += " (default: %(default)s)"
+        parser.add_argument(option, type=type(default), default=default, metavar="N", help=text)
     text = "let the model end completions before --output-tokens"
     parser.add_argument("--stop-at-end", action="store_true", help=text)
 
 
-def spec_from_arguments(arguments: argparse.Namespace, max_context_tokens: int | None) -> WorkloadSpec:
-    """Return the requested workload, limited to the model's context if it is known."""
-    return WorkloadSpec(
-        kind=WorkloadKind(arguments.workload),
-        max_context_tokens=max_context_tokens or WorkloadSpec().max_context_tokens,
-        ignore_eos=not arguments.stop_at_end,
-        **{name: getattr(arguments, name) for name in _HELP},
-    )
+def spec_from_arguments(arguments: argparse.Namespace) -> WorkloadSpec:
+    """Return the workload of the options that `add_workload_arguments` declared."""
+    values = {name: getattr(arguments, name) for name in _HELP}
+    return WorkloadSpec(kind=WorkloadKind(arguments.workload), ignore_eos=not arguments.stop_at_end, **values)
+
+
+def arrivals(rate: float, seed: int) -> Iterator[float]:
+    """Yield the arrival times of a Poisson process of `rate` per second, in seconds from the start."""
+    rng = random.Random(seed)
+    return itertools.accumulate(iter(lambda: rng.expovariate(rate), None))

@@ -20,8 +20,7 @@ import numpy as np
 from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.model_shapes import SHAPE_SIZES, write_random_checkpoint
-from loadtest.scenarios.closed_and_open_loop import complete_all
-from loadtest.scenarios.service_process import ServiceProcess, kvasir_serve
+from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, kvasir_serve
 from model.checkpoint.conversion.hugging_face import export_checkpoint
 from service.config.settings import LIBRARY_ENVIRONMENT
 

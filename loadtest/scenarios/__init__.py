@@ -1,1 +1,1 @@
-"""Benchmarks of a running service, over HTTP."""
+"""Benchmarks that start a service and measure it over HTTP."""

@@ -1,88 +1,141 @@
-"""Benchmark of the API process's cost per token: the whole service with an engine that computes nothing.
-
-    python -m loadtest.scenarios.bench_frontend --checkpoint checkpoints/NAME --out docs/results/frontend.json
-
-"tokens_per_second_on_one_core" is tokens divided by CPU time of the API process: JSON, events and socket writes. The
-clients are a separate process. With an instant engine, several tokens of a stream leave in one write. With
-`--step-ms`, at a pace that one core can follow, every token is written alone.
-"""
+"""Benchmark of the API process's CPU time per token: the whole service with an engine that computes nothing."""
 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from loadtest.client.outcome import LoadRun
 from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
+from loadtest.measurement.benchmark_program import show
 from loadtest.measurement.spread import spread
-from loadtest.scenarios.closed_and_open_loop import LoadRun, complete_all
-from loadtest.scenarios.instant_engine import STEP_MS, serve_instantly
-from loadtest.scenarios.service_process import ServiceProcess, cpu_seconds
+from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds, run_scenario
+from service.config.settings import ServeSettings, read_settings
+from service.ipc.messages import Finish, FinishReason, StepStats, Submit, TokenDelta
+from service.server import build_server
+from service.worker.worker import Worker
 
-_PROGRAM = "loadtest.scenarios.bench_frontend"
+# Environment variable, because the worker process inherits nothing else from the benchmark.
+_STEP_MS = "KVASIR_BENCH_STEP_MS"
 # The kernel counts CPU time in ticks: a shorter load counts as one tick.
 _TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
-def _measure(service: ServiceProcess, num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, LoadRun]:
-    """Return the CPU seconds of the API process for one load, and the clients' outcomes."""
+class InstantEngine:
+    """Engine for `EngineLoop` that computes nothing: each step returns a token for every sequence."""
+
+    max_num_running = 1024
+
+    def __init__(self, *, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+        self._next_step_seconds = 0.0
+        self._live: dict[str, tuple[Submit, int]] = {}  # sequence and number of its tokens, by uid
+
+    @property
+    def has_work(self) -> bool:
+        """True if a sequence of the engine is unfinished."""
+        return bool(self._live)
+
+    def submit(self, submit: Submit) -> None:
+        """Add a sequence to the engine. It gets at least one token."""
+        self._live[submit.uid] = (submit, len(submit.prior_token_ids))
+
+    def cancel(self, uid: str) -> None:
+        """Remove a sequence from the engine."""
+        self._live.pop(uid, None)
+
+    def step(self, **_: Any) -> SimpleNamespace:
+        """Return a token for every sequence of the engine, and statistics of zeros."""
+        time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
+        self._next_step_seconds = time.monotonic() + self._step_seconds
+        events = [self._next_token(submit, done) for submit, done in list(self._live.values())]
+        return SimpleNamespace(events=events, stats=StepStats(**dict.fromkeys(StepStats.__struct_fields__, 0)))
+
+    def _next_token(self, submit: Submit, done: int) -> TokenDelta:
+        finish = None
+        self._live[submit.uid] = (submit, done + 1)
+        if done + 1 >= submit.params.max_tokens:
+            del self._live[submit.uid]
+            fields: dict[str, Any] = dict.fromkeys(Finish.__struct_fields__, 0)
+            fields |= {"reason": FinishReason.LENGTH, "stop_reason": None, "error": None}
+            fields |= {"num_prompt_tokens": len(submit.prompt_token_ids), "num_completion_tokens": done + 1}
+            finish = Finish(**fields)
+        fields = dict.fromkeys(TokenDelta.__struct_fields__) | {"uid": submit.uid, "attempt": submit.attempt}
+        return TokenDelta(**fields | {"index": done, "token_ids": (0,), "text": " the", "finish": finish})
+
+
+class InstantWorker(Worker):
+    """Worker process with the instant engine in place of the service's engine."""
+
+    def build(self) -> Any:
+        """Return the instant engine and its facts, see `Worker.build`."""
+        from service.worker.engine_factory import EngineFacts  # imports torch, which the API process must not hold
+
+        values: dict[str, Any] = dict.fromkeys(("device", "attention", "dtype", "matrices", "kv_cache_dtype"), "none")
+        values |= {"kernel_level": None, "reasons": {}, "threads": 1, "kv_cache_bytes": 0}
+        values |= {"num_blocks": 2**16, "block_size": 16, "max_context_length": self.manifest.config.max_context_length}
+        return InstantEngine(step_seconds=float(os.environ[_STEP_MS]) / 1000.0), EngineFacts(**values)
+
+
+def measure_level(
+    service: ServiceProcess, num_streams: int, arguments: argparse.Namespace, repeats: int
+) -> dict[str, Any]:
+    """Return the API process's CPU time and throughput for a number of streams, measured `repeats` times."""
+    count, num_tokens = num_streams * arguments.requests_per_stream, arguments.output_tokens
     requests = [
         LoadRequest(index=index, prompt="Once upon a time", max_tokens=num_tokens, temperature=0.0)
-        for index in range(num_requests)
+        for index in range(count)
     ]
-    processes = service.api_processes()
-    before = cpu_seconds(processes)
-    run = complete_all(service.target, requests, num_streams=num_streams)
-    return max(cpu_seconds(processes) - before, _TICK_SECONDS), run
+    processes, tokens = service.processes("api"), count * num_tokens
+    cpu, runs = list[float](), list[LoadRun]()
+    for _ in range(repeats):
+        before = cpu_seconds(processes)
+        runs.append(complete_all(service.target, requests, num_streams=num_streams))
+        cpu.append(max(cpu_seconds(processes) - before, _TICK_SECONDS))
+    return {
+        "num_streams": num_streams,
+        "num_requests": count,
+        "num_tokens": num_tokens,
+        "tokens_per_second_on_one_core": spread(tokens / seconds for seconds in cpu),
+        "cpu_us_per_token": spread(1e6 * seconds / tokens for seconds in cpu),
+        "tokens_per_second": spread(tokens / run.duration_seconds for run in runs),
+        "client_cpu_share": spread(run.client_cpu_share for run in runs),
+    }
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure every number of streams at every pace, after a warm-up load."""
+    """Measure the API process with every number of streams at every pace of the engine, after a warm-up load."""
     levels = []
-    num_tokens = arguments.output_tokens
     for step_ms in arguments.step_ms:
-        command = ["env", f"{STEP_MS}={step_ms}", sys.executable, "-m", _PROGRAM, "serve"]
+        command = ["env", f"{_STEP_MS}={step_ms}", sys.executable, "-m", "loadtest.scenarios.bench_frontend", "serve"]
         with ServiceProcess([*command, "--checkpoint", str(arguments.checkpoint)]) as service:
             service.wait_first_token()
-            _measure(service, 1, arguments.requests_per_stream, num_tokens)
+            measure_level(service, 1, arguments, 1)
             for num_streams in arguments.streams:
                 show(f"{num_streams} streams, {step_ms:g} ms between steps")
-                count = num_streams * arguments.requests_per_stream
-                loads = [_measure(service, num_streams, count, num_tokens) for _ in range(arguments.repeats)]
-                tokens = count * num_tokens
-                levels.append(
-                    {
-                        "step_ms": step_ms,
-                        "num_streams": num_streams,
-                        "num_requests": count,
-                        "num_tokens": num_tokens,
-                        "tokens_per_second_on_one_core": spread(tokens / seconds for seconds, _ in loads),
-                        "cpu_us_per_token": spread(1e6 * seconds / tokens for seconds, _ in loads),
-                        "tokens_per_second": spread(tokens / run.duration_seconds for _, run in loads),
-                        "client_cpu_share": spread(run.client_cpu_share for _, run in loads),
-                    }
-                )
+                levels.append({"step_ms": step_ms} | measure_level(service, num_streams, arguments, arguments.repeats))
     return {"kind": "frontend", "levels": levels}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Return the exit code: 0; 1 if the service failed."""
+    """Run the benchmark program. With `serve` as first argument, run its service with the instant engine."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"]:
-        return serve_instantly(given[1:])
-    parser = benchmark_parser(_PROGRAM, "Measure the API process's CPU time per token.")
-    add = parser.add_argument
-    text = "checkpoint directory, for tokenizer and name"
-    add("--checkpoint", type=Path, required=True, metavar="DIR", help=text)
-    add("--streams", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
-    text = "time between steps, 0: instant (default: 0 4)"
-    add("--step-ms", type=float, nargs="+", default=[0.0, 4.0], metavar="MS", help=text)
-    for name, default in (("requests-per-stream", 8), ("output-tokens", 200), ("repeats", 3)):
-        add(f"--{name}", type=int, default=default, metavar="N", help="default: %(default)s")
-    arguments = read_arguments(parser, given)
-    return run_benchmark(parser, arguments, lambda: measure(arguments))
+        settings = read_settings(ServeSettings, given[1:], command="serve", summary="")
+        return build_server(settings, worker_class=InstantWorker).run()
+    options = {
+        "checkpoint": (Path, "checkpoint directory, for tokenizer and name"),
+        "streams": ([1, 16, 64], "concurrent streams"),
+        "step-ms": ([0.0, 4.0], "milliseconds between steps; 0: instant, several tokens are written at a time"),
+        "requests-per-stream": (8, "requests per stream"),
+        "output-tokens": (200, "tokens of a completion"),
+        "repeats": (3, "repeats of each load"),
+    }
+    return run_scenario("bench_frontend", "Measure the API process's CPU time per token.", options, measure, given)
 
 
 if __name__ == "__main__":

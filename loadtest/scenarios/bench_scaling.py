@@ -1,12 +1,4 @@
-"""Benchmark of the service's scaling, with fitted exponents.
-
-    python -m loadtest.scenarios.bench_scaling --checkpoint checkpoints/NAME --out docs/results/scaling.json
-
-It measures the time of a decode step over batch size and over context length, resident memory of the KV-cache over
-tokens, TTFT over the length of a cached prefix, and start time of `kvasir serve` over the size of its checkpoint.
-
-Arguments after `--` are settings of the engine and of the services that are started.
-"""
+"""Benchmark of the service's scaling, with fitted exponents: decode steps, KV-cache, cached prefixes and starts."""
 
 import itertools
 import math
@@ -18,7 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +18,31 @@ import numpy as np
 import psutil
 import torch
 
+from loadtest.inprocess import bench_engine
 from loadtest.inprocess.closed_loop import EngineRun, greedy, run_closed
 from loadtest.inprocess.engine import InProcess
-from loadtest.measurement.benchmark_program import benchmark_parser, read_arguments, run_benchmark, show
-from loadtest.measurement.model_shapes import shape_config, shape_tokenizer
+from loadtest.measurement.benchmark_program import show
+from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.spread import ratio_spread, spread
+from loadtest.measurement.tables import value_at
 from loadtest.scenarios.bench_service import measure_start
+from loadtest.scenarios.service_benchmark import run_scenario
 from model.attention.kv_cache import KVCache
-from model.checkpoint.loading import save_checkpoint
 from model.config import ModelConfig
 from service.config.settings import ServeSettings, read_settings
 
 _BATCHES, _CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 960)
+_BATCH, _CONTEXT = 8, 256  # of the curve over contexts, and over batches
 _STEPS = 16  # steps per timed run of a batch
 _PROMPT, _SHARED = 768, (0, 128, 256, 384, 512, 640, 704)
-_KV_TOKENS, _BLOCK, _TOKENS_PER_WRITE = (32_768, 65_536, 131_072, 262_144), 16, 4096
+_KV_TOKENS, _BLOCK = (32_768, 65_536, 131_072, 262_144), 16
 _READ_BYTES = 2**24
-_WIDTH = 1024  # of the layers of temporary checkpoints
 
 
 def fits(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
     """Return two least-squares fits: y = factor x^exponent in logarithms, and y = fixed + each x in relative errors.
 
-    `last` is the exponent between the two largest x. At least two different x are needed, and positive values.
+    `last` is the exponent between the two largest x.
     """
     x, y = np.array(sorted(zip(xs, ys, strict=True)), dtype=np.float64).T
     exponent, constant = np.polyfit(np.log(x), np.log(y), 1)
@@ -60,130 +54,70 @@ def fits(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def measure_engine(contestant: InProcess, repeats: int) -> dict[str, Any]:
-    """Measure decode steps and cached prefixes. Each repeat goes round all sizes, so that drift affects all alike."""
-    settings, rng = contestant.settings, random.Random(0)
-    uids = (f"scaling-{number}" for number in itertools.count())
+def _curve(points: Sequence[dict[str, Any]], over: str, value: str) -> dict[str, Any]:
+    """Return measured points, with fits of the points' value `value` over their value `over`."""
+    return {"points": points, "fits": fits([point[over] for point in points], [value_at(p, value) for p in points])}
+
+
+def decode_steps(settings: ServeSettings, repeats: int, batches: Sequence[int], contexts: Sequence[int]) -> Any:
+    """Return step times of the engine, as `kvasir bench` measures them, without contexts that do not fit the model."""
+    sweep = Namespace(
+        batch=batches, context=contexts, prompt_tokens=(), steps=_STEPS, repeats=repeats, usual=("context",)
+    )
+    return bench_engine.measure(sweep, settings)["decode"]
+
+
+def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]:
+    """Return TTFT of prompts with a cached prefix, beside TTFT of uncached prompts as long as the other tokens."""
+    rng, uids = random.Random(0), itertools.count()
 
     def fresh(num_tokens: int) -> list[int]:
         """Return random token ids, which are not in the prefix cache."""
         return [rng.randrange(contestant.manifest.config.vocab_size) for _ in range(num_tokens)]
 
-    def run(prompts: Sequence[list[int]], output: int) -> EngineRun:
-        submits = [greedy(next(uids), prompt, output) for prompt in prompts]
-        return run_closed(contestant.engine, submits, num_streams=len(submits))
+    def run(prompt: list[int]) -> EngineRun:
+        return run_closed(contestant.engine, [greedy(f"scaling-{next(uids)}", prompt, 1)], num_streams=1)
 
-    # All of a prompt but one block comes from the prefix cache. Until the last sequence has its first token, several
-    # steps may pass.
-    output = _STEPS + 1 + max(_BATCHES) * (settings.block_size + 1) // settings.max_batched_tokens
-    texts = [fresh(max(_CONTEXTS)) for _ in range(max(_BATCHES))]
-
-    def step_seconds(batch: int, context: int) -> float:
-        return run([text[: context - output // 2] for text in texts[:batch]], output).full_step_seconds
-
-    curves = {
-        "over_batch": [(batch, _CONTEXTS[len(_CONTEXTS) // 2]) for batch in _BATCHES],
-        "over_context": [(_BATCHES[len(_BATCHES) // 2], context) for context in _CONTEXTS],
-    }
-    sizes = [size for curve in curves.values() for size in curve]
-    show("warm-up")
-    for size in sorted(sizes, reverse=True):
-        step_seconds(*size)
-    steps: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
-    shared: dict[int, list[tuple[float, float, int]]] = {count: [] for count in _SHARED}
-    for number in range(repeats):
-        show(f"steps and prefixes, repeat {number + 1} of {repeats}")
-        for size in sizes:
-            steps[size].append(1e3 * step_seconds(*size))
+    pairs: dict[int, list[tuple[EngineRun, EngineRun]]] = {num_shared: [] for num_shared in _SHARED}
+    for _ in range(repeats):
         first = fresh(_PROMPT)
-        run([first], 1)
-        for count, values in shared.items():
-            rest = _PROMPT - count
-            cached, alone = (run([prompt], 1) for prompt in (first[:count] + fresh(rest), fresh(rest)))
-            values.append((1e3 * cached.ttft_seconds[0], 1e3 * alone.ttft_seconds[0], cached.num_cached_tokens[0]))
-    return {
-        "steps": {name: _steps(name, curve, steps) for name, curve in curves.items()},
-        "prefixes": _prefixes(shared),
-    }
-
-
-def _steps(name: str, sizes: Sequence[tuple[int, int]], steps: dict[tuple[int, int], list[float]]) -> dict[str, Any]:
-    xs = [batch if name == "over_batch" else context for batch, context in sizes]
-    points: list[dict[str, Any]] = [
-        {"batch_size": size[0], "context_length": size[1], "step_ms": spread(steps[size])} for size in sizes
-    ]
-    return {"points": points, "fits": fits(xs, [point["step_ms"]["median"] for point in points])}
-
-
-def _prefixes(shared: dict[int, list[tuple[float, float, int]]]) -> dict[str, Any]:
-    """Return TTFT of prompts with a cached prefix, beside that of uncached prompts as long as the rest."""
+        run(first)
+        for num_shared, runs in pairs.items():
+            rest = _PROMPT - num_shared
+            runs.append((run(first[:num_shared] + fresh(rest)), run(fresh(rest))))
     points = []
-    for count, values in shared.items():
-        cached, alone, hits = zip(*values, strict=True)
+    for num_shared, runs in pairs.items():
+        cached, alone = ([1e3 * each.ttft_seconds[0] for each in side] for side in zip(*runs, strict=True))
         points.append(
             {
-                "shared_tokens": count,
-                "rest_tokens": _PROMPT - count,
-                "hits": hits[-1],
+                "shared_tokens": num_shared,
+                "rest_tokens": _PROMPT - num_shared,
+                "hits": runs[-1][0].num_cached_tokens[0],
                 "ttft_ms": spread(cached),
                 "rest_alone_ms": spread(alone),
                 "ratio": ratio_spread(cached, alone),
             }
         )
-    ttfts = [point["ttft_ms"]["median"] for point in points]
-    return {"prompt_tokens": _PROMPT, "points": points, "fits": fits([p["rest_tokens"] for p in points], ttfts)}
-
-
-def kv_memory(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> dict[str, Any]:
-    """Return the memory that becomes resident as tokens are written to a KV-cache, with the formula's value.
-
-    Measured in a separate process, so that no other allocation changes its resident memory.
-    """
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
-        points = process.submit(_resident_bytes, config, dtype_name, sorted(tokens)).result()
-    return {
-        "bytes_per_token": points[0]["formula"] // points[0]["tokens"],
-        "points": points,
-        "fits": fits([point["tokens"] for point in points], [point["bytes"] for point in points]),
-    }
-
-
-def _resident_bytes(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    cache, small = (
-        KVCache(config, num_blocks=count, block_size=_BLOCK, dtype=dtype, device="cpu")
-        for count in (-(-tokens[-1] // _BLOCK), 1)
-    )
-    keys, values = (
-        torch.ones(_TOKENS_PER_WRITE, config.num_kv_heads, size, dtype=dtype)
-        for size in (config.key_dim, config.head_dim)
-    )
-    small.write(0, torch.arange(_BLOCK), keys[:_BLOCK], values[:_BLOCK])  # allocations of a first write do not count
-    process, written, points = psutil.Process(), 0, []
-    before = process.memory_info().rss
-    for wanted in tokens:
-        while written < wanted:
-            slots = torch.arange(written, min(wanted, written + _TOKENS_PER_WRITE))
-            for layer in range(config.num_layers):
-                cache.write(layer, slots, keys[: len(slots)], values[: len(slots)])
-            written += len(slots)
-        resident, formula = process.memory_info().rss - before, wanted * config.kv_bytes_per_token(dtype.itemsize)
-        points.append({"tokens": wanted, "bytes": resident, "formula": formula, "ratio": resident / formula})
     return points
 
 
-def write_checkpoint(directory: Path, num_bytes: int) -> None:
-    """Write about `num_bytes` of random float32 weights: shape S widened, with as many layers as fit, at least one."""
-    thin = replace(shape_config("S"), num_layers=1, hidden_size=_WIDTH, num_heads=16, num_kv_heads=8, mlp_size=2816)
-    layer = 4 * (replace(thin, num_layers=2).num_parameters - thin.num_parameters)
-    config = replace(thin, num_layers=max(1, 1 + round((num_bytes - 4 * thin.num_parameters) / layer)))
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).uniform_(-0.05, 0.05, generator=generator)
-        for name, shape in config.parameter_shapes().items()
-    }
-    tokenizer, training = shape_tokenizer(config.vocab_size), {"steps": 0}
-    save_checkpoint(directory, config=config, tensors=tensors, tokenizer=tokenizer, name="random", training=training)
+def resident_bytes(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the resident memory of a KV-cache for each number of written tokens, beside the formula's value."""
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    counts = (-(-max(tokens) // _BLOCK), 1)
+    cache, small = (KVCache(config, num_blocks=n, block_size=_BLOCK, dtype=dtype, device="cpu") for n in counts)
+    sizes = (config.key_dim, config.head_dim)
+    keys, values = (torch.ones(_BLOCK, config.num_kv_heads, size, dtype=dtype) for size in sizes)
+    small.write(0, torch.arange(_BLOCK), keys, values)  # allocations of a first write do not count
+    process, written, points = psutil.Process(), 0, []
+    before = process.memory_info().rss
+    for wanted in sorted(tokens):
+        for start, layer in itertools.product(range(written, wanted, _BLOCK), range(config.num_layers)):
+            cache.write(layer, torch.arange(start, start + _BLOCK), keys, values)
+        written = wanted
+        resident, formula = process.memory_info().rss - before, wanted * config.kv_bytes_per_token(dtype.itemsize)
+        points.append({"tokens": wanted, "bytes": resident, "formula": formula, "ratio": resident / formula})
+    return points
 
 
 def read_seconds(paths: Sequence[Path]) -> float:
@@ -207,75 +141,67 @@ def forget(paths: Sequence[Path]) -> None:
 def measure_starts(directory: Path, repeats: int, serve: Sequence[str]) -> dict[str, Any]:
     """Start the service and read its weights in turn, with the files in the page cache (warm) and not (cold)."""
     paths = sorted(directory.glob("*.safetensors"))
-    seconds: dict[str, dict[str, list[float]]] = {kind: {"start": [], "read": []} for kind in ("warm", "cold")}
-    for _ in range(repeats):
-        forget(paths)
-        seconds["cold"]["read"].append(read_seconds(paths))
-        seconds["warm"]["read"].append(read_seconds(paths))
-        seconds["warm"]["start"].append(measure_start(directory, serve))
-        forget(paths)
-        seconds["cold"]["start"].append(measure_start(directory, serve))
-    figures = {
-        kind: {
-            "start_seconds": spread(values["start"]),
-            "read_seconds": spread(values["read"]),
-            "ratio": ratio_spread(values["start"], values["read"]),
-        }
-        for kind, values in seconds.items()
-    }
-    return {"bytes": sum(path.stat().st_size for path in paths), **figures}
-
-
-def start_fits(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fits of start and read over GB of weights, warm and cold."""
-    sizes = [point["bytes"] / 1e9 for point in points]
-    return {
-        kind: {
-            what: fits(sizes, [point[kind][f"{what}_seconds"]["median"] for point in points])
-            for what in ("start", "read")
-        }
-        for kind in ("warm", "cold")
-    }
+    runs = {"read": partial(read_seconds, paths), "start": partial(measure_start, directory, serve)}
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(("cold", "warm"), runs)}
+    for _, (kind, name) in itertools.product(range(repeats), seconds):
+        if kind == "cold":
+            forget(paths)
+        seconds[kind, name].append(runs[name]())
+    point: dict[str, Any] = {"bytes": sum(path.stat().st_size for path in paths)}
+    for kind in ("warm", "cold"):
+        figures = {f"{name}_seconds": spread(seconds[kind, name]) for name in runs}
+        point[kind] = figures | {"ratio": ratio_spread(seconds[kind, "start"], seconds[kind, "read"])}
+    return point
 
 
 def measure(arguments: Namespace) -> dict[str, Any]:
-    """Run all measurements. Start-up times come last, because nothing else may run meanwhile."""
+    """Run all measurements of scaling. Start-up times come last, because nothing else may run meanwhile."""
     flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
-    contestant = InProcess.open(read_settings(ServeSettings, flags, command="serve", summary=""))
-    figures = measure_engine(contestant, arguments.repeats)
+    settings, repeats = read_settings(ServeSettings, flags, command="serve", summary=""), arguments.repeats
+    over_batch = decode_steps(settings, repeats, _BATCHES, (_CONTEXT,))
+    over_context = decode_steps(settings, repeats, (_BATCH,), _CONTEXTS)
+    show("cached prefixes")
+    contestant = InProcess.open(settings)
+    prefixes = cached_prefixes(contestant, repeats)
     show("KV-cache memory")
-    memory = kv_memory(contestant.manifest.config, contestant.built.kv_cache_dtype, _KV_TOKENS)
+    # In a separate process no other allocation changes the resident memory.
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
+        dtype_name = contestant.built.kv_cache_dtype
+        memory = process.submit(resident_bytes, contestant.manifest.config, dtype_name, _KV_TOKENS).result()
     starts = []
-    for megabytes in arguments.sizes:
-        show(f"starts with {megabytes} MB of weights")
-        with tempfile.TemporaryDirectory(prefix="kvasir-scaling-", dir=arguments.scratch) as scratch:
-            write_checkpoint(Path(scratch) / "model", 10**6 * megabytes)
-            starts.append(measure_starts(Path(scratch) / "model", arguments.start_repeats, arguments.serve))
+    for shape in arguments.shapes:
+        show(f"starts of shape {shape}")
+        with tempfile.TemporaryDirectory(prefix="kvasir-scaling-") as scratch:
+            directory = write_random_checkpoint(Path(scratch), shape)
+            starts.append(measure_starts(directory, arguments.start_repeats, arguments.serve))
+    sizes = [point["bytes"] / 1e9 for point in starts]
+    start_fits: dict[str, dict[str, Any]] = {"warm": {}, "cold": {}}
+    for kind, name in itertools.product(start_fits, ("start", "read")):
+        start_fits[kind][name] = fits(sizes, [point[kind][f"{name}_seconds"]["median"] for point in starts])
+    each = memory[0]["formula"] // memory[0]["tokens"]
     return {
         "kind": "scaling",
         "model": contestant.facts,
-        "settings": {"repeats": arguments.repeats, "start_repeats": arguments.start_repeats},
-        **figures,
-        "kv_memory": memory,
-        "starts": {"points": starts, **start_fits(starts)},
+        "settings": {"repeats": repeats, "start_repeats": arguments.start_repeats},
+        "steps": {
+            "over_batch": _curve(over_batch, "batch_size", "step_ms.median"),
+            "over_context": _curve(over_context, "context_length", "step_ms.median"),
+        },
+        "prefixes": {"prompt_tokens": _PROMPT} | _curve(prefixes, "rest_tokens", "ttft_ms.median"),
+        "kv_memory": {"bytes_per_token": each} | _curve(memory, "tokens", "bytes"),
+        "starts": {"points": starts} | start_fits,
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write JSON. Return the exit code: 0; 1 if a service failed; 2 for invalid arguments."""
-    parser = benchmark_parser("loadtest.scenarios.bench_scaling", "Measure the service's scaling and fit exponents.")
-    add = parser.add_argument
-    add("--checkpoint", type=Path, required=True, metavar="DIR", help="checkpoint of the engine's measurements")
-    add("--repeats", type=int, default=5, metavar="N", help="repeats of the engine's measurements (default: 5)")
-    add("--start-repeats", type=int, default=3, metavar="N", help="starts per checkpoint size (default: 3)")
-    text = "sizes of the temporary checkpoints, at least 50 MB apart (default: 100 300 1000)"
-    add("--sizes", type=int, nargs="+", default=(100, 300, 1000), metavar="MB", help=text)
-    add("--scratch", type=Path, metavar="DIR", help="directory for the temporary checkpoints (default: TMPDIR)")
-    arguments = read_arguments(parser, argv)
-    gaps = (later - earlier for earlier, later in itertools.pairwise(sorted(arguments.sizes)))
-    if len(arguments.sizes) < 2 or min(gaps) < 50 or min(arguments.repeats, arguments.start_repeats) < 1:
-        parser.error("repeats must be at least 1, and --sizes needs two values at least 50 MB apart, from 100 MB")
-    return run_benchmark(parser, arguments, lambda: measure(arguments))
+    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
+    options = {
+        "checkpoint": (Path, "checkpoint of the engine's measurements"),
+        "repeats": (5, "repeats of the engine's measurements"),
+        "start-repeats": (3, "starts per checkpoint size"),
+        "shapes": (["S", "M", "qwen3-0.6b"], "shapes of temporary checkpoints in TMPDIR, at least two"),
+    }
+    return run_scenario("bench_scaling", "Measure the service's scaling and fit exponents.", options, measure, argv)
 
 
 if __name__ == "__main__":

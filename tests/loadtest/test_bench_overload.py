@@ -1,47 +1,8 @@
-"""bench_overload: the figures of a load, and the aims."""
-
-from typing import Any
+"""bench_overload: growth of memory, and errors of Retry-After."""
 
 import pytest
 
-from loadtest.client.outcome import Ending
-from loadtest.scenarios.bench_overload import TimedLoad, aims, growth_per_minute, retry_after_errors, ttft_of
-from loadtest.scenarios.closed_and_open_loop import LoadRun
-from tests.loadtest.outcomes import outcome
-
-
-def load(*outcomes: Any, settled: float = 10.0, ended: float = 20.0) -> TimedLoad:
-    return TimedLoad(LoadRun(outcomes=outcomes, duration_seconds=1.0, client_cpu_share=0.1), settled, ended)
-
-
-def answer(sent: float, chunks: tuple[float, ...], ending: Ending = Ending.OK) -> Any:
-    end = max(chunks, default=sent)
-    return outcome(ending=ending, intended_seconds=sent, chunk_seconds=chunks, end_seconds=end, completion_tokens=10)
-
-
-def test_throughput_counts_the_tokens_that_arrive_in_the_steady_part() -> None:
-    whole, early, late = answer(11.0, (12.0, 13.0)), answer(8.0, (9.0, 11.0)), answer(19.0, (19.5, 21.0))
-    assert load(whole).tokens_per_second == 1.0
-    assert load(whole, early, late).tokens_per_second == 2.0
-    assert load(answer(1.0, (2.0, 3.0)), answer(12.0, (13.0,), Ending.TIMEOUT)).tokens_per_second == 0.0
-
-
-def test_ttft_counts_admitted_requests_of_the_steady_part() -> None:
-    given = load(answer(1.0, (9.0,)), answer(11.0, (11.5,)), answer(12.0, (), Ending.SHED))
-    assert ttft_of([given], 99) == pytest.approx(0.5)
-    assert ttft_of([load()], 99) is None
-    found = given.to_dict()
-    assert found["endings"] == {"ok": 1, "shed": 1}
-    assert found["failures"] == {}
-
-
-def test_percentiles_of_several_loads_are_over_all_requests() -> None:
-    short = load(answer(11.0, (11.5,)), settled=10.0, ended=15.0)
-    long = load(answer(11.0, (11.1,)), answer(12.0, (12.1,)), answer(13.0, (13.1,)), settled=10.0, ended=25.0)
-    assert (short.tokens_per_second, long.tokens_per_second) == (2.0, 2.0)
-    assert ttft_of([short, long], 50) == pytest.approx(0.1)
-    assert ttft_of([short, long], 100) == pytest.approx(0.5)
-    assert ttft_of([load()], 99) is None
+from loadtest.scenarios.bench_overload import growth_per_minute, retry_after_errors
 
 
 def test_growth_is_the_least_squares_slope_per_minute() -> None:
@@ -49,30 +10,9 @@ def test_growth_is_the_least_squares_slope_per_minute() -> None:
     assert growth_per_minute([(1.0, 5.0)]) == 0.0
 
 
-def test_retry_after_errors_are_the_growth_of_the_histogram_between_two_scrapes() -> None:
-    before, after = (
-        "# TYPE llm_retry_after_error_seconds histogram\n"
-        + "".join(
-            f'llm_retry_after_error_seconds_bucket{{engine="0",le="{bound}"}} {count}\n'
-            for bound, count in zip(("-0.2", "0.5", "+Inf"), counts, strict=True)
-        )
-        for counts in ((1.0, 3.0, 3.0), (2.0, 9.0, 10.0))
-    )
-    found = retry_after_errors(before, after)
-    assert found["error_seconds"] == {"-0.2": 1, "0.5": 5, "inf": 1}
-    assert (found["promises_watched"], found["share_within_0.5_s"]) == (7, round(6 / 7, 4))
-
-
-def test_each_aim_has_its_value_and_whether_it_is_met() -> None:
-    calm, full = load(answer(11.0, (11.1,))), load(answer(11.0, (11.3,)), answer(12.0, (12.3,)))
-    found: dict[str, Any] = {
-        "service": {"api": {"growth_mib_per_minute": 0.1}, "worker": {"growth_mib_per_minute": 5.0}},
-        "overload": {"failures": {"http_error: 500 x": 2}},
-        "sdk": {"own_key": {"errors": {}, "tokens_per_second": 0.5}},
-    }
-    found = aims(found, 2.0, [calm], full)
-    assert found["throughput_share"] == {"value": 1.25, "aim": 0.95, "met": True}
-    assert (found["ttft_p99_ratio"]["value"], found["ttft_p99_ratio"]["met"]) == (pytest.approx(3.0), False)
-    assert not found["growth_mib_per_minute"]["met"]
-    assert (found["answers_of_5xx"]["value"], found["failures"]["value"]) == (2, 2)
-    assert found["errors_seen_by_sdk_users"]["met"]
+def test_the_share_of_right_retry_after_announcements_is_read_from_the_histogram() -> None:
+    name = "llm_retry_after_error_seconds"
+    buckets = {"-0.5": 1, "0.5": 7, "+Inf": 8}
+    lines = [f'{name}_bucket{{engine="0",le="{bound}"}} {count}' for bound, count in buckets.items()]
+    found = retry_after_errors("\n".join([f"# TYPE {name} histogram", *lines, ""]))
+    assert found == {"promises_watched": 8, "share_within_0.5_s": 0.75}

@@ -1,19 +1,18 @@
 """bench_latency: figures of arrivals, the page and the picture, and a measurement on a stub server."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loadtest.docgen.performance_page import NAMES, RESULTS, render
 
 from loadtest.client.sse_client import Target
 from loadtest.docgen import pictures
-from loadtest.docgen.pages import NAMES, RESULTS, performance_page
+from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_latency
-from loadtest.scenarios.bench_latency import ArrivalLoad, PromptArrival, gaps_within, measure, steps_between, summarize
-from loadtest.scenarios.service_process import ServiceFailed
+from loadtest.scenarios.bench_latency import PromptArrival, gaps_within, measure, steps_between, summarize
 from tests.loadtest.stub_server import Script, StubServer
 
 STREAMS = [[0.0, 1.0, 2.0, 5.0, 6.0], [0.5, 1.5, 5.5]]
@@ -36,10 +35,7 @@ def figures(slower: float) -> dict[str, Any]:
     """Return the summary of three arrivals that lengthen the streams' gaps by a factor."""
     values = ((0.02, 2, 0.01), (0.04, 1, 0.02), (0.03, 2, 0.01))
     return summarize(
-        [
-            PromptArrival(ttft_seconds=ttft, steps=steps, before=[gap] * 9, during=[gap * slower] * 9)
-            for ttft, steps, gap in values
-        ]
+        [PromptArrival(ttft, steps, before=[gap] * 9, during=[gap * slower] * 9) for ttft, steps, gap in values]
     )
 
 
@@ -70,7 +66,7 @@ def test_a_summary_has_every_arrival_and_ratios_within_arrivals() -> None:
 def latency_part(latency: dict[str, Any]) -> str:
     """Return the page with these figures of latency, and the repository's other results."""
     results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in NAMES}
-    return performance_page({**results, "latency": results["latency"] | latency})
+    return render({**results, "latency": results["latency"] | latency})
 
 
 def test_the_page_shows_the_figures_of_the_result() -> None:
@@ -99,7 +95,7 @@ def test_a_budget_without_room_for_a_prompt_is_rejected(capsys: pytest.CaptureFi
 
 def test_arrivals_among_streams_are_measured() -> None:
     with StubServer(Script(gap_seconds=0.01)) as server:
-        seen = asyncio.run(measure(Target.parse(server.url), ArrivalLoad(2, 5, 2, 0), vocab_size=50))
+        seen = measure(Target.parse(server.url), 50, streams=2, prompt_tokens=5, num_arrivals=2, seed=0)
     assert len(seen) == 2
     assert all(arrival.before and min(arrival.before) > 0 for arrival in seen)
     prompts = [received.body["prompt"] for received in server.requests]
@@ -109,5 +105,5 @@ def test_arrivals_among_streams_are_measured() -> None:
 
 
 def test_a_rejected_stream_ends_the_measurement_with_its_reason() -> None:
-    with StubServer(Script(status=429)) as server, pytest.raises(ServiceFailed, match="as scripted"):
-        asyncio.run(measure(Target.parse(server.url), ArrivalLoad(1, 5, 1, 0), vocab_size=50))
+    with StubServer(Script(status=429)) as server, pytest.raises(MeasurementFailed, match="as scripted"):
+        measure(Target.parse(server.url), 50, streams=1, prompt_tokens=5, num_arrivals=1, seed=0)

@@ -1,5 +1,6 @@
 """The locustfile, run as a program, because locust patches the standard library."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from loadtest.client.workload import arrivals
 from tests.loadtest.stub_server import Script, StubServer
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,21 @@ def test_exit_code_is_zero_for_met_objectives_and_one_for_missed() -> None:
     assert kept.returncode == 0, kept.stderr
     assert missed.returncode == 1
     assert "TTFT p95" in missed.stdout
+
+
+def test_an_open_loop_counts_latency_from_the_arrival_of_a_request(tmp_path: Path) -> None:
+    """Four users serve 40 requests per second of a server that takes 0.1 s, and 200 arrive."""
+    with StubServer(Script(first_seconds=0.1)) as server:
+        done = locust(
+            server.url, "-t", "200s", "--requests", "20", "--rate", "200", "--seed", "3", "--results", str(tmp_path)
+        )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert (result["label"], result["request_rate"], result["model_id"]) == ("200 per s", 200.0, "stub")
+    expected = list(itertools.islice(arrivals(200.0, 3), 20))
+    assert result["start_times"] == pytest.approx([arrival - expected[0] for arrival in expected], abs=1e-6)
+    assert max(result["queue_times"]) > 0.1
+    assert all(ttft >= late + 0.1 for ttft, late in zip(result["ttfts"], result["queue_times"], strict=True))
 
 
 def test_the_api_key_is_sent_and_never_printed_or_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,15 @@
 """Reports: the keys of `vllm bench serve`, figures, failures by kind, and files."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.client import report
-from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.report import Slo
 from loadtest.client.workload import ClientKind
 from tests.loadtest.outcomes import failed, outcome
@@ -26,16 +28,10 @@ VLLM_KEYS = {
 }  # fmt: skip
 
 
-def summary(outcomes: list[Outcome], **changes: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "label": "2 streams",
-        "duration_seconds": 2.0,
-        "slo": Slo(ttft_p95_ms=150.0),
-        "request_rate": None,
-        "max_concurrency": 2,
-        "client_cpu_share": 0.1,
-    }
-    return report.summarize(outcomes, **values | changes)
+def summary(outcomes: list[Outcome], seconds: float = 2.0) -> dict[str, Any]:
+    """Return the summary of a load of two streams."""
+    load = LoadRun(outcomes=outcomes, began_seconds=0.0, ended_seconds=seconds, client_cpu_share=0.1)
+    return report.summarize(load, label="2 streams", slo=Slo(ttft_p95_ms=150.0), max_concurrency=2)
 
 
 def test_results_have_the_keys_of_vllm_bench_serve() -> None:
@@ -77,7 +73,7 @@ def test_failures_are_counted_by_kind_and_shed_load_is_not_a_failure() -> None:
         failed(4, Ending.HTTP_ERROR, "503 draining"),
         outcome(5, ending=Ending.CANCELLED, client=ClientKind.CANCELLING),
     ]
-    result = summary(outcomes)
+    result = summary(outcomes, 6.0)
     assert (result["sent"], result["completed"], result["failed"]) == (6, 1, 3)
     assert (result["shed"], result["cancelled"]) == (1, 1)
     assert result["failures"] == {"timeout: no end within 5 s": 2, "http_error: 503 draining": 1}
@@ -90,27 +86,52 @@ def test_failures_are_counted_by_kind_and_shed_load_is_not_a_failure() -> None:
 
 
 def test_a_response_that_is_not_streamed_has_no_ttft() -> None:
-    whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=())
+    whole = outcome(0, client=ClientKind.WHOLE, chunk_seconds=[])
     result = summary([whole])
     assert result["median_ttft_ms"] is result["p99_itl_ms"] is result["mean_tpot_ms"] is None
     assert result["median_e2el_ms"] == pytest.approx(170.0)
     assert "– / – / –" in report.markdown([result])
 
 
-def test_results_table_and_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = summary([outcome(0), failed(1, Ending.CONNECTION, "reset")])
-    paths = report.write([run], tmp_path / "new")
-    assert [path.name for path in paths] == ["results.json", "report.md", "report.png"]
-    assert json.loads(paths[0].read_text()) == run
-    assert paths[2].read_bytes().startswith(b"\x89PNG\r\n")
-    several = report.write([run, run | {"label": "16 streams"}], tmp_path)
-    assert [path.name for path in several[:2]] == ["results-2-streams.json", "results-16-streams.json"]
-    assert report.main([str(paths[0]), "--out", str(tmp_path / "again")]) == 0
-    assert (tmp_path / "again" / "report.md").read_text() == paths[1].read_text()
-    assert capsys.readouterr().out.strip() == paths[1].read_text().strip()
+def test_the_table_of_stored_results_is_printed(tmp_path: Path) -> None:
+    result = summary([outcome(0), failed(1, Ending.CONNECTION, "reset")])
+    stored = tmp_path / "results.json"
+    stored.write_text(json.dumps(result))
+    command = [sys.executable, "-m", "loadtest.client.report", str(stored), str(stored)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert printed.strip() == report.markdown([result, result]).strip()
 
 
-def test_a_run_without_a_success_has_a_report(tmp_path: Path) -> None:
-    run = summary([failed(0, Ending.CONNECTION, "refused")])
-    assert run["output_throughput"] == 0.0
-    assert report.write([run], tmp_path)[2].stat().st_size > 0
+def test_a_busy_load_test_is_reported() -> None:
+    table = report.markdown([summary([outcome(0)]) | {"client_cpu_share": 0.9}])
+    assert "- 2 streams: the load test itself was busy for 90%" in table
+
+
+def test_a_load_without_a_success_has_a_table() -> None:
+    result = summary([failed(0, Ending.CONNECTION, "refused")])
+    assert result["output_throughput"] == 0.0
+    assert "| 2 streams | 1 | 0 |" in report.markdown([result])
+
+
+def run(*outcomes: Any) -> LoadRun:
+    return LoadRun(outcomes=outcomes, began_seconds=10.0, ended_seconds=20.0, client_cpu_share=0.1)
+
+
+def answer(sent: float, chunks: list[float], ending: Ending = Ending.OK) -> Any:
+    end = max(chunks, default=sent)
+    return outcome(ending=ending, intended_seconds=sent, chunk_seconds=chunks, end_seconds=end, completion_tokens=10)
+
+
+def test_throughput_counts_the_tokens_that_arrive_in_the_measured_time() -> None:
+    whole, early, late = answer(11.0, [12.0, 13.0]), answer(8.0, [9.0, 11.0]), answer(19.0, [19.5, 21.0])
+    assert run(whole).tokens_per_second == 1.0
+    assert run(whole, early, late).tokens_per_second == 2.0
+    assert run(whole, early, late).requests_per_second == 0.2
+    assert run(answer(1.0, [2.0, 3.0]), answer(12.0, [13.0], Ending.TIMEOUT)).tokens_per_second == 0.0
+
+
+def test_a_summary_counts_requests_sent_in_the_measured_time() -> None:
+    given = run(answer(1.0, [9.0]), answer(11.0, [11.5]), answer(12.0, [], Ending.SHED))
+    found = report.summarize(given, label="steady", slo=Slo())
+    assert (found["sent"], found["completed"], found["shed"], found["p99_ttft_ms"]) == (2, 1, 1, 500.0)
+    assert report.summarize(run(), label="none", slo=Slo())["p99_ttft_ms"] is None

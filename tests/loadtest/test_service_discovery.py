@@ -5,32 +5,29 @@ from typing import Any
 
 import pytest
 
-from loadtest.client import service_discovery
-from loadtest.client.service_discovery import discover, fetch_json
-from loadtest.client.sse_client import Target
-from loadtest.client.workload import tales
+from loadtest.client.sse_client import Target, discover
+from loadtest.client.workload import WorkloadSpec, tales
 from tests.loadtest.stub_server import MODEL, StubServer
 
 
 def test_a_service_with_tokenize_gives_prompts_of_exact_length() -> None:
     with StubServer() as server:
-        service = discover(Target.parse(server.url))
-    assert (service.model, service.max_context_tokens) == (MODEL, 512)
-    assert service.passages.overshoot == 1.0
-    assert all(4 * 95 <= len(service.passages.cut(start, 100)) <= 4 * 101 for start in range(50))
+        model, workload = discover(Target.parse(server.url), WorkloadSpec(prompt_tokens=100))
+    assert (model, workload.spec.max_context_tokens) == (MODEL, 512)
+    assert all(4 * 95 <= len(workload.request(index).prompt) <= 4 * 101 for index in range(50))
 
 
 @pytest.mark.parametrize(
     ("answer", "chars_per_token"),
     [
-        (urllib.error.HTTPError("", 404, "", {}, None), service_discovery.DEFAULT_CHARS_PER_TOKEN),  # type: ignore[arg-type]
-        ({"count": len(tales()) // 2}, 2.0),
-        ({"count": len(tales()) // 2, "token_strs": None}, 2.0),
-        ({"count": len(tales()) // 2, "token_strs": ["not", "the", "text"]}, 2.0),
+        (urllib.error.HTTPError("", 404, "", {}, None), 4),  # type: ignore[arg-type]
+        ({"count": len(tales()) // 2}, 2),
+        ({"count": len(tales()) // 2, "token_strs": None}, 2),
+        ({"count": len(tales()) // 2, "token_strs": ["not", "the", "text"]}, 2),
     ],
 )
 def test_a_service_without_tokenize_gives_prompts_by_characters(
-    monkeypatch: pytest.MonkeyPatch, answer: Any, chars_per_token: float
+    monkeypatch: pytest.MonkeyPatch, answer: Any, chars_per_token: int
 ) -> None:
     def fetch(target: Target, path: str, payload: Any = None) -> Any:
         if path == "/v1/models":
@@ -39,14 +36,16 @@ def test_a_service_without_tokenize_gives_prompts_by_characters(
             raise answer
         return answer
 
-    monkeypatch.setattr(service_discovery, "fetch_json", fetch)
-    service = discover(Target("127.0.0.1", 1))
-    assert (service.model, service.max_context_tokens) == ("theirs", None)
-    assert service.passages.overshoot > 1.0
-    length = len(service.passages.cut(0, 100))
-    assert 95 * chars_per_token - 20 <= length <= 100 * chars_per_token
+    monkeypatch.setattr(Target, "fetch_json", fetch)
+    model, workload = discover(Target("127.0.0.1", 1), WorkloadSpec(prompt_tokens=100, max_context_tokens=999))
+    assert (model, workload.spec.max_context_tokens) == ("theirs", 999)
+    assert 95 * chars_per_token - 20 <= len(workload.request(0).prompt) <= 101 * chars_per_token
+    assert (
+        len(discover(Target("127.0.0.1", 1), WorkloadSpec(prompt_tokens=999))[1].request(0).prompt)
+        < 200 * chars_per_token
+    )
 
 
 def test_an_error_status_is_an_os_error() -> None:
     with StubServer() as server, pytest.raises(OSError, match="404"):
-        fetch_json(Target.parse(server.url), "/nowhere")
+        Target.parse(server.url).fetch_json("/nowhere")

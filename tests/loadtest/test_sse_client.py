@@ -1,9 +1,9 @@
-"""The completion reader and both clients against a scripted server."""
+"""The completion reader and the client against a scripted server."""
 
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable
+import time
 from typing import Any
 
 import pytest
@@ -11,31 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.sse_client import AsyncClient, CompletionReader, SseParser, Target, complete_blocking
+from loadtest.client.sse_client import CompletionClient, CompletionReader, SseParser, Target
 from loadtest.client.workload import ClientKind, LoadRequest
 from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
 
-Driver = Callable[..., Outcome]
 
-
-def drive_blocking(server: StubServer, request: LoadRequest, *, timeout_seconds: float = 60.0) -> Outcome:
-    return complete_blocking(Target.parse(server.url), request, model=MODEL, timeout_seconds=timeout_seconds)
-
-
-def drive_async(server: StubServer, request: LoadRequest, *, timeout_seconds: float = 60.0) -> Outcome:
-    async def main() -> Outcome:
-        client = AsyncClient(Target.parse(server.url), timeout_seconds=timeout_seconds)
-        try:
-            return await client.complete(request, model=MODEL)
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
-
-
-@pytest.fixture(params=[drive_blocking, drive_async], ids=["blocking", "asyncio"])
-def drive(request: pytest.FixtureRequest) -> Driver:
-    return request.param
+def drive(server: StubServer, request: LoadRequest, *, timeout_seconds: float = 60.0) -> Outcome:
+    """Send one completion request to the stub server."""
+    client = CompletionClient(Target.parse(server.url), timeout_seconds=timeout_seconds)
+    outcome = client.complete(request, model=MODEL)
+    client.close()
+    return outcome
 
 
 def streaming(max_tokens: int = 5, **changes: Any) -> LoadRequest:
@@ -52,20 +38,20 @@ class Handshake:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._reported = threading.Semaphore(1)
         self.stalled = False
-        original = CompletionReader.event
+        original = CompletionReader.read
 
-        def event(reader: CompletionReader, data: bytes) -> None:
+        def read(reader: CompletionReader, data: bytes) -> None:
             original(reader, data)
             self._reported.release()
 
-        monkeypatch.setattr(CompletionReader, "event", event)
+        monkeypatch.setattr(CompletionReader, "read", read)
 
     async def gate(self, chunk: int) -> None:
         acquired = await asyncio.to_thread(self._reported.acquire, timeout=60)
         self.stalled |= not acquired
 
 
-def test_every_chunk_is_reported_before_the_next_is_sent(drive: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_chunk_is_reported_before_the_next_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     handshake = Handshake(monkeypatch)
     with StubServer(Script(first_seconds=0.03, gap_seconds=0.01), gate=handshake.gate) as server:
         outcome = drive(server, streaming(12))
@@ -77,7 +63,7 @@ def test_every_chunk_is_reported_before_the_next_is_sent(drive: Driver, monkeypa
     assert all(seen <= after for seen, after in zip(outcome.chunk_seconds, sent[1:], strict=False))
 
 
-def test_known_delays_are_never_reported_shorter(drive: Driver) -> None:
+def test_known_delays_are_never_reported_shorter() -> None:
     with StubServer(Script(first_seconds=0.08, gap_seconds=0.02)) as server:
         outcome = drive(server, streaming(6))
     assert outcome.ttft_seconds is not None
@@ -88,7 +74,7 @@ def test_known_delays_are_never_reported_shorter(drive: Driver) -> None:
     assert sum(outcome.itl_seconds) == pytest.approx(outcome.chunk_seconds[-1] - outcome.chunk_seconds[0])
 
 
-def test_a_finished_stream_is_complete(drive: Driver) -> None:
+def test_a_finished_stream_is_complete() -> None:
     with StubServer() as server:
         outcome = drive(server, streaming(5))
     assert (outcome.ending, outcome.detail) == (Ending.OK, "")
@@ -97,7 +83,7 @@ def test_a_finished_stream_is_complete(drive: Driver) -> None:
     assert server.requests[0].body["stream_options"] == {"include_usage": True}
 
 
-def test_a_response_that_is_not_streamed_has_no_ttft(drive: Driver) -> None:
+def test_a_response_that_is_not_streamed_has_no_ttft() -> None:
     with StubServer() as server:
         outcome = drive(server, streaming(5, client=ClientKind.WHOLE))
     assert outcome.ending is Ending.OK
@@ -106,7 +92,7 @@ def test_a_response_that_is_not_streamed_has_no_ttft(drive: Driver) -> None:
     assert "stream" not in server.requests[0].body
 
 
-def test_a_cancelling_client_disconnects_after_its_chunks(drive: Driver) -> None:
+def test_a_cancelling_client_disconnects_after_its_chunks() -> None:
     async def gate(chunk: int) -> None:
         if chunk == 3:  # nothing more is sent: only the client's own leaving can end this reader
             await asyncio.sleep(3600.0)
@@ -134,9 +120,7 @@ def test_a_cancelling_client_disconnects_after_its_chunks(drive: Driver) -> None
         (Script(garbage=b""), Ending.CONNECTION, "the connection ended before the response"),
     ],
 )
-def test_each_server_behaviour_has_its_ending(
-    drive: Driver, script: Script, ending: Ending, detail: str | None
-) -> None:
+def test_each_server_behaviour_has_its_ending(script: Script, ending: Ending, detail: str | None) -> None:
     with StubServer(script) as server:
         outcome = drive(server, streaming(5))
     assert outcome.ending is ending
@@ -144,27 +128,27 @@ def test_each_server_behaviour_has_its_ending(
 
 
 @pytest.mark.parametrize(("retry_after", "seconds"), [(None, 0.0), ("3", 3.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0)])
-def test_a_rejection_reports_retry_after_in_seconds(drive: Driver, retry_after: str | None, seconds: float) -> None:
+def test_a_rejection_reports_retry_after_in_seconds(retry_after: str | None, seconds: float) -> None:
     with StubServer(Script(status=429, retry_after=retry_after)) as server:
         outcome = drive(server, streaming(5))
     assert (outcome.ending, outcome.retry_after_seconds) == (Ending.SHED, seconds)
 
 
-def test_a_silent_server_times_out(drive: Driver) -> None:
+def test_a_silent_server_times_out() -> None:
     with StubServer(Script(first_seconds=3600.0)) as server:
         outcome = drive(server, streaming(5), timeout_seconds=0.2)
     assert outcome.ending is Ending.TIMEOUT
     assert outcome.e2e_seconds >= 0.2
 
 
-def test_a_closed_port_is_a_connection_failure(drive: Driver) -> None:
+def test_a_closed_port_is_a_connection_failure() -> None:
     with StubServer() as server:
         pass
     assert drive(server, streaming(5)).ending is Ending.CONNECTION
 
 
 @pytest.mark.parametrize("script", [Script(newline="\r\n"), Script(newline="\r"), Script(close_delimited=True)])
-def test_any_line_end_and_a_body_without_length_are_read(drive: Driver, script: Script) -> None:
+def test_any_line_end_and_a_body_without_length_are_read(script: Script) -> None:
     with StubServer(script) as server:
         outcome = drive(server, streaming(5))
     assert (outcome.ending, outcome.detail) == (Ending.OK, "")
@@ -172,28 +156,28 @@ def test_any_line_end_and_a_body_without_length_are_read(drive: Driver, script: 
 
 
 def test_connections_are_reused_and_a_closed_one_is_replaced() -> None:
-    async def main(server: StubServer) -> list[Outcome]:
-        client = AsyncClient(Target.parse(server.url))
-        outcomes = [await client.complete(streaming(2), model=MODEL) for _ in range(3)]
-        await client.close()
-        return outcomes
-
     with StubServer(lambda ordinal: Script(close_delimited=ordinal == 1)) as server:
-        outcomes = asyncio.run(main(server))
+        client = CompletionClient(Target.parse(server.url))
+        outcomes = [client.complete(streaming(2), model=MODEL) for _ in range(3)]
+        client.close()
     assert [outcome.ending for outcome in outcomes] == [Ending.OK] * 3
     assert [received.connection for received in server.requests] == [1, 1, 2]
 
 
-def test_latency_counts_from_the_intended_send() -> None:
-    async def main(server: StubServer) -> Outcome:
-        client = AsyncClient(Target.parse(server.url))
-        intended = asyncio.get_running_loop().time() - 100.0
-        outcome = await client.complete(streaming(2), model=MODEL, intended_seconds=intended)
-        await client.close()
-        return outcome
+def test_a_request_on_an_idle_connection_that_the_server_closed_is_sent_again() -> None:
+    with StubServer(lambda ordinal: Script(garbage=b"" if ordinal == 1 else None)) as server:
+        client = CompletionClient(Target.parse(server.url))
+        outcomes = [client.complete(streaming(2), model=MODEL) for _ in range(2)]
+        client.close()
+    assert [outcome.ending for outcome in outcomes] == [Ending.OK] * 2
+    assert [received.connection for received in server.requests] == [1, 1, 2]
 
+
+def test_latency_counts_from_the_intended_send() -> None:
     with StubServer() as server:
-        outcome = asyncio.run(main(server))
+        client = CompletionClient(Target.parse(server.url))
+        outcome = client.complete(streaming(2), model=MODEL, intended_seconds=time.perf_counter() - 100.0)
+        client.close()
     assert outcome.ttft_seconds is not None
     assert outcome.e2e_seconds >= outcome.ttft_seconds > 100.0
     assert outcome.sent_seconds - outcome.intended_seconds > 100.0
@@ -203,6 +187,17 @@ def test_latency_counts_from_the_intended_send() -> None:
 def test_an_invalid_address_is_rejected(url: str) -> None:
     with pytest.raises(ValueError, match="must look like"):
         Target.parse(url)
+
+
+def test_an_api_key_of_several_words_is_rejected_without_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret\r\nX-Evil: 1")
+    with pytest.raises(ValueError, match="KVASIR_API_KEY: must be one word") as raised:
+        Target.parse("http://127.0.0.1:1")
+    assert "sk-" not in str(raised.value)
+    monkeypatch.setenv("KVASIR_API_KEY", "")
+    assert Target.parse("http://127.0.0.1:1").api_key is None
+    monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret")
+    assert "sk-" not in repr(Target.parse("http://127.0.0.1:1"))
 
 
 EVENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=6)
@@ -228,8 +223,8 @@ def test_a_body_read_byte_by_byte_is_complete_at_its_end() -> None:
     reader = CompletionReader(streaming(client=ClientKind.WHOLE))
     wire = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 14\r\n\r\n" + b'{"choices":[]}'
     for position in range(len(wire)):
-        assert not reader.complete
+        assert not reader.is_complete
         reader.feed(wire[position : position + 1], 0.0)
-    assert reader.complete
-    assert reader.reusable
-    assert reader.finished(1.0).detail == "0 finish reasons"
+    assert reader.is_complete
+    assert reader.is_reusable
+    assert reader.finish().detail == "0 finish reasons"

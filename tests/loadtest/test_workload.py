@@ -1,16 +1,17 @@
 """Workloads: determinism, lengths, prefixes and clients."""
 
 import argparse
+import itertools
 import math
 import statistics
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.client.workload import (
+    NUM_PREFIXES,
     ClientKind,
     LoadRequest,
     Passages,
@@ -18,13 +19,15 @@ from loadtest.client.workload import (
     WorkloadKind,
     WorkloadSpec,
     add_workload_arguments,
+    arrivals,
     spec_from_arguments,
     tales,
 )
 from tests.tiny_model import tiny_tokenizer
 
 TALES = tales()
-PASSAGES = Passages.by_ratio(TALES, 4.0)
+TOKEN_STRS = [TALES[start : start + 4] for start in range(0, len(TALES), 4)]
+PASSAGES = Passages(TALES, TOKEN_STRS, overshoot=2.5)
 SPECS = st.builds(
     WorkloadSpec,
     kind=st.sampled_from(WorkloadKind),
@@ -46,7 +49,7 @@ def requests(spec: WorkloadSpec, count: int = 400) -> list[LoadRequest]:
 @settings(deadline=None)
 @given(spec=SPECS, index=st.integers(0, 1 << 30))
 def test_a_request_is_a_function_of_spec_and_index(spec: WorkloadSpec, index: int) -> None:
-    first, second = Workload(spec, PASSAGES), Workload(spec, Passages.by_ratio(TALES, 4.0))
+    first, second = Workload(spec, PASSAGES), Workload(spec, Passages(TALES, TOKEN_STRS, overshoot=2.5))
     second.request(index + 1)  # whatever was asked for before
     assert first.request(index) == second.request(index)
 
@@ -79,7 +82,7 @@ def test_passages_begin_differently_until_the_text_is_used_up() -> None:
 def test_fixed_prompts_and_completions_have_one_length() -> None:
     spec = WorkloadSpec(prompt_tokens=100, output_tokens=32)
     assert {request.max_tokens for request in requests(spec)} == {32}
-    assert all(370 < len(request.prompt) <= 400 for request in requests(spec))
+    assert all(370 < len(request.prompt) <= 404 for request in requests(spec))
 
 
 def test_lognormal_lengths_have_the_requested_median_and_sigma() -> None:
@@ -94,12 +97,11 @@ def test_lognormal_lengths_have_the_requested_median_and_sigma() -> None:
 
 
 def test_prompts_share_prefixes_and_nothing_else() -> None:
-    spec = WorkloadSpec(kind=WorkloadKind.SHARED_PREFIX, prompt_tokens=100, num_prefixes=3, prefix_share=0.75)
+    spec = WorkloadSpec(kind=WorkloadKind.SHARED_PREFIX, prompt_tokens=100)
     parts = [str(request.prompt).split("\n") for request in requests(spec)]
-    assert len({prefix for prefix, _ in parts}) == 3
+    assert len({prefix for prefix, _ in parts}) == NUM_PREFIXES
     assert len({own for _, own in parts}) == 400
-    assert all(270 < len(prefix) <= 300 for prefix, _ in parts)
-    assert len(set(requests(replace(spec, prefix_share=1.0), 100))) == 100
+    assert all(270 < len(prefix) <= 304 for prefix, _ in parts)
 
 
 def test_mixed_has_short_and_long_prompts_and_completions() -> None:
@@ -134,31 +136,10 @@ def test_the_body_has_the_fields_of_the_request() -> None:
     assert "stream" not in replace(request, client=ClientKind.WHOLE).body("m")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt_tokens": 0}, "prompt_tokens must be at least 1"),
-        ({"output_tokens": 0}, "output_tokens must be at least 1"),
-        ({"num_prefixes": 0}, "num_prefixes must be at least 1"),
-        ({"prefix_share": 1.5}, "prefix_share must be between"),
-        ({"whole_share": -0.1}, "whole_share must be between"),
-        ({"whole_share": 0.6, "cancelling_share": 0.6}, "together must not exceed 1"),
-        ({"sigma": -1.0}, "sigma must be at least 0"),
-        ({"max_context_tokens": 7}, "max_context_tokens must be at least 8"),
-    ],
-)
-def test_invalid_specs_are_rejected(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WorkloadSpec(**changes)
-
-
-def test_short_texts_and_wrong_tokens_are_rejected() -> None:
-    with pytest.raises(ValueError, match="at least 100 words"):
-        Passages.by_ratio("too short", 4.0)
-    with pytest.raises(ValueError, match="chars_per_token must be positive"):
-        Passages.by_ratio(TALES, 0.0)
-    with pytest.raises(ValueError, match="9 characters of text, 3 of tokens"):
-        Passages.by_tokens("too short", ["too"])
+@pytest.mark.parametrize(("text", "token_strs"), [("too short", ["too short"]), (TALES, TOKEN_STRS[:-1])])
+def test_short_texts_and_tokens_that_do_not_spell_the_text_are_rejected(text: str, token_strs: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"{len(text)} characters and {len(text.split())} words of text"):
+        Passages(text, token_strs)
 
 
 def test_a_tokenized_text_gives_prompts_of_the_requested_length() -> None:
@@ -166,7 +147,7 @@ def test_a_tokenized_text_gives_prompts_of_the_requested_length() -> None:
     pieces = [tokenizer.token_bytes(token_id).decode("latin-1") for token_id in tokenizer.encode(TALES)]
     # The tales have a dash or two beyond ASCII, of three bytes each.
     text = TALES.encode().decode("latin-1")
-    passages = Passages.by_tokens(text, pieces)
+    passages = Passages(text, pieces)
     for start in range(300):
         count = len(tokenizer.encode(passages.cut(start, 60).encode("latin-1").decode()))
         assert 60 - 20 <= count <= 60 + 1  # a word is left out whole, and the first has no space before it
@@ -184,10 +165,20 @@ def test_every_option_sets_a_field_of_the_spec() -> None:
         sigma=0.1,
         whole_share=0.2,
         cancelling_share=0.3,
-        max_context_tokens=99,
         temperature=0.5,
         ignore_eos=False,
         seed=6,
     )
-    assert spec_from_arguments(parser.parse_args(given.split()), 99) == expected
-    assert spec_from_arguments(parser.parse_args([]), None) == WorkloadSpec()
+    assert spec_from_arguments(parser.parse_args(given.split())) == expected
+    assert spec_from_arguments(parser.parse_args([])) == WorkloadSpec()
+
+
+def test_arrivals_are_a_seeded_poisson_process() -> None:
+    def take(rate: float, seed: int) -> list[float]:
+        return list(itertools.islice(arrivals(rate, seed), 4000))
+
+    gaps = [later - earlier for earlier, later in itertools.pairwise(take(10.0, 1))]
+    # Exponential gaps: mean and standard deviation are both 1 / rate; 5 standard errors of 4,000 are 8 %.
+    assert statistics.mean(gaps) == pytest.approx(0.1, rel=0.08)
+    assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.12)
+    assert take(10.0, 1) == take(10.0, 1) != take(10.0, 2)

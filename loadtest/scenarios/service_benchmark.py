@@ -1,0 +1,163 @@
+"""Frame of the benchmarks that start a service: command line, server process, closed and open loop of requests."""
+
+import argparse
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import gevent
+import psutil
+
+from loadtest.client.outcome import Ending, LoadRun, Outcome
+from loadtest.client.sse_client import CompletionClient, Target
+from loadtest.client.workload import LoadRequest
+from loadtest.measurement.benchmark_program import MeasurementFailed, benchmark_parser, read_arguments, run_benchmark
+
+_START_SECONDS = 120.0
+# Longer than the service's drain and close, so that it is killed only if it hangs.
+_STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+_FIRST_REQUEST = LoadRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
+
+
+def kvasir_serve(checkpoint: Path, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the command line of `kvasir serve`, without a port."""
+    kvasir = Path(sys.executable).with_name("kvasir")
+    return [str(kvasir), "serve", "--checkpoint", str(checkpoint), *arguments]
+
+
+class ServiceProcess:
+    """Server with OpenAI's completions API as a child process on a free port, until the end of the `with` block."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.target = Target.parse(f"http://127.0.0.1:{port}")
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by __exit__)
+        self._started_seconds = time.perf_counter()
+        try:
+            self._main = psutil.Popen([*command, "--port", str(port)], stdout=self._log, stderr=subprocess.STDOUT)
+        except OSError as error:
+            self._log.close()
+            raise MeasurementFailed(f"{command[0]}: {error.strerror}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the server with SIGTERM, as an operator would. Processes that remain are killed."""
+        processes = self.processes()
+        if processes:
+            self._main.terminate()
+        psutil.wait_procs([self._main], timeout=_STOP_SECONDS)
+        left = psutil.wait_procs(processes, timeout=0)[1]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
+        self._log.close()
+
+    def wait_first_token(self) -> float:
+        """Return the seconds from the server's start to its first token. Raises `MeasurementFailed` if none comes."""
+        client = CompletionClient(self.target, timeout_seconds=_START_SECONDS)
+        while True:
+            outcome = client.complete(_FIRST_REQUEST)
+            if outcome.ending is Ending.OK and outcome.chunk_seconds:
+                client.close()
+                return outcome.chunk_seconds[0] - self._started_seconds
+            code, seconds = self._main.poll(), time.perf_counter() - self._started_seconds
+            is_starting = code is None and outcome.ending in (Ending.CONNECTION, Ending.HTTP_ERROR)
+            if is_starting and seconds < _START_SECONDS:
+                time.sleep(_POLL_SECONDS)
+                continue
+            fault = f"first request after {seconds:.0f} s: {outcome.ending.value}: {outcome.detail}"
+            if code is not None:
+                fault = f"the service exited with code {code}"
+            self._log.seek(0)
+            raise MeasurementFailed("\n".join([fault, *self._log.read().splitlines()[-20:]]))
+
+    def processes(self, part: str | None = None) -> list[psutil.Process]:
+        """Return the processes of the server: all, or those of one part: "main", "api", "worker" or "standby"."""
+        if not self._main.is_running():
+            return []
+        processes = [self._main, *self._main.children(recursive=True)]
+        return [process for process in processes if part is None or process.name() == f"kvasir-{part}"]
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Return the user and system CPU time that the processes have used so far."""
+    return float(sum(sum(process.cpu_times()[:2]) for process in processes))
+
+
+def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num_streams: int) -> LoadRun:
+    """Send requests from N clients. Each client waits for the end of its last request, and for its Retry-After."""
+    queue, outcomes = iter(requests), list[Outcome]()
+
+    def stream() -> None:
+        for request in queue:
+            outcome = client.complete(request)
+            outcomes.append(outcome)
+            gevent.sleep(outcome.retry_after_seconds)
+
+    return _join(outcomes, [gevent.spawn(stream) for _ in range(num_streams)])
+
+
+def run_open(client: CompletionClient, requests: Iterable[LoadRequest], *, offsets: Iterable[float]) -> LoadRun:
+    """Send each request at its offset, in seconds from now. Rejected requests are not sent again."""
+    outcomes, start = list[Outcome](), time.perf_counter()
+
+    def send(request: LoadRequest, intended: float) -> None:
+        gevent.sleep(max(0.0, intended - time.perf_counter()))
+        outcomes.append(client.complete(request, intended_seconds=intended))
+
+    pairs = zip(offsets, requests, strict=False)
+    return _join(outcomes, [gevent.spawn(send, request, start + offset) for offset, request in pairs])
+
+
+def _join(outcomes: list[Outcome], greenlets: list[Any]) -> LoadRun:
+    """Run the greenlets, which begin only now, to their ends. Return the load that they made."""
+    began = time.perf_counter(), time.process_time()
+    gevent.joinall(greenlets, raise_error=True)
+    return LoadRun.ended_now(outcomes, *began)
+
+
+def complete_all(
+    target: Target, requests: Iterable[LoadRequest], *, num_streams: int, timeout_seconds: float = 120.0
+) -> LoadRun:
+    """Send requests to a service in a closed loop. Raises `MeasurementFailed` if a completion is not complete."""
+    client = CompletionClient(target, timeout_seconds=timeout_seconds)
+    run = run_closed(client, requests, num_streams=num_streams)
+    client.close()
+    for outcome in run.outcomes:
+        if outcome.ending is not Ending.OK:
+            raise MeasurementFailed(f"request {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
+    return run
+
+
+def run_scenario(
+    name: str,
+    description: str,
+    options: Mapping[str, tuple[Any, str]],
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    argv: Sequence[str] | None,
+) -> int:
+    """Run a benchmark program with its command line, and write the results of `measure` as JSON. Return the exit code.
+
+    Exit codes: 0; 1 if the service failed; 2 for invalid arguments, or a `ValueError` of `measure`.
+    options: default and help by name. The default is a list for several values, or a type if the option is required.
+    """
+    parser = benchmark_parser(f"loadtest.scenarios.{name}", description)
+    for option, (default, text) in options.items():
+        if isinstance(default, type):
+            parser.add_argument(f"--{option}", type=default, required=True, metavar=option.upper(), help=text)
+            continue
+        kind, nargs = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
+        text += " (default: %(default)s)"
+        parser.add_argument(f"--{option}", type=kind, nargs=nargs, default=default, metavar="N", help=text)
+    arguments = read_arguments(parser, argv)
+    return run_benchmark(parser, arguments, lambda: measure(arguments))

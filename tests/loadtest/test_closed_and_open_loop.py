@@ -1,0 +1,56 @@
+"""Closed and open loop of completion requests against a stub server."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from loadtest.client.outcome import Ending, LoadRun
+from loadtest.client.sse_client import CompletionClient, Target
+from loadtest.client.workload import LoadRequest, arrivals
+from loadtest.scenarios.service_benchmark import run_closed, run_open
+from tests.loadtest.stub_server import Script, StubServer
+
+
+def some_requests(count: int) -> Iterator[LoadRequest]:
+    return (LoadRequest(index=index, prompt="Once", max_tokens=4) for index in range(count))
+
+
+def closed(server: StubServer, *, count: int, num_streams: int) -> LoadRun:
+    client = CompletionClient(Target.parse(server.url))
+    run = run_closed(client, some_requests(count), num_streams=num_streams)
+    client.close()
+    return run
+
+
+def test_a_closed_loop_has_one_request_per_stream() -> None:
+    with StubServer(Script(gap_seconds=0.002)) as server:
+        run = closed(server, count=12, num_streams=3)
+    assert sorted(outcome.index for outcome in run.outcomes) == list(range(12))
+    moves = sorted(m for o in run.outcomes for m in ((o.sent_seconds, 1), (o.end_seconds, -1)))
+    assert max(itertools.accumulate(change for _, change in moves)) == 3
+    assert len({received.connection for received in server.requests}) == 3
+    assert run.client_cpu_share > 0.0
+
+
+def test_a_rejected_client_waits_for_retry_after() -> None:
+    with StubServer(lambda ordinal: Script(status=429, retry_after="1") if ordinal == 0 else Script()) as server:
+        run = closed(server, count=2, num_streams=1)
+    rejected, served = run.outcomes
+    assert (rejected.ending, served.ending) == (Ending.SHED, Ending.OK)
+    assert served.sent_seconds - rejected.end_seconds >= 1.0
+
+
+def test_an_open_loop_sends_on_time_to_a_slow_server() -> None:
+    with StubServer(Script(first_seconds=0.3)) as server:
+        client = CompletionClient(Target.parse(server.url))
+        run = run_open(client, some_requests(10), offsets=arrivals(200.0, 3))
+        client.close()
+    times = sorted(outcome.intended_seconds for outcome in run.outcomes)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    expected = list(itertools.islice(arrivals(200.0, 3), 10))
+    assert gaps == pytest.approx([later - earlier for earlier, later in itertools.pairwise(expected)], abs=1e-6)
+    assert all(outcome.ending is Ending.OK and outcome.sent_seconds >= outcome.intended_seconds - 1e-3
+               for outcome in run.outcomes)  # fmt: skip
+    # Ten requests of 0.3 s each were under way together: one after the other they would take 3 s.
+    assert times[-1] < min(outcome.end_seconds for outcome in run.outcomes)
