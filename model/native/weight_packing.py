@@ -44,6 +44,7 @@ def padded(size: int) -> int:
 
 
 def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
+    """Return the sizes of a model's layers, as the native kernels read them."""
     return Shape(
         hidden=config.hidden_size,
         heads=config.num_heads,

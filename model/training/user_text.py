@@ -145,4 +145,5 @@ def size_in_words(size: int) -> str:
 
 
 def num_bytes(texts: Iterable[str]) -> int:
+    """Return the number of UTF-8 bytes of all texts together."""
     return sum(len(text.encode()) for text in texts)

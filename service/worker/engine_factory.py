@@ -141,12 +141,7 @@ def build_engine(
     fuse_for_gpu(loaded)
     model = to_native(loaded)
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
-    largest = LargestStep(
-        block_size=settings.block_size,
-        num_tokens=settings.max_batched_tokens,
-        num_sampled=settings.max_num_running,
-        max_context_length=resolved.max_context_length,
-    )
+    largest = _largest_step(settings, resolved.max_context_length)
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
     num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
     num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
@@ -225,6 +220,15 @@ def _plan(
         max_context_length=resolved.max_context_length,
     )
     return plan_memory(loaded, settings, standby=server.standby)
+
+
+def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
+    return LargestStep(
+        block_size=settings.block_size,
+        num_tokens=settings.max_batched_tokens,
+        num_sampled=settings.max_num_running,
+        max_context_length=max_context_length,
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

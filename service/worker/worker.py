@@ -228,7 +228,7 @@ def _end_start(error: Exception, *, is_memory: bool) -> NoReturn:
     advice = "; lower --kv-cache-memory or --max-context-length, or use a smaller model" if is_memory else ""
     with suppress(OSError):  # stderr may be closed
         print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
-    exit_codes = {SettingsError: EXIT_SETTINGS, CheckpointChanged: EXIT_CHECKPOINT_CHANGED}
+    exit_codes: dict[type[Exception], int] = {SettingsError: EXIT_SETTINGS, CheckpointChanged: EXIT_CHECKPOINT_CHANGED}
     # Skips the interpreter's finalization, which would abort the process while a thread is inside torch.
     os._exit(exit_codes.get(type(error), EXIT_START_FAILED))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loadtest.docgen.performance_page import NAMES, RESULTS, render
+from loadtest.docgen.pages import NAMES, RESULTS, performance_page
 
 from loadtest.client.sse_client import Target
 from loadtest.docgen import pictures
@@ -66,7 +66,7 @@ def test_a_summary_has_every_arrival_and_ratios_within_arrivals() -> None:
 def latency_part(latency: dict[str, Any]) -> str:
     """Return the page with these figures of latency, and the repository's other results."""
     results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in NAMES}
-    return render({**results, "latency": results["latency"] | latency})
+    return performance_page({**results, "latency": results["latency"] | latency})
 
 
 def test_the_page_shows_the_figures_of_the_result() -> None:
