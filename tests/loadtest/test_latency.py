@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loadtest.docgen.pages import NAMES, RESULTS, performance_page
 
 from loadtest.client.sse_client import Target
 from loadtest.docgen import pictures
+from loadtest.docgen.pages import NAMES, RESULTS, performance_page
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.provenance import shows
 from loadtest.scenarios import bench_latency
