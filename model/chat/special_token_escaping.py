@@ -51,7 +51,9 @@ class SpecialTokenEscaper:
         if escaped == list(messages):
             return escaped, None
         if free is None:
-            raise ForbiddenText("the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one noncharacter")
+            raise ForbiddenText(
+                "the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one of them everywhere"
+            )
         return escaped, free
 
     def encode(self, text: str, breaker: str | None) -> list[int]:

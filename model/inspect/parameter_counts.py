@@ -156,7 +156,10 @@ def attention_name(config: ModelConfig) -> str:
 
 
 def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
-    """Return the formula of KV-cache bytes per token: a value and, except with average attention, a key per head."""
+    """Return the formula of KV-cache bytes per token: a value for each KV head of each layer, and a key.
+
+    Average attention has no keys.
+    """
     at = Letters(config)
     keys_and_values = at.d_v if config.attention is AttentionKind.AVERAGE else at.d_k + at.d_v
     formula: Formula = at.L * at.g * keys_and_values * Formula(str(bytes_per_value), bytes_per_value)

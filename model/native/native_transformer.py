@@ -175,7 +175,7 @@ class NativeTransformer:
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Return next-token logits of rows of `hidden`, RV float32."""
+        """Apply the final norm and the LM head to rows of `hidden`; return next-token logits, RV float32."""
         count, size = x_RE.shape
         self._grow_buffers(count)
         x_RE = (functional.pad(x_RE, (0, padded(size) - size)) if size < padded(size) else x_RE).contiguous()

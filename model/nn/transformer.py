@@ -170,7 +170,7 @@ class Transformer(nn.Module):
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Return next-token logits of rows of `hidden`, RV float32."""
+        """Apply the final norm and the LM head to rows of `hidden`; return next-token logits, RV float32."""
         x_RE = self.final_norm(x_RE)
         if self.lm_head is None:
             return functional.linear(x_RE, self.token_embedding.weight).float()

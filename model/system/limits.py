@@ -57,7 +57,7 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def own_anonymous_bytes(root: Path = _ROOT) -> int:
-    """Return the resident memory of this process that no file backs (RssAnon), in bytes; other processes share none."""
+    """Return this process's anonymous resident memory (RssAnon) in bytes. A second such process needs as much again."""
     return _sizes(root / "proc/self/status")["RssAnon"] * 1024
 
 

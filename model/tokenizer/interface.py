@@ -51,7 +51,8 @@ class Tokenizer(ABC):
         for token_id in (*eos_token_ids, *([] if bos_token_id is None else [bos_token_id])):
             if not 0 <= token_id < self.vocab_size:
                 raise TokenizerError(
-                    f"the BOS or EOS id {token_id} is not in the vocabulary of {self.vocab_size} tokens; correct it"
+                    f"the BOS or EOS id {token_id} is not in the vocabulary of {self.vocab_size} tokens; "
+                    "correct the id in the tokenizer's files"
                 )
         self.special_tokens = special_tokens
         self.eos_token_ids = eos_token_ids

@@ -267,7 +267,7 @@ def base_config(vocab_size: int, **values: Any) -> TrainConfig:
 
 
 def _sized(base: TrainConfig, width: int, layers: int, sequence_length: int, batch_size: int) -> TrainConfig:
-    """Return the recipe `base` with a model and batches of a size of `SIZES`."""
+    """Return the recipe `base` with the model and batch sizes of one entry of `SIZES`."""
     heads = width // 32
     model = dataclasses.replace(
         base.model,

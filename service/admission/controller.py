@@ -247,7 +247,7 @@ class Admission:
                 self._checked.append((demand, due_seconds))
 
     def _rejection(self, demand: _Demand, shortage: _Shortage) -> Overloaded:
-        """Return the error, with a Retry-After, of a request for which the queue has no room."""
+        """Return the error, with a Retry-After, for a request that finds the server full or would wait too long."""
         seconds = self._retry_after(demand, shortage.seconds)
         if shortage.wait_seconds is not None:
             return WaitTooLong(

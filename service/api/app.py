@@ -182,7 +182,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     # Periodic work and shutdown.
 
     async def run_periodic_work(self) -> None:
-        """Send heartbeats and keep-alives, and expire requests, once a second. Exit if the main process is gone."""
+        """Record heartbeats, send keep-alives and expire requests, once a second. Exit if main has ended."""
         context = self.context
         gc.freeze()  # scanning the startup objects for garbage would stall every stream
         while True:

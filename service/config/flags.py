@@ -63,7 +63,7 @@ def _read_auto_or_size(value: Any) -> Any:
 
 def _check_output_file(path: Path) -> Path:
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError("must be a file in an existing directory, both writable")
+        raise ValueError("must be a new or existing writable file in an existing directory")
     return path
 
 

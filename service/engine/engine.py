@@ -138,7 +138,7 @@ class Engine:
             for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids, rules):
                 if ids and not 0 <= min(ids) <= max(ids) < size:  # would fail the step of all sequences
                     raise ValueError(
-                        f"token ids range from {min(ids)} to {max(ids)}; the vocabulary has 0 to {size - 1}"
+                        f"the request's token ids range from {min(ids)} to {max(ids)}; use ids from 0 to {size - 1}"
                     )
             if submit.grammar is not None:
                 is_complete = self._grammars.begin(submit.uid, submit.prior_token_ids)

@@ -134,7 +134,7 @@ class DecodeGraphs:
             self._replays[bucket] = capture(partial(hidden, *self._padding(bucket), cache))
 
     def _padding(self, bucket: Bucket) -> tuple[Tensor, AttentionMetadata]:
-        """Return the static inputs of a bucket, filled with padding: captured rows write to the scratch block only."""
+        """Return the static inputs of a bucket, filled with padding: the capture writes only to the scratch block."""
         ids_T, positions_T, slots_T, tables_TN = bucket.views(self._device)
         ids_T.zero_()
         positions_T.zero_()

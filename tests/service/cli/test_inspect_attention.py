@@ -60,7 +60,7 @@ def test_prompts_of_any_characters(run: Run, tmp_path: Path) -> None:
         (("--layer", 0, "--out", "a.jpg"), "--out: must end in .png, .svg or .pdf, not 'a.jpg'"),
         (
             ("--layer", 0, "--out", "nowhere/a.png"),
-            "--out: must be a file in an existing directory, both writable, not 'nowhere/a.png'",
+            "--out: must be a new or existing writable file in an existing directory, not 'nowhere/a.png'",
         ),
         ((), "--layer is needed (or KVASIR_LAYER)"),
         (("--layer", 0, "--prompt", "z" * 300), "--prompt: 300 tokens exceed the model's context of 256; shorten it"),
@@ -95,7 +95,7 @@ def test_a_directory_as_picture_path_is_rejected(run: Run, tmp_path: Path) -> No
     code, _, err = run("--prompt", PROMPT, "--layer", 0, "--out", tmp_path / "a.png")
     assert code == 2
     assert err.startswith(
-        "kvasir inspect attention: --out: must be a file in an existing directory, both writable, not"
+        "kvasir inspect attention: --out: must be a new or existing writable file in an existing directory, not"
     )
 
 
