@@ -34,7 +34,7 @@ WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measured limits of a device: bytes/s read, and FLOP/s multiplied in the weights' type."""
+    """Measured limits of a device: bytes/s of memory reads, and FLOP/s of matrix products in the weights' type."""
 
     bytes_per_second: float
     flops_per_second: float

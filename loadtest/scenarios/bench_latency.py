@@ -94,7 +94,9 @@ def measure(
             gevent.sleep(_QUIET_SECONDS * rng.uniform(1.0, 1.5))
             arrival = client.complete(request(prompt_tokens, 1))
             if arrival.ending is not Ending.OK:
-                raise MeasurementFailed(f"a prompt ended with {arrival.ending.value}: {arrival.detail}")
+                raise MeasurementFailed(
+                    f"the request of a measured prompt failed ({arrival.ending.value}): {arrival.detail}"
+                )
             gevent.sleep(_QUIET_SECONDS)  # lets gaps that began before the first token end
             sent, first = arrival.sent_seconds, arrival.chunk_seconds[0]
             gaps = gaps_within(times, began, sent), gaps_within(times, sent, first)

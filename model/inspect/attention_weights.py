@@ -66,7 +66,8 @@ def weights_of_layer(
     if not 1 <= len(token_ids) <= config.max_context_length:
         raise ValueError(f"{len(token_ids)} tokens, but attention weights need 1 to {config.max_context_length}")
     if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
-        raise ValueError(f"token ids {min(token_ids)} to {max(token_ids)}, but the vocabulary has {config.vocab_size}")
+        given = f"the given token ids range from {min(token_ids)} to {max(token_ids)}"
+        raise ValueError(f"{given}; use ids of this model's tokenizer, 0 to {config.vocab_size - 1}")
     device = model.token_embedding.weight.device
     metadata = AttentionMetadata.uncached((len(token_ids),), device)
     attentions = [cast(Block, block).attention for block in model.layers[: layer + 1]]

@@ -156,7 +156,7 @@ def attention_name(config: ModelConfig) -> str:
 
 
 def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
-    """Return the formula of KV-cache bytes per token: a value for each KV head of each layer, and a key.
+    """Return the formula, with its result, of KV-cache bytes per token: keys and values of all KV heads and layers.
 
     Average attention has no keys.
     """

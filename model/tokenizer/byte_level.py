@@ -81,7 +81,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
-    """Write the two tokenizer files of a Kvasir checkpoint.
+    """Write `RANKS_FILE` and `SPEC_FILE`, the tokenizer files of a Kvasir checkpoint.
 
     Raises:
         ValueError: the tokenizer has no EOS token, so no text would ever end.

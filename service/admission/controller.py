@@ -118,7 +118,10 @@ class _Demand:
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """Reason for a rejection. `seconds`: until the request should fit; `wait_seconds`: too long a predicted wait."""
+    """Reason for a rejection.
+
+    `seconds`: time after which the request should fit. `wait_seconds`: predicted wait, if that was too long; else None.
+    """
 
     seconds: float
     wait_seconds: float | None = None

@@ -162,7 +162,7 @@ class Metrics:
         self._metric("time_to_first_token_seconds").observe(seconds)
 
     def observe_inter_token(self, seconds: float, count: int = 1) -> None:
-        """Record that `count` tokens of a choice left the server, `seconds` apart."""
+        """Record `count` gaps between tokens of a choice as they leave the server, each `seconds` long."""
         self._gaps.observe(seconds, count)
 
     def observe_finish(

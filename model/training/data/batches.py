@@ -127,10 +127,10 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedDocuments(AttentionMetadata):
-    """Attention metadata of packed documents. starts_N: see `attend_documents`. max_length: of a document, at most."""
+    """Attention metadata of packed documents."""
 
-    starts_N: Tensor
-    max_length: int
+    starts_N: Tensor  # see `attend_documents`
+    max_length: int  # upper bound of a document's length, in tokens
 
     @classmethod
     def of(cls, batch: Batch, max_length: int) -> Self:

@@ -127,7 +127,7 @@ def test_a_failed_inspection_restores_the_attention_backends(monkeypatch: pytest
         (TOKENS, -1, "layer -1 does not exist"),
         ([], 0, "0 tokens, but attention weights need 1 to 64"),
         ([1] * 65, 0, "65 tokens, but attention weights need 1 to 64"),
-        ([1, 300], 0, "token ids 1 to 300, but the vocabulary has 300"),
+        ([1, 300], 0, "the given token ids range from 1 to 300; use ids of this model's tokenizer, 0 to 299"),
         ([-1], 0, "token ids -1 to -1"),
     ],
 )
