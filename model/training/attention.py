@@ -9,13 +9,13 @@ dimension, Q queries and S keys of a part, X = G * Q.
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, library
-from torch.nn.attention.varlen import varlen_attn
 
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
@@ -31,6 +31,9 @@ class DocumentAttention:
 
     def __init__(self, others: AttentionBackend) -> None:
         self._others = others
+        # Imports PyTorch's compiler, which takes seconds and needs the extra packages of training on a GPU.
+        has_cuda = torch.cuda.is_available()
+        self._varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn if has_cuda else None
 
     def attend(
         self,
@@ -50,7 +53,8 @@ class DocumentAttention:
         if not q_THD.is_cuda or q_THD.dtype not in (torch.bfloat16, torch.float16):
             out_THD: Tensor = attend_documents(q_THD, k_TKD, v_TKD, starts_N, form.scale)
             return out_THD
-        attended = varlen_attn(
+        assert self._varlen_attn is not None
+        attended = self._varlen_attn(
             q_THD, k_TKD, v_TKD, starts_N, starts_N, longest, longest,
             scale=form.scale, window_size=(-1, 0), enable_gqa=True,
         )  # fmt: skip

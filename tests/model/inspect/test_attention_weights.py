@@ -128,7 +128,7 @@ def test_a_failed_inspection_restores_the_attention_backends(monkeypatch: pytest
         ([], 0, "0 tokens, but attention weights need 1 to 64"),
         ([1] * 65, 0, "65 tokens, but attention weights need 1 to 64"),
         ([1, 300], 0, "the given token ids range from 1 to 300; use ids of this model's tokenizer, 0 to 299"),
-        ([-1], 0, "token ids -1 to -1"),
+        ([-1], 0, "token ids range from -1 to -1"),
     ],
 )
 def test_invalid_layers_and_token_ids_are_rejected(token_ids: list[int], layer: int, message: str) -> None:
