@@ -110,7 +110,7 @@ class Passages:
         """Return passage number `start` (any integer) of the text: about `num_tokens` tokens, at least one word."""
         count = len(self._words)
         at = (start * self._stride) % count
-        chosen, length = [self._words[at]], self._word_tokens[at]
+        chosen, length = [self._words[at]], self._word_tokens[at] + 1  # a cut may split one more token
         while len(chosen) < count:
             place = (at + len(chosen)) % count
             length += self._word_tokens[place]

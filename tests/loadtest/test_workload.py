@@ -82,7 +82,7 @@ def test_passages_begin_differently_until_the_text_is_used_up() -> None:
 def test_fixed_prompts_and_completions_have_one_length() -> None:
     spec = WorkloadSpec(prompt_tokens=100, output_tokens=32)
     assert {request.max_tokens for request in requests(spec)} == {32}
-    assert all(370 < len(request.prompt) <= 404 for request in requests(spec))
+    assert all(370 < len(request.prompt) <= 400 for request in requests(spec))
 
 
 def test_lognormal_lengths_have_the_requested_median_and_sigma() -> None:
@@ -101,7 +101,7 @@ def test_prompts_share_prefixes_and_nothing_else() -> None:
     parts = [str(request.prompt).split("\n") for request in requests(spec)]
     assert len({prefix for prefix, _ in parts}) == NUM_PREFIXES
     assert len({own for _, own in parts}) == 400
-    assert all(270 < len(prefix) <= 304 for prefix, _ in parts)
+    assert all(270 < len(prefix) <= 300 for prefix, _ in parts)
 
 
 def test_mixed_has_short_and_long_prompts_and_completions() -> None:
