@@ -1,1 +1,1 @@
-"""Inference engine: schedule, execute, commit. Single-threaded, without any knowledge of HTTP."""
+"""Inference engine: plans each step, computes it and appends the sampled tokens. It knows nothing of HTTP."""

@@ -1,4 +1,7 @@
-"""Engine: schedule a step, compute it, commit the sampled tokens and turn them into text, all in one thread."""
+"""Engine: plans each step, computes it, appends the sampled tokens to their sequences and decodes them to text.
+
+One thread does all of this. Only grammars are compiled, and their token masks computed, in background threads.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -32,18 +35,19 @@ _NO_TOKEN = (
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """Result of one engine step: events for the clients, and statistics for the metrics."""
+    """Result of one engine step: its sequences' events (new tokens, text, endings), and statistics for the metrics."""
 
     events: list[TokenDelta]
     stats: StepStats
 
 
 class Engine:
-    """Inference engine of one model: takes submissions and produces text step by step.
+    """Inference engine of one model: accepts submissions (`Submit`), and returns new tokens and text after each step.
 
-    runner: computes the steps; None for a `ModelRunner` of the model.
-    capture: captures the decode steps of a new `ModelRunner` as CUDA graphs; None for no graphs.
-    looks_ahead: launch a step before the previous step's tokens are read; None: if the runner is asynchronous.
+    runner: executes the forward pass and the sampling of each step; None: the engine creates a `ModelRunner`.
+    capture: captures decode steps as CUDA graphs for a `ModelRunner` that the engine creates; None: no CUDA graphs.
+    looks_ahead: launch a step, if possible, before the host has read the tokens that the previous step sampled.
+        None: True if the runner is asynchronous, as on a GPU.
     """
 
     def __init__(
@@ -90,16 +94,19 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if the next step has something to compute, report or wait for."""
+        """True if a sequence is unfinished, an ending is not reported, or a grammar is still being compiled."""
         return self._scheduler.has_work or bool(self._rejections) or bool(self._grammars.num_held)
 
     @property
     def max_num_running(self) -> int:
-        """Limit on running sequences: the configured limit, or less to keep the target inter-token latency."""
+        """Current limit on running sequences: the configured maximum, or less to keep inter-token latency on target."""
         return self._scheduler.max_num_running
 
     def warm_up(self, max_tokens: int | None = None) -> None:
-        """Compute a dummy prompt of the largest step, so that kernels and memory pools exist before any request."""
+        """Complete a dummy prompt, so that kernels are compiled and memory is allocated before the first request.
+
+        max_tokens: maximum length of the prompt; None: as long as one step and the context length allow.
+        """
         assert not self.has_work, "warm-up needs an idle engine"
         self._grammars.warm_up()
         capacity = self._config.num_blocks * self._config.block_size
@@ -112,7 +119,7 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def submit(self, submit: Submit) -> None:
-        """Accept the submission of a sequence. A newer attempt of the same uid replaces an older attempt."""
+        """Accept a submission: it replaces an older attempt of its uid, and is ignored if its attempt is not newer."""
         known = self._outputs.get(submit.uid)
         if known is not None:
             if submit.attempt <= known.sequence.attempt:
@@ -122,7 +129,7 @@ class Engine:
             self._enqueue(submit)
 
     def _enqueue(self, submit: Submit) -> None:
-        """Add a submission to the waiting sequences. The next step reports an error if the submission is invalid."""
+        """Add the sequence of a submission to the waiting queue. If it is invalid, the next step reports an error."""
         self._num_submitted += 1
         sequence = SequenceState(
             submit,
@@ -138,7 +145,8 @@ class Engine:
             for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids, rules):
                 if ids and not 0 <= min(ids) <= max(ids) < size:  # would fail the step of all sequences
                     raise ValueError(
-                        f"the request's token ids range from {min(ids)} to {max(ids)}; use ids from 0 to {size - 1}"
+                        f"token ids of this request's prompt or parameters range from {min(ids)} to {max(ids)}; "
+                        f"use ids of this model's tokenizer, 0 to {size - 1}"
                     )
             if submit.grammar is not None:
                 is_complete = self._grammars.begin(submit.uid, submit.prior_token_ids)
@@ -162,7 +170,10 @@ class Engine:
             self._scheduler.finish(output.sequence, FinishReason.ABORT)
 
     def step(self, *, before: Callable[[list[tuple[str, int]]], None] | None = None) -> StepResult:
-        """Compute a step, or finish the step launched ahead. Call `before` with uid and attempt of new sequences."""
+        """Compute a step, or wait for the outputs of the step that was launched ahead, and return the step's result.
+
+        before: called before the computation with uid and attempt of each sequence computed for the first time.
+        """
         began = time.perf_counter()
         for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._rejections)):
             self._enqueue(submit)
@@ -209,11 +220,11 @@ class Engine:
         return StepResult(events, self._stats(plan, len(updates), num_tokens, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """Return the attention weights of a text, see `ModelRunner.attention_weights`."""
+        """Return the attention weights of a text as bytes of float32 numbers, see `ModelRunner.attention_weights`."""
         return self._runner.attention_weights(token_ids, layer=layer, heads=heads)
 
     def abort_all(self, error: str) -> list[TokenDelta]:
-        """End all sequences with an error after a failed step, also if they ended in this step; return their events."""
+        """End all sequences with the message `error` after a failed step. Return the events of unreported endings."""
         events = list(self._rejections)
         for output in self._outputs.values():
             self._scheduler.finish(output.sequence, FinishReason.ERROR)
@@ -226,13 +237,13 @@ class Engine:
         return events
 
     def check_integrity(self) -> None:
-        """Assert that no KV block leaked and that all tables of sequences agree."""
+        """Assert that no KV block leaked, and that scheduler, outputs and grammar matchers hold the same sequences."""
         self._scheduler.check_integrity()
         assert self._outputs.keys() == {sequence.uid for sequence in self._scheduler.sequences()}
         assert set(self._grammars.uids) <= self._outputs.keys()
 
     def _advance_grammars(self, updates: list[SequenceUpdate], token_ids: Sequence[int | None]) -> None:
-        """Feed the sampled tokens to the grammar matchers, and end the sequences whose grammar is complete."""
+        """Feed each sampled token to its sequence's grammar matcher, and end the sequences with a complete grammar."""
         for update in updates:
             sequence = update.sequence
             if not update.rows or sequence.finish_reason is FinishReason.STOP:
@@ -242,7 +253,7 @@ class Engine:
                 self._scheduler.finish(sequence, FinishReason.STOP)
 
     def _event(self, update: SequenceUpdate, outputs: StepOutputs) -> TokenDelta | None:
-        """Return the event of a sequence after a step; None if the step computed only a part of the prompt."""
+        """Return a sequence's event after a step: new tokens, text, ending. None if its prompt is not yet computed."""
         sequence, chunk = update.sequence, update.chunk
         output = self._outputs[sequence.uid]
         if (prompt_logprobs := outputs.prompt_logprobs.get(sequence.uid)) is not None:
@@ -269,7 +280,7 @@ class Engine:
     def _stats(
         self, plan: StepPlan, batch_size: int, num_tokens: list[int], num_failed: int, seconds: float
     ) -> StepStats:
-        """Return the statistics of a step. `num_tokens`: number of new tokens of each sequence that has any."""
+        """Return a step's statistics for the metrics. `num_tokens`: number of new tokens of each sequence with any."""
         num_blocks, num_free = self._config.num_blocks, self._scheduler.num_free_blocks
         drafts = [len(chunk.draft) for chunk in plan.chunks if chunk.draft]
         return StepStats(
@@ -295,7 +306,7 @@ class Engine:
 
 
 def create_submit(uid: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> Submit:
-    """Return a submission of a new prompt that arrives now, for an engine without a server."""
+    """Return the submission (`Submit`) of a prompt that arrives now, for an engine that runs without the API server."""
     return Submit(
         uid=uid,
         attempt=0,
@@ -310,7 +321,10 @@ def create_submit(uid: str, prompt_token_ids: Sequence[int], params: SamplingPar
 def complete_batch(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[list[int]]:
-    """Return the token ids of each prompt's completion. Raise ValueError if a prompt cannot be completed."""
+    """Complete prompts offline, with an engine created for them. Return the token ids of each prompt's completion.
+
+    Raise ValueError if the engine rejects a prompt or its parameters.
+    """
     longest = max((len(ids) + wanted.max_tokens for ids, wanted in zip(prompts, params, strict=True)), default=1)
     config = EngineConfig(
         block_size=_BLOCK_SIZE,
@@ -330,7 +344,7 @@ def complete_batch(
 
 
 def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
-    """Return True if the device can sample the tokens of this step and of later steps without the host."""
+    """Return True if the device samples a step without the host: no token rules, grammar masks or logprobs."""
     return (
         all(chunk.samples for chunk in plan.chunks)
         and not (inputs.rules or inputs.forbidden or inputs.prompt_rows or inputs.wants_logprobs)

@@ -14,9 +14,9 @@ from service.ipc.messages import Finish, TokenDelta, TokenLogprob
 class Detokenizer:
     """Incremental detokenizer of one sequence: push each sampled token, then flush once.
 
-    Text that may be the beginning of a stop string is held back. The first stop string to be complete ends the text; of
-    stop strings that end at the same character, the longest wins. The text of a stop token or a stop string is returned
-    only with `include_stop_str_in_output`.
+    Text that may be the beginning of a stop string is held back. The text ends at the stop string that is complete
+    first; of stop strings that end at the same character, the longest counts. The text of a stop token or a stop string
+    is returned only if the request sets `include_stop_str_in_output`.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -29,9 +29,9 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_ids: Sequence[int], *, is_last: bool = False) -> tuple[int, str, str | None]:
-        """Decode new tokens of the sequence up to the first stop string; with `is_last`, return held text too.
+        """Decode new tokens of the sequence up to the first stop string. `is_last`: return text that is held back too.
 
-        Return the number of tokens up to the stop string, the text that is safe to stream, and the stop string or None.
+        Return the number of tokens that were decoded, the text that is safe to stream, and the stop string or None.
         """
         streamed = ""
         for number, token_id in enumerate(token_ids, 1):
@@ -53,7 +53,7 @@ class Detokenizer:
         return len(token_ids), streamed + text, stop
 
     def flush(self) -> tuple[str, str | None]:
-        """Return the held text at the end of the sequence, and the stop string that its last characters complete."""
+        """Return the text held back at the end of the sequence, and the stop string that ends the text, or None."""
         self._held += self._decoder.flush()
         shown, stop = self._cut()
         if stop is None:
@@ -61,7 +61,7 @@ class Detokenizer:
         return shown, stop
 
     def _cut(self) -> tuple[str, str | None]:
-        """Cut the held text at its first stop string. Return the text to show and the stop string, if there is one."""
+        """Return the held-back text up to its first stop string, and the stop string; "" and None without one."""
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if not found:
             return "", None
@@ -72,7 +72,7 @@ class Detokenizer:
 
 
 def _num_possible_stop_characters(text: str, stops: tuple[str, ...]) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
+    """Return the length of the longest suffix of `text` that is the beginning of a stop string."""
     longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):
         end = text[-length:]
@@ -82,7 +82,7 @@ def _num_possible_stop_characters(text: str, stops: tuple[str, ...]) -> int:
 
 
 class SequenceOutput:
-    """Output state of one unfinished sequence: detokenizer, prompt logprobs, and sum of hidden states."""
+    """Output state of one unfinished sequence: detokenizer, prompt logprobs, and sum of hidden states (embeddings)."""
 
     def __init__(self, sequence: SequenceState, tokenizer: Tokenizer) -> None:
         self.sequence = sequence
@@ -95,23 +95,23 @@ class SequenceOutput:
             self._prompt_logprobs = [first]
 
     def add_prompt_logprobs(self, logprobs: list[TokenLogprob]) -> None:
-        """Add the logprobs of the next prompt tokens. The event of the first sampled token reports them all."""
+        """Add the logprobs of the next prompt tokens. The first sampled token's event reports all prompt logprobs."""
         assert self._prompt_logprobs is not None
         self._prompt_logprobs += logprobs
 
     def add_hidden_states(self, sum_E: NDArray[np.float64], *, start: int) -> None:
-        """Add the summed hidden states of a prompt chunk that begins at token `start`, for an embedding."""
+        """Add the summed hidden states of the prompt chunk that begins at position `start`, for an embedding."""
         # The first chunk of a text resets the sum, as after a preemption.
         self._sum_E = self._sum_E + sum_E if start and len(self._sum_E) else sum_E
 
     def prompt_logprobs_before(self, num_new_tokens: int) -> list[TokenLogprob] | None:
-        """Return the prompt logprobs if the last tokens are the first tokens that this attempt sampled."""
+        """Return the prompt logprobs if the last `num_new_tokens` tokens are the first of this attempt, else None."""
         sequence = self.sequence
         is_first = sequence.num_completion_tokens == sequence.num_prior_tokens + num_new_tokens
         return self._prompt_logprobs if is_first else None
 
     def ending(self, *, is_computed: bool) -> TokenDelta:
-        """Return the final event of a sequence without a new token. `is_computed`: the whole prompt was computed."""
+        """Return the event of a sequence that ends without a new token. `is_computed`: its whole prompt is computed."""
         sequence = self.sequence
         embedding: bytes | None = None
         if is_computed and sequence.pooling is not None:  # sum and mean have the same direction

@@ -12,7 +12,7 @@ from service.ipc.messages import TokenLogprob
 
 
 def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int], vocab_size: int) -> int:
-    """Return a token that depends on all earlier tokens, the seed and the forbidden tokens. Seed 3 prefers 0 and 1."""
+    """Return a token id computed from all earlier tokens and the seed, never a forbidden id. Seed 3 prefers 0 and 1."""
     number = zlib.crc32(repr((list(history), seed)).encode())
     if seed == 3:
         number %= 2
@@ -24,8 +24,8 @@ def next_token(history: Sequence[int], seed: int, forbidden: Sequence[int], voca
 class FakeRunner:
     """Runner without a model, which stores token ids in place of keys and values and reads them through block tables.
 
-    A wrong slot, a wrong table or a stale block changes the history that the runner reads, and so the token that the
-    runner samples. A launched step is computed as late as possible.
+    A wrong slot, a wrong block table or a stale block changes the token ids that the runner reads, and so the token
+    that it samples. A launched step is computed as late as possible: before the next `run`, or when outputs are read.
     """
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, min_rows: int = MIN_ROWS) -> None:
@@ -51,14 +51,14 @@ class FakeRunner:
         return sum(number > 0 for number in self.order)
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute the launched steps, then the given step, without a model."""
+        """Compute all launched steps, then the step with `inputs`, without a model, and return the outputs."""
         assert not inputs.previous_rows
         self.order.append(0)
         self._compute_queue()
         return self._compute(inputs)
 
     def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
-        """Queue a step, and return a function that computes all queued steps up to this step."""
+        """Queue a step. Return a function that computes the queued steps up to this step, and returns its outputs."""
         asked = (inputs.rules, inputs.forbidden, inputs.prompt_rows, inputs.wants_logprobs, inputs.masks)
         assert not any(asked), "a launched step must need nothing of the host"
         number = self.num_launched + 1
@@ -82,7 +82,7 @@ class FakeRunner:
                 raise
 
     def _compute(self, inputs: ModelInputs) -> StepOutputs:
-        """Store the token ids of a step, and sample from the stored history of each sequence."""
+        """Store the token ids of a step in their slots, and sample from the stored token ids of each sequence."""
         metadata = inputs.metadata
         for row, before in enumerate(inputs.previous_rows):
             assert inputs.token_ids_T[row] == 0

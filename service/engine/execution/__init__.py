@@ -1,1 +1,1 @@
-"""Execution of a step: inputs, forward pass, sampling, CUDA graphs."""
+"""Execution of an engine step: input tensors, forward pass, sampling and CUDA graphs."""

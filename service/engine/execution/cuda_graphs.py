@@ -1,9 +1,9 @@
-"""CUDA graphs of decode steps: captured once, then replayed with one launch instead of hundreds.
+"""CUDA graphs of decode steps: captured once, then replayed with one launch instead of hundreds of kernel launches.
 
 A graph reads and writes tensors at fixed addresses, so one graph is captured for each of a few shapes (buckets). A step
-is copied to the smallest bucket that holds the step. Only the layers are captured, from token ids to hidden states.
+is padded to the smallest bucket that holds it. Only the layers are captured, from token ids to hidden states.
 
-Legend: T rows, one token of a sequence each; N blocks of a table; E hidden size.
+Legend: T rows (one token of one sequence each), N entries of a row's block table, E hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,27 +21,27 @@ from service.engine.scheduling.step_plan import MIN_ROWS
 
 # Maximum rows of a graph. In a larger step the launch overhead of single kernels is small.
 MAX_ROWS = 512
-# Ratio between consecutive widths of block tables, and the maximum number of widths.
+# Ratio between consecutive widths of block tables, and the maximum number of different widths.
 _NARROWER, _MAX_WIDTHS = 4, 3
 _MIN_WIDTH = 32
-# Runs before a capture: they compile kernels and allocate library workspaces, which a capture must not do.
+# Runs of the model before a capture: they compile kernels and allocate library workspaces, which a capture must not do.
 _WARM_UPS = 2
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Bucket:
-    """Shape of a captured decode step: number of rows, and KV blocks in each row's block table."""
+    """Shape of a captured decode step: rows (one token of one sequence each), and entries of a row's block table."""
 
     rows: int
     width: int
 
     @property
     def num_numbers(self) -> int:
-        """Number of integers that a decode step reads: token ids, positions, slots and block tables."""
+        """Number of integers that a decode step of this shape reads: token ids, positions, slots, block tables."""
         return self.rows * (3 + self.width)
 
     def views(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the parts of a decode step's integers: token ids T, positions T, slots T and block tables TN."""
+        """Return the parts of a step's integers (one flat tensor): token ids T, positions T, slots T, tables TN."""
         ids_T, positions_T, slots_T = numbers[: 3 * self.rows].view(3, self.rows)
         return ids_T, positions_T, slots_T, numbers[3 * self.rows : self.num_numbers].view(self.rows, self.width)
 
@@ -58,16 +58,19 @@ def buckets(max_rows: int, max_width: int) -> tuple[Bucket, ...]:
 
 
 def smallest(candidates: Sequence[Bucket], rows: int, width: int) -> Bucket | None:
-    """Return the shape with the fewest rows, then the narrowest tables, that holds a decode step; None if none does."""
+    """Return the captured shape with the fewest rows, then the narrowest block table, that holds a decode step.
+
+    Return None if no captured shape has at least `rows` rows, and at least `width` entries in a block table.
+    """
     return min((b for b in candidates if b.rows >= rows and b.width >= width), default=None)
 
 
-# Captures a computation without arguments. Returns a function that replays it and returns the tensor with the result.
+# Function that captures a computation without arguments. Its result replays the computation and returns the tensor.
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def call_again(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Replay a computation by calling the function again, on any device: a stand-in for CUDA graphs in tests."""
+    """Stand-in for CUDA graph capture in tests, on any device: return a function that calls `compute` again."""
     result = compute()
 
     def replay() -> Tensor:
@@ -104,10 +107,10 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, one for each shape, which read one static tensor with the integers of a step.
+    """CUDA graphs of decode steps, one for each shape. All read their inputs (integers) from one static tensor.
 
-    hidden: computes the layers: token ids T, attention metadata and KV-cache to hidden states TE. Its attention backend
-        must read only positions, slots and block tables, such as `model.attention.paged.PagedAttention`.
+    hidden: returns the hidden states TE for token ids T, attention metadata and KV-cache. Its attention backend must
+        read only positions, slots and block tables of the metadata, as `model.attention.paged.PagedAttention` does.
     cache: KV-cache whose last block belongs to no sequence. Rows of padding read and write this block.
     """
 
@@ -134,7 +137,7 @@ class DecodeGraphs:
             self._replays[bucket] = capture(partial(hidden, *self._padding(bucket), cache))
 
     def _padding(self, bucket: Bucket) -> tuple[Tensor, AttentionMetadata]:
-        """Return the static inputs of a bucket, filled with padding: the capture writes only to the scratch block."""
+        """Return a bucket's static inputs, filled with padding, so that a capture writes only to the scratch block."""
         ids_T, positions_T, slots_T, tables_TN = bucket.views(self._device)
         ids_T.zero_()
         positions_T.zero_()
@@ -150,7 +153,11 @@ class DecodeGraphs:
         )
 
     def hidden(self, inputs: ModelInputs, sampled_B: Tensor | None = None) -> Tensor | None:
-        """Replay a step's CUDA graph. Return hidden states TE, valid until the next call; None if no shape fits."""
+        """Compute a decode step by replaying a CUDA graph. Return its hidden states TE, valid until the next call.
+
+        sampled_B: the step's first token ids, if only the device knows them yet.
+        Return None if the step is no decode step, or exceeds all captured shapes.
+        """
         metadata = inputs.metadata
         if not metadata.is_decode or metadata.block_tables_BN is None:
             return None
@@ -163,7 +170,7 @@ class DecodeGraphs:
         return self._replays[bucket]()[: len(inputs.token_ids_T)]
 
     def _fill(self, bucket: Bucket, inputs: ModelInputs) -> None:
-        """Copy a decode step's inputs, padded to the shape, to the device once the previous copy is done."""
+        """Copy a decode step's inputs, padded to the bucket, to the device, once the previous step's copy is done."""
         if self._copied is not None:
             self._copied.synchronize()
         metadata = inputs.metadata

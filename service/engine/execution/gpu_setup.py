@@ -1,4 +1,4 @@
-"""GPU features of an engine: attention, CUDA graphs, fused kernels, quantization, and memory for the KV-cache."""
+"""Setup of an engine for a GPU: attention backend, CUDA graphs, fused kernels, quantization, KV-cache memory."""
 
 import gc
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionChoice:
-    """Attention backend of a model, with its name for logs. `can_capture`: CUDA graphs can capture the backend."""
+    """Attention backend of a model, with its name for logs. `can_capture`: CUDA graphs can capture its kernels."""
 
     backend: AttentionBackend
     name: str
@@ -35,10 +35,10 @@ class AttentionChoice:
 
 
 def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary | None) -> AttentionChoice:
-    """Return the attention backend for a value of --attention.
+    """Return the attention backend for a value of --attention. Raise ValueError if device or model cannot use it.
 
-    auto is native on a CPU. On a GPU, auto is paged if the model's layers support paged attention, else sdpa. Without a
-    library of native kernels that compute the model, sdpa replaces native.
+    auto is native on a CPU. On a GPU, auto is paged if the model's layers support paged attention, else sdpa. If no
+    native kernels can compute the model (`library` is None), sdpa replaces native.
     """
     on_cpu, is_paged_possible = context.device.type == "cpu", fits(context.config)
     if wanted == "auto":
@@ -61,7 +61,7 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
-    """Return the GPU quantization for a value of --quantize; None on a CPU, and for `none`."""
+    """Return the GPU quantization for a value of --quantize; None for `none`, and for int8 on a CPU."""
     if quantize == "none":
         return None
     if device.type == "cpu":
@@ -74,19 +74,19 @@ def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype)
 
 
 def fuse_for_gpu(model: Transformer) -> None:
-    """Fuse the kernels between the matrix products of a model on a GPU; do nothing on other devices."""
+    """Fuse, in place, the operations between the matrix products of a model on a GPU; leave other models unchanged."""
     if model.token_embedding.weight.device.type == "cuda":
         fuse(model)
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """Return the object that captures CUDA graphs on a GPU; None on a CPU."""
+    """Return a new `CudaCapture`, which captures CUDA graphs, if the device is a GPU; None on a CPU."""
     return CudaCapture() if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Memory of a GPU after the largest step was run, in bytes."""
+    """Memory of a GPU in bytes, measured after a trial run of the engine's largest step."""
 
     total: int
     free: int  # allocated by no process
@@ -95,14 +95,14 @@ class DeviceMemory:
     graphs: int = 0  # additional memory for CUDA graphs
 
     def for_cache(self, share: float) -> int:
-        """Return the bytes for the KV-cache if the service uses at most `share` of the device; 0 if nothing is left."""
+        """Return the bytes left for the KV-cache if all processes together use at most `share` (0 to 1) of the GPU."""
         others = self.total - self.free - self.reserved  # other processes and the CUDA context
         return max(0, int(self.total * share) - others - self.peak - self.graphs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestStep:
-    """Limits of one engine step in tokens, to measure the memory of the largest step."""
+    """Size of the largest step that an engine may run: its tokens, sampled tokens, context length and block size."""
 
     block_size: int
     num_tokens: int
@@ -111,13 +111,13 @@ class LargestStep:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the step's prompts, which sum to `num_tokens`, each as long as possible."""
+        """Lengths of the step's prompts in tokens: as few prompts as possible, with `num_tokens` tokens in total."""
         whole, rest = divmod(self.num_tokens, self.max_context_length)
         return (self.max_context_length,) * whole + ((rest,) if rest else ())
 
 
 def free_device_bytes() -> int:
-    """Return the free bytes of the CUDA device, once pending work is done and unused memory is released."""
+    """Return the free bytes of the CUDA device, after pending work has ended and PyTorch has released unused memory."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -125,19 +125,19 @@ def free_device_bytes() -> int:
 
 
 def cache_bytes(model: Transformer, largest: LargestStep, share: float, capture: Capture | None) -> int | None:
-    """Return the GPU memory for the KV-cache in bytes, if the process uses `share` of the GPU; None on a CPU."""
+    """Run the largest step. Return the bytes left for the KV-cache in `share` (0 to 1) of the GPU; None on a CPU."""
     if model.token_embedding.weight.device.type != "cuda":
         return None
     memory = measure(model, largest)
     if capture is not None:
         memory = replace(memory, graphs=graph_bytes(model, largest, capture, free_device_bytes))
-    logger.info("GPU memory after the largest step, in bytes: %s", memory)
+    logger.info("GPU memory in bytes, after a trial run of the engine's largest step: %s", memory)
     return memory.for_cache(share)
 
 
 @torch.inference_mode()
 def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free_bytes: Callable[[], int]) -> int:
-    """Return the bytes that the CUDA graphs of all decode shapes will take, from a trial capture of two graphs.
+    """Estimate the bytes that the CUDA graphs of all decode shapes will take, from a trial capture of the two largest.
 
     The first and largest graph allocates the memory pool that all graphs share, and library workspaces. The second
     graph takes only driver memory for its kernels, as every further graph does.
@@ -160,7 +160,7 @@ def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free
 
 @torch.inference_mode()
 def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
-    """Measure the GPU memory of the largest step, KV-cache excluded: full prompts, prompt logprobs, top-p sampling."""
+    """Run the largest step: full prompts, prompt logprobs, top-p sampling. Return its GPU memory without KV-cache."""
     weight, lengths, size = model.token_embedding.weight, largest.lengths, largest.block_size
     torch.cuda.synchronize()
     count = -(-max(lengths) // size)

@@ -24,7 +24,7 @@ _PATIENCE_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Token masks of a step's grammar-constrained rows, still being computed. A row may allow no token."""
+    """Token masks of those sampled rows of a step that have a grammar, still being computed. May allow no token."""
 
     rows: tuple[int, ...]
     allowed: Future[NDArray[np.bool_]]  # RV, one row for each entry of `rows`
@@ -54,11 +54,11 @@ class Grammars:
         return list(self._matchers)
 
     def warm_up(self) -> None:
-        """Prepare the tokenizer's vocabulary for grammars. A large vocabulary holds the GIL for about a second."""
+        """Prepare the tokenizer's vocabulary for grammars, which may hold the GIL for about a second."""
         self._compiling_thread.submit(getattr, self, "_vocabulary").result()
 
     def hold(self, submit: Submit) -> bool:
-        """Return True if the grammar of a submission is not compiled, and hold the submission until then."""
+        """Hold a submission until its grammar is compiled, and return True; False if the submission need not wait."""
         assert submit.grammar is not None
         held = self._held.get(submit.uid)
         if held is not None and submit.attempt <= held.attempt:
@@ -78,7 +78,7 @@ class Grammars:
         return True
 
     def take_compiled(self, *, may_wait: bool) -> list[Submit]:
-        """Remove and return the held submissions whose grammar is compiled. `may_wait`: wait up to 10 ms for one."""
+        """Remove and return the held submissions whose compilation has ended. `may_wait`: wait up to 10 ms for one."""
         if not self._held:
             return []
         if may_wait:
@@ -87,7 +87,10 @@ class Grammars:
         return [self._held.pop(uid) for uid in list(self._held) if self._futures[uid] in compiled]
 
     def begin(self, uid: str, prior_token_ids: Sequence[int]) -> bool:
-        """Create the grammar matcher of a sequence. Return True if the prior tokens complete the grammar."""
+        """Create the grammar matcher of a sequence. Return True if the prior tokens complete the grammar.
+
+        prior_token_ids: completion tokens of earlier attempts. Raise `GrammarError` if the grammar does not allow them.
+        """
         matcher = self._futures.pop(uid).result().deep_copy()
         if not matcher.consume_tokens(list(prior_token_ids)):
             raise GrammarError(matcher.get_error())
@@ -100,12 +103,12 @@ class Grammars:
             known.pop(uid, None)
 
     def error(self, uid: str) -> str | None:
-        """Return the error of a sequence's grammar matcher, such as an exceeded limit; None without an error."""
+        """Return the error message of a sequence's grammar matcher, such as an exceeded limit; None without error."""
         matcher = self._matchers.get(uid)
         return str(GrammarError(matcher.get_error())) if matcher is not None and matcher.is_error() else None
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Start computing the token masks of a step in a background thread; None if no row needs a mask."""
+        """Start computing a step's token masks in a background thread; None if no sampling sequence has a grammar."""
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         rows = [row for row, chunk in enumerate(sampling) if chunk.uid in self._matchers]
         if not rows:
@@ -122,7 +125,7 @@ class Grammars:
         return matcher.is_stopped() or self._can_only_end(sequence, matcher)
 
     def _can_only_end(self, sequence: SequenceState, matcher: LLMatcher) -> bool:
-        """Return True if the grammar allows only the end of text, which the sequence cannot sample."""
+        """Return True if only an end-of-text token may follow, and the sequence must not or cannot sample one now."""
         params = sequence.params
         can_sample_eos = self._eos_token_ids and not params.ignore_eos
         if (can_sample_eos and sequence.num_completion_tokens >= params.min_tokens) or not matcher.is_accepting():
@@ -130,7 +133,7 @@ class Grammars:
         return not self._allowed([(matcher, True)]).any()
 
     def _allowed(self, work: Sequence[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
-        """Return the token mask of each grammar matcher, bool RV. True beside a matcher excludes end-of-text tokens."""
+        """Return the token mask of each matcher, bool RV. `work`: matchers, each with True to forbid end-of-text."""
         allowed_RV = np.zeros((len(work), self._tokenizer.vocab_size), dtype=np.bool_)
         for row, (matcher, excludes_eos) in enumerate(work):
             packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -147,5 +150,5 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        """The tokenizer's vocabulary for llguidance, used by the compiling thread alone."""
+        """The tokenizer's vocabulary in llguidance's format, used only by the thread that compiles grammars."""
         return Vocabulary.of(self._tokenizer).for_masks()

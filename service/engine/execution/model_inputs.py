@@ -4,7 +4,8 @@ While the same sequences decode from step to step, only token ids, positions and
 then updates the tensors of the previous step in place. Building tensors anew takes several times as long, because a
 forward pass evicts everything else from the CPU's caches.
 
-Legend: T packed tokens, B sequences, N blocks of the longest table, R rows whose logits are wanted.
+Legend: T packed tokens, B sequences, N entries of the longest block table, R packed tokens whose logits are computed.
+A row of a forward pass has one block table. A row is a sequence, a draft token or padding.
 """
 
 from operator import is_
@@ -23,7 +24,7 @@ from service.engine.scheduling.step_plan import Chunk, StepPlan
 
 
 class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Inputs of one forward pass. A token is sampled from each of the first `len(params)` logit rows."""
+    """Inputs of one forward pass and its sampling: a token for each of the first `len(params)` rows of the logits."""
 
     token_ids_T: Tensor  # packed token ids; 0 for the tokens of `previous_rows`
     metadata: AttentionMetadata
@@ -41,7 +42,7 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], list[int]]:
-    """Return query length and context length of each row of a forward pass, and the packed ids, with padding."""
+    """Return three lists: the query and context lengths of a forward pass's rows, and its token ids, with padding."""
     lengths: list[int] = []
     contexts: list[int] = []
     token_ids = [0] * len(plan.previous_rows)
@@ -58,7 +59,7 @@ def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], l
 def _block_tables(
     chunks: tuple[Chunk, ...], contexts: list[int], block_size: int, scratch_block: int
 ) -> NDArray[np.int64]:
-    """Return the block table of each row of a forward pass, as wide as needed, padded with `scratch_block`."""
+    """Return the block tables BN of a forward pass's rows, each padded with `scratch_block` to the longest table."""
     width = -(-max(contexts) // block_size)
     padding = [scratch_block] * width
     tables: list[int] = []
@@ -71,7 +72,7 @@ def _block_tables(
 
 
 def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[tuple[Chunk, int]], list[tuple[Chunk, int]]]:
-    """Return the packed tokens that need logits, and the `prompt_rows` and `pooled_rows` of a step."""
+    """Return the indices of the packed tokens that need logits, and `ModelInputs.prompt_rows` and `pooled_rows`."""
     last_rows: list[int] = []
     draft_rows: list[int] = []
     scored: list[tuple[Chunk, int]] = []
@@ -95,7 +96,7 @@ def _logit_rows(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[tuple[Chunk,
 
 
 class _Previous:
-    """Inputs of the previous decode step, updated in place. Each array is a view of a tensor, without padding rows."""
+    """Inputs of the previous decode step, updated in place. Each array is a view of an input tensor without padding."""
 
     def __init__(self, inputs: ModelInputs, chunks: tuple[Chunk, ...]) -> None:
         metadata, count = inputs.metadata, len(chunks)
@@ -114,14 +115,14 @@ class _Previous:
 
 
 class InputBuilder:
-    """Builder of each step's inputs, which are valid until the next call: decode steps update tensors in place."""
+    """Builder of each step's `ModelInputs`, valid until the next `build`: decode steps update the tensors in place."""
 
     def __init__(self, *, block_size: int, scratch_block: int, min_rows: int) -> None:
         self._block_size, self._scratch_block, self._min_rows = block_size, scratch_block, min_rows
         self._previous: _Previous | None = None
 
     def build(self, plan: StepPlan, masks: Masks | None = None) -> ModelInputs:
-        """Return the inputs of a plan with at least one chunk, by an update of the previous inputs if possible."""
+        """Return the inputs of a step plan with at least one chunk. If possible, update the previous step's tensors."""
         previous = self._previous
         if previous is not None and plan.is_decode and self._continues(previous, plan.chunks):
             return self._update(previous, plan, masks)
@@ -130,11 +131,11 @@ class InputBuilder:
         return inputs
 
     def _create(self, plan: StepPlan, masks: Masks | None) -> ModelInputs:
-        """Build the inputs of a step anew.
+        """Build the inputs of a step with new tensors.
 
-        Rows of padding write to the scratch block, which belongs to no sequence. Each draft token is a separate
-        sequence of one token with the same block table. This is correct because a forward pass writes all keys before
-        it reads any, and fast because attention batches all sequences of one token.
+        Rows of padding write to the scratch block, which belongs to no sequence. Each draft token is a row of its own,
+        with the block table of its sequence. This is correct because a forward pass writes all keys before it reads
+        any, and fast because attention batches all rows of one token.
         """
         chunks, size, min_rows = plan.chunks, self._block_size, self._min_rows
         lengths, contexts, token_ids = _pack_tokens(plan, min_rows)
@@ -180,7 +181,7 @@ class InputBuilder:
         )
 
     def _continues(self, previous: _Previous, chunks: tuple[Chunk, ...]) -> bool:
-        """Return True if a step decodes the previous step's sequences again, with block tables that still fit."""
+        """Return True if the chunks decode the previous step's sequences again, and still fit its block tables."""
         return (
             [chunk.start for chunk in chunks] == previous.contexts
             and all(map(is_, [chunk.block_table for chunk in chunks], previous.tables))

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Outputs of one step: a sampled token for each row of `ModelInputs.params`, and the requested logprobs."""
+    """Outputs of one step: a token for each of `ModelInputs.params`, requested logprobs, sums of hidden states."""
 
     token_ids: Sequence[int | None]  # None for a row whose request allows no next token
     logprobs: list[TokenLogprob | None] = []  # of each row; empty if no row of the step requests logprobs
@@ -36,10 +36,10 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class ModelRunner:
-    """Runs a transformer over a paged KV-cache of `num_blocks` blocks, plus one scratch block for padding.
+    """Runs a transformer's forward passes over a paged KV-cache of `num_blocks` blocks and a scratch block for padding.
 
-    vocab_size: only token ids below it are sampled. Embeddings are often padded beyond the tokenizer's vocabulary, and
-        the ids of the padding have no text.
+    vocab_size: only token ids below `vocab_size` are sampled. Embedding matrices are often padded beyond the
+        tokenizer's vocabulary, and the ids of the padding have no text.
     """
 
     def __init__(
@@ -81,9 +81,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, inputs: ModelInputs) -> Callable[[], StepOutputs]:
-        """Launch a step after all steps launched before. Return a function that waits for the step's outputs.
+        """Launch a step, to be computed after the steps launched before. Return a function that waits for its outputs.
 
-        The step must not need rules, masks or logprobs. The caller may overwrite the inputs once `launch` returns.
+        The step must not need token rules, grammar masks or logprobs. The caller may overwrite the inputs once
+        `launch` returns.
         """
         x_TE, logits_RV = self._compute(inputs)
         self._sampled_B = sample(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
@@ -123,7 +124,7 @@ class ModelRunner:
         return x_TE, logits_RV
 
     def run(self, inputs: ModelInputs) -> StepOutputs:
-        """Compute a step with the model and return the step's outputs."""
+        """Compute a step, wait for it, and return its outputs."""
         model = self._model
         decoded: Decoded | None = None
         if isinstance(model, NativeTransformer):  # no gradients, and entering inference_mode costs as much as sampling
@@ -134,7 +135,7 @@ class ModelRunner:
             return self._run(inputs, None)
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
-        """Run the model, unless the native kernels have computed the decode step already (`decoded`), and sample."""
+        """Run the model and sample. `decoded`: logits that native kernels have computed already, for a decode step."""
         if decoded is None:
             likely = None
             x_TE, logits_RV = self._compute(inputs)
@@ -167,13 +168,13 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[tuple[Chunk, int]]) -> dict[str, NDArray[np.float64]]:
-        """Return the sum of the hidden states of each text to embed, after the final norm, by uid."""
+        """Return by uid the hidden states, after the final norm, summed over the tokens that an embedding pools."""
         chunks = (x_TE[row : row + chunk.num_pooled] for chunk, row in pooled_rows)
         sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
         return dict(zip((chunk.uid for chunk, _ in pooled_rows), sums_BE.cpu().numpy(), strict=True))
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
-        """Return the attention weights of a text: the lower triangle of each head, float32, without the KV-cache."""
+        """Return a text's attention weights in a layer: each head's lower triangle, float32 bytes. Uses no KV-cache."""
         cache_dtype = self._cache.cache_dtype
         weights_HTT = weights_of_layer(self._model, token_ids, layer=layer, cache_dtype=cache_dtype)[list(heads)]
         rows, columns = torch.tril_indices(len(token_ids), len(token_ids))
@@ -181,13 +182,13 @@ class ModelRunner:
 
 
 def _pinned(x: Tensor) -> Tensor:
-    """Return pinned host memory to which the device copies `x` asynchronously."""
+    """Start an asynchronous copy of a device's tensor to pinned host memory, and return the copy."""
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return copy.copy_(x, non_blocking=True)
 
 
 def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
-    """Return the sum of the hidden state and logits of each packed token, T, to detect NaN and infinity."""
+    """Return the sum over hidden state and logits of each packed token, T. NaN and infinity carry over to the sum."""
     # One pass on the device, without the host. Finite numbers whose sum overflows would overflow a norm too.
     sums_T = x_TE.sum(dim=1, dtype=torch.float32)
     of_logits_R = logits_RV.sum(dim=1, dtype=torch.float32)
@@ -195,12 +196,12 @@ def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
 
 
 def _non_finite(sums_T: Tensor) -> set[int]:
-    """Return the indices of the packed tokens whose sum of hidden states and logits is NaN or infinite."""
+    """Return the indices of the packed tokens whose sum over hidden state and logits is NaN or infinite."""
     return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
 
 
 def _sample(logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None) -> Sequence[int | None]:
-    """Sample a token from each row of logits; None for a row whose request allows no token."""
+    """Sample a token for each of `inputs.params`; None if no token is allowed. `likely_ids`: the argmax, if known."""
     count = len(inputs.params)
     logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
     if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:
@@ -221,7 +222,7 @@ def _sample(logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None
 def _sampled_logprobs(
     logits_RV: Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
 ) -> list[TokenLogprob | None]:
-    """Return the logprobs of the sampled tokens whose requests ask for logprobs."""
+    """Return the logprob of each sampled token; None if its request asks for no logprobs, or no token was sampled."""
     asked = {row: token_ids[row] for row, param in enumerate(params) if param.logprobs is not None}
     entries: list[TokenLogprob | None] = [None] * len(params)
     known = {row: token_id for row, token_id in asked.items() if token_id is not None}

@@ -1,1 +1,1 @@
-"""Scheduling of the engine: the choice of the sequences and tokens that the next step computes."""
+"""Scheduling of the engine: choice of the sequences and tokens that the next step computes."""

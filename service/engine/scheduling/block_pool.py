@@ -1,7 +1,8 @@
 """KV-block allocator with reference counts and a prefix cache. The tensors are in `model.attention.kv_cache`.
 
-A free block has reference count 0. The prefix cache finds a free block by its content until the block is allocated
-again, least recently freed first. Blocks with equal content are not merged, because block tables are append-only.
+A free block has reference count 0. The prefix cache finds a free block by the hash of its content until the block is
+allocated again; the least recently freed block is allocated first. Blocks with equal content are not merged, because
+block tables are append-only.
 """
 
 import hashlib
@@ -13,8 +14,8 @@ from collections.abc import Iterable, Sequence
 def root_hash(salt: str, namespace: str = "") -> bytes:
     """Return the parent hash of a sequence's first block: 16 bytes, or empty without a salt and a namespace.
 
-    BLAKE2b's personalization and the NUL, which no namespace contains, keep a salt from imitating other prompts or
-    names.
+    No salt can have the hash of another prompt or namespace: BLAKE2b's personalization separates these hashes from
+    those of `block_hash`, and no namespace contains the NUL between namespace and salt.
     """
     if not salt and not namespace:
         return b""
@@ -22,7 +23,7 @@ def root_hash(salt: str, namespace: str = "") -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the 16-byte hash of a full KV block, of its token ids and the hash of the block before (`parent`)."""
+    """Return the 16-byte hash of a full KV block, computed from the preceding block's hash (`parent`) and token ids."""
     # Cryptographic: a client that can make two prefixes collide could read another client's context.
     return hashlib.blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
 
@@ -54,7 +55,7 @@ class BlockPool:
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix, given the chained hashes of its blocks."""
+        """Return the blocks of a sequence's longest cached prefix, given the chained hashes of its first blocks."""
         blocks = []
         for content in hashes:
             block = self._block_of_hash.get(content)
@@ -64,7 +65,7 @@ class BlockPool:
         return blocks
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """Return the number of unused blocks among the given KV blocks."""
+        """Return how many of the given KV blocks no sequence uses."""
         return sum(self._reference_counts[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -74,7 +75,7 @@ class BlockPool:
             self._reference_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Decrement the reference counts of a sequence's blocks. The prefix cache then evicts later blocks first."""
+        """Decrement the reference counts of a sequence's blocks. Of freed blocks, the last is allocated again first."""
         for block in reversed(blocks):  # a prefix is useless without its beginning
             assert self._reference_counts[block] > 0, f"block {block} is freed twice"
             self._reference_counts[block] -= 1
@@ -91,7 +92,7 @@ class BlockPool:
             self._hash_of_block[block] = content
 
     def forget(self) -> None:
-        """Clear the prefix cache, for when the content of the KV blocks is in doubt."""
+        """Clear the prefix cache, because the content of the KV blocks may be invalid. Reference counts stay."""
         self._block_of_hash.clear()
         self._hash_of_block.clear()
 

@@ -1,10 +1,10 @@
 """Fair queue of waiting sequences: the tenant with the fewest served tokens comes first.
 
-Every token computed for a waiting tenant is charged to the tenant. A tenant that joins the queue starts at no less than
-the lowest counter of the waiting tenants, so that idle time earns no credit. (Virtual token counters: Sheng et al.
-2024, "Fairness in Serving Large Language Models", OSDI, arXiv 2401.00588.) The served tokens of two tenants that both
-keep waiting differ by at most the tokens of a batch, however many requests they send. The sequences of one tenant are
-sorted by rank.
+A tenant is an API key, or a client address without keys. A counter holds the tokens computed for each tenant that has
+waiting sequences. A tenant that joins the queue starts at no less than the lowest counter of the waiting tenants, so
+that idle time earns no credit. (Virtual token counters: Sheng et al. 2024, "Fairness in Serving Large Language Models",
+OSDI, arXiv 2401.00588.) While two tenants both have waiting sequences, their served tokens differ by about the tokens
+of the running sequences at most, however many requests they send. The sequences of one tenant are sorted by rank.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +17,7 @@ _MAX_TENANTS = 4096
 
 
 class FairQueue:
-    """Queue of waiting sequences, in an order that only the calls of `add`, `remove` and `charge` determine."""
+    """Fair queue of waiting sequences; their order depends only on the calls of `add`, `remove` and `charge`."""
 
     def __init__(self) -> None:
         self._queues: dict[str, list[SequenceState]] = {}  # by tenant, each sorted by rank

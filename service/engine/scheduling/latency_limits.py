@@ -1,4 +1,4 @@
-"""Latency limits of the scheduler: prefill tokens of one prompt beside decodes, and number of running sequences."""
+"""Latency limits of the scheduler: prefill tokens of one prompt in a step with decodes, and running sequences."""
 
 import math
 import sys
@@ -9,15 +9,16 @@ from service.engine.scheduling.step_plan import StepPlan
 _FIXED_ROWS = 16
 # Minimum number of prefill tokens in a chunk. Smaller chunks take almost as long: each reads all previous keys.
 _LEAST_TOKENS = 8
-# Decay of the prefill estimates at each observed step, and of the inter-token estimates: about the last 100 steps.
+# Decay, at each observed step, of the prefill estimates (about the last 5 steps count) and of the inter-token latency
+# estimates (about the last 100 steps count).
 _PREFILL_MEMORY, _ITL_MEMORY = 0.8, 0.99
 # Cap on an observed duration, as a multiple of the estimate: longer steps are stalls of the machine.
 _OUTLIER = 3.0
 # Minimum share of a step's time that is attributed to its prefills.
 _LEAST_SHARE = 0.25
-# Share of the target at which the mean is held, because the mean of a single response varies by chance.
+# Share of the target latency at which the mean is held, because the mean of a single response varies by chance.
 _AIM = 0.9
-# Maximum deviation of the estimate, in sequences, without a change of the limit: prevents flapping.
+# Maximum deviation of the estimate, in sequences, without a change of the limit: prevents oscillation.
 _HYSTERESIS = 0.5
 
 
@@ -48,11 +49,11 @@ class PrefillBudget:
 
     @property
     def _token_seconds(self) -> float:
-        """Estimated seconds per prefill token; the seconds per decode until a prefill is observed."""
+        """Estimated seconds per prefill token. Until a prefill is observed: seconds per row of a decode step."""
         return self._prompt_seconds / self._prompt_tokens if self._prompt_tokens else self._row_seconds
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of a step, to estimate the cost of decodes and of prefill tokens."""
+        """Record the duration of a step, to estimate the seconds per decode and per prefill token."""
         if not plan.chunks or math.isinf(self._slowdown):
             return
         if plan.is_decode:
@@ -91,7 +92,11 @@ class RunningLimit:
         self._units = 0.0  # sequences and fixed part of the same steps, each weighted by its decoded tokens
 
     def observe(self, seconds: float, *, num_sequences: int, num_decodes: int, num_tokens: int) -> None:
-        """Record a step: seconds since the last commit, number of sequences and decodes, and decoded tokens."""
+        """Record a step, to adjust the limit.
+
+        seconds: time since the commit of the previous step. num_sequences: sequences in the step, prefills included.
+        num_tokens: tokens that the step's `num_decodes` decodes sampled, more than one each with speculative decoding.
+        """
         if math.isinf(self._aim_seconds) or not num_tokens:
             return
         units = num_sequences + _FIXED_ROWS

@@ -1,14 +1,14 @@
 """Scheduler of the engine: chooses the sequences and tokens that the next step computes. Pure Python on integers.
 
 There are no separate prefill and decode phases. Each sequence has `num_computed_tokens`, which must catch up with its
-number of tokens. Sequences that lack one token (decodes) are served first. The rest of the step's `max_batched_tokens`
-goes to longer prefills in rank order, limited per sequence by `PrefillBudget`. This rule covers continuous batching,
-chunked prefill, prefix-cache hits, and resumption after a preemption or a crash. (vLLM: Kwon et al. 2023, arXiv
-2309.06180. Sarathi: Agrawal et al. 2023, arXiv 2308.16369.)
+number of tokens. Sequences with one token left to compute (decodes) are served first. The rest of the step's
+`max_batched_tokens` goes to prefills in rank order, limited per sequence by `PrefillBudget`. This rule covers
+continuous batching, chunked prefill, prefix-cache hits, and resumption after a preemption or a crash. (vLLM: Kwon et
+al. 2023, arXiv 2309.06180. Sarathi: Agrawal et al. 2023, arXiv 2308.16369.)
 
 Running sequences do not starve. The sequence of lowest rank is served first and may preempt sequences of higher rank,
-and every admitted sequence fits the pool alone. So the first sequence always makes progress and ends, and newer
-arrivals rank later. A waiting sequence never preempts a running sequence.
+and every admitted sequence fits in the block pool by itself. So the sequence of lowest rank always makes progress and
+ends, and later arrivals get higher ranks. A waiting sequence never preempts a running sequence.
 """
 
 import math
@@ -57,7 +57,7 @@ class EngineConfig:
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, eq=False):
-    """Sequence of a committed step, the chunk that was computed, and the rows of its accepted sampled tokens."""
+    """One sequence of a committed step: its computed chunk, and rows of its accepted tokens in the step's outputs."""
 
     sequence: SequenceState
     chunk: Chunk
@@ -65,7 +65,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, eq=False):
 
 
 class Scheduler:
-    """Scheduler of all sequences of an engine, with the block pool."""
+    """Scheduler of an engine: owns the waiting and the running sequences, and the pool of KV blocks."""
 
     def __init__(
         self,
@@ -114,14 +114,17 @@ class Scheduler:
         return list(self._sequences.values())
 
     def add(self, sequence: SequenceState) -> None:
-        """Add a sequence to the waiting queue. Raise ValueError if the context or the KV-cache is too small."""
+        """Add a sequence to the waiting queue. Raise ValueError if it exceeds the context length or the KV-cache."""
         length, limit = len(sequence.token_ids), self._max_context_length
         assert sequence.uid not in self._sequences
         if not 1 <= sequence.num_prompt_tokens <= limit or length > limit:
-            raise ValueError(f"the prompt has {length} tokens; the context holds 1 to {limit}")
+            raise ValueError(f"the prompt has {length} tokens; send a prompt of 1 to {limit} tokens")
         capacity = self._config.num_blocks * self._config.block_size
         if sequence.max_length > capacity:
-            raise ValueError(f"the sequence may reach {sequence.max_length} tokens; the KV-cache holds {capacity}")
+            raise ValueError(
+                f"prompt and max_tokens together may reach {sequence.max_length} tokens, but the KV-cache holds "
+                f"{capacity}; send a shorter prompt, or lower max_tokens"
+            )
         self._sequences[sequence.uid] = sequence
         self._waiting.add(sequence)
         self._num_with_deadline += sequence.deadline_seconds is not None
@@ -129,7 +132,7 @@ class Scheduler:
             self._ended.append(sequence)  # the previous attempt had sampled all tokens, and only its ending was lost
 
     def take_ended(self) -> list[SequenceState]:
-        """Remove and return the sequences that end without another step, such as after a passed deadline."""
+        """Remove and return the waiting sequences that end without being computed, such as after a passed deadline."""
         if self._num_with_deadline:
             for sequence in self._waiting.expired(self._clock()):
                 self.finish_uncomputed(sequence, FinishReason.ABORT)
@@ -196,15 +199,18 @@ class Scheduler:
         )
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, which is still being computed; None unless both steps decode the same sequences.
+        """Plan the step after `plan`, which is still being computed: the next token of each sequence of `plan`.
+
+        Return None if other sequences are running or may be admitted, if all sequences of `plan` reach their maximum
+        length, or if too few KV blocks are free.
 
         A GPU idles while the host reads a step's tokens, commits and reports them, and plans the next step. A step of
         decodes needs only the sampled tokens of the previous step, which are already on the device. (Compare the
         overlap schedulers of SGLang and vLLM, both 2024.)
 
-        The tokens may turn out to end a sequence. Its row in the step launched ahead is then wasted, and `commit`
-        ignores it. The row writes to a block after all positions that the prefix cache knows. The next owner of the
-        block overwrites it in a later step, and a device computes steps in order.
+        A token sampled by `plan` may end its sequence. The sequence's row in the step launched ahead is then wasted,
+        and `commit` ignores the row. The row writes to a block after all positions that the prefix cache knows. The
+        next owner of the block overwrites it in a later step, and a device computes steps in order.
         """
         running = [self._running_sequence(chunk) for chunk in plan.chunks]
         if len(running) - running.count(None) < len(self._running):
@@ -237,12 +243,12 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, token_ids: Sequence[int | None], non_finite: frozenset[int] = frozenset()
     ) -> list[SequenceUpdate]:
-        """Append a step's sampled tokens to the sequences that are still running, and return these sequences.
+        """Append a step's sampled tokens to its sequences that are still running. Return an update for each of them.
 
-        token_ids: sampled tokens; None if no token may follow. Tokens sampled after known tokens come first, in the
-            order of the chunks. Tokens sampled after draft tokens follow.
-        non_finite: packed tokens with NaN or infinity. Drafts are cut before the first of these tokens. Sequences with
-            such known tokens must have ended, see `end_non_finite`.
+        token_ids: sampled tokens; None if a sequence allows no token. Tokens sampled after known tokens come first, in
+            the order of the chunks. Tokens sampled after draft tokens follow.
+        non_finite: indices of packed tokens with NaN or infinity. Drafts are cut before the first such draft token.
+            Sequences with such known tokens must have ended, see `end_non_finite`.
         """
         now = self._clock()
         if self._config.max_draft_tokens and plan.chunks and all(chunk.is_decode for chunk in plan.chunks):
@@ -315,7 +321,7 @@ class Scheduler:
         return ended
 
     def finish(self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence for a reason outside its token ids: a stop string, a failure or a cancellation."""
+        """End a sequence for a reason that token ids do not show: stop string, grammar, failure or cancellation."""
         # Replaces a reason that `commit` has set: a stop string ends before the last token.
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.status is not SequenceStatus.FINISHED:
@@ -323,14 +329,14 @@ class Scheduler:
             self._ended = [ended for ended in self._ended if ended is not sequence]
 
     def truncate(self, sequence: SequenceState, num_tokens: int, stop: str) -> None:
-        """End a sequence after its first `num_tokens` tokens, whose text completes the stop string `stop`."""
+        """Cut a sequence to its first `num_tokens` tokens, whose text completes the stop string `stop`, and end it."""
         del sequence.token_ids[num_tokens:]
         self.finish(sequence, FinishReason.STOP, stop)
 
     def finish_uncomputed(
         self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None = None
     ) -> None:
-        """Let the next `take_ended` end a waiting sequence. STOP replaces LENGTH; other finish reasons are kept."""
+        """Mark a waiting sequence to end at the next `take_ended`. STOP replaces LENGTH; other earlier reasons stay."""
         if sequence.finish_reason is None:
             self._ended.append(sequence)
         elif sequence.finish_reason is not FinishReason.LENGTH or reason is not FinishReason.STOP:
@@ -363,10 +369,11 @@ class Scheduler:
         return sequence
 
     def _plan(self, sequence: SequenceState, num_tokens: int, draft: tuple[int, ...] = ()) -> Chunk:
-        """Plan the next `num_tokens` tokens of a sequence, then its draft tokens.
+        """Return the chunk of a sequence in the next step: its next `num_tokens` tokens, then its draft tokens.
 
-        The prefix cache finds the blocks at once, so a planned sequence must not be preempted later in the same step. A
-        forward pass writes all keys before it reads any, so sequences admitted to the same step can share the blocks.
+        The chunk's full blocks enter the prefix cache before they are computed, so a planned sequence must not be
+        preempted later in the same step. A forward pass writes all keys before it reads any, so sequences admitted to
+        the same step can share the blocks.
         """
         start, token_ids, params = sequence.num_computed_tokens, sequence.token_ids, sequence.params
         end = start + num_tokens
@@ -402,7 +409,7 @@ class Scheduler:
         )
 
     def _draft(self, sequence: SequenceState, budget: int, min_probability: float) -> tuple[int, ...]:
-        """Return draft tokens of a sequence. Allocate at most one KV block, and only if the pool has some to spare."""
+        """Return a sequence's draft tokens. Allocate a KV block if the pool keeps a free one per running sequence."""
         if sequence.lookup is None or sequence.num_completion_tokens < sequence.params.min_tokens:
             return ()
         length, size = len(sequence.token_ids), self._config.block_size
@@ -413,7 +420,10 @@ class Scheduler:
         return draft[: max(0, len(sequence.block_table) * size - length)]
 
     def _reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Allocate blocks for a sequence's first tokens, by preemption if needed. Return False if blocks are short."""
+        """Allocate the missing KV blocks of a sequence's first `num_tokens` tokens. Return False if blocks are short.
+
+        Running sequences of higher rank are preempted if needed.
+        """
         missing = -(-num_tokens // self._config.block_size) - len(sequence.block_table)
         if missing <= 0:
             return True
@@ -439,7 +449,10 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _admit(self) -> tuple[SequenceState, int] | None:
-        """Admit the first waiting sequence, and return it with its prefix-cache queries; None if blocks are short."""
+        """Admit and return the first waiting sequence, with the number of tokens looked up in the prefix cache.
+
+        None: too few KV blocks are free.
+        """
         sequence = self._waiting.first()
         size = self._config.block_size
         known: list[int] = []
@@ -471,7 +484,7 @@ class Scheduler:
         return sequence, num_queried
 
     def _register_blocks(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Register the blocks of a sequence that are full once its first `num_tokens` tokens are computed."""
+        """Add to the prefix cache the blocks that are full once a sequence's first `num_tokens` tokens are computed."""
         num_full = num_tokens // self._config.block_size
         if num_full <= sequence.num_registered_blocks or not self._config.enable_prefix_cache:
             return
@@ -481,7 +494,7 @@ class Scheduler:
         sequence.num_registered_blocks = num_full
 
     def _retire(self, uid: str) -> None:
-        """Remove an unfinished sequence from its queue and free its blocks."""
+        """Set an unfinished sequence to FINISHED: remove it from its queue and free its KV blocks."""
         sequence = self._sequences.pop(uid)
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)

@@ -2,7 +2,7 @@
 
 Sequences are served by rank, lowest first. A rank never changes. One priority level equals `AGEING_SECONDS` of waiting:
 a sequence of priority p ranks like a sequence of priority 0 that arrived p * AGEING_SECONDS later. So only requests
-that arrive within a bounded time can overtake a waiting sequence.
+that arrive within a bounded time can get a lower rank than a waiting sequence.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class SequenceStatus(Enum):
 
 
 class SequenceState:
-    """State of one sequence. Its first `num_computed_tokens` tokens have keys and values in the KV-cache."""
+    """State of one sequence. The KV-cache holds the keys and values of its first `num_computed_tokens` tokens."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SequenceState:
         return len(self.token_ids) - self.num_computed_tokens
 
     def full_block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """Return the chained hashes of the first `num_blocks` full KV blocks."""
+        """Return the chained hashes of the sequence's first `num_blocks` KV blocks, which must be full."""
         for index in range(len(self._block_hashes), num_blocks):
             parent = self._block_hashes[-1] if self._block_hashes else self._root_hash
             ids = self.token_ids[index * block_size : (index + 1) * block_size]
@@ -84,14 +84,17 @@ class SequenceState:
 
     @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
-        """Tokens that the sequence must not sample next: stop tokens before `min_tokens`, and ends of bad words."""
+        """Token ids that must not be sampled next: stop tokens before `min_tokens`, and last tokens of bad words."""
         words = () if self.rules is None else self.rules.forbidden
         if self.num_completion_tokens >= self.params.min_tokens:
             return words
         return (*self.params.stop_token_ids, *self.eos_token_ids, *words)
 
     def append(self, token_id: int | None, now: float) -> bool:
-        """Append a sampled token; None: no token is allowed. Return True, with the reason set, if the sequence ends."""
+        """Append a sampled token. Set the finish reason and return True if the sequence ends.
+
+        A `token_id` of None means that the request allows no next token, so the sequence ends.
+        """
         if token_id is None:
             self.finish_reason = FinishReason.REFUSED
             return True
@@ -104,9 +107,10 @@ class SequenceState:
         return self.check_end()
 
     def append_drafted(self, token_ids: Sequence[int | None], draft: Sequence[int], now: float) -> bool:
-        """Append tokens sampled after drafts, up to the first wrong draft token. Return True if the sequence ends.
+        """Append the tokens sampled after accepted draft tokens. Return True if the sequence ends.
 
-        The first of `token_ids` follows the known tokens and has been appended. Right draft tokens count as computed.
+        token_ids: the token sampled after the known tokens, already appended, then the token after each draft token.
+            A draft token is accepted, and counts as computed, if it and all drafts before it equal the sampled tokens.
         """
         for guessed, previous, following in zip(draft, token_ids, token_ids[1:], strict=False):
             if guessed != previous:
@@ -117,7 +121,7 @@ class SequenceState:
         return False
 
     def check_end(self) -> bool:
-        """Return True, with the finish reason set, if the last token ends the sequence."""
+        """Set the finish reason and return True if the last token ends the sequence, by its id or by the length."""
         token_id, length = self.token_ids[-1], len(self.token_ids)
         if length - self.num_prompt_tokens > self.params.min_tokens:
             if token_id in self.eos_token_ids:

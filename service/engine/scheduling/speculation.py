@@ -1,7 +1,7 @@
-"""Speculative decoding with prompt lookup: the draft is the text after an earlier occurrence of the last n-gram.
+"""Speculative decoding with prompt lookup: draft tokens follow an earlier occurrence of a sequence's last n-gram.
 
-A draft costs one dictionary lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), and pays for outputs
-that repeat the prompt or themselves. One forward pass computes all draft tokens. At each position the model samples
+A draft costs one dictionary lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). It saves time if the
+output repeats the prompt or itself. One forward pass computes all draft tokens. At each position the model samples
 the token that it would sample without a draft, because sampling is a function of seed and position. So draft tokens
 equal to the sampled tokens save forward passes, and the output never changes: speculative decoding (Leviathan et al.
 2023, arXiv 2211.17192) with predetermined random numbers.
@@ -32,8 +32,8 @@ _LEAST_COST, _MOST_COST = 0.05, 1.0
 class PromptLookup:
     """Prompt-lookup drafts of one sequence.
 
-    Each sampled token is compared with the token that the lookup predicts, even without a draft. This measures the
-    lookup's accuracy without computing draft tokens.
+    Each sampled token is compared with the token that the lookup predicts, even if no token was drafted. This measures
+    the lookup's accuracy without computing draft tokens.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -47,7 +47,8 @@ class PromptLookup:
     def draft(self, token_ids: Sequence[int], limit: int, min_probability: float = 0.0) -> tuple[int, ...]:
         """Return at most `limit` draft tokens, often none. Between calls, tokens may only be appended to `token_ids`.
 
-        A token is drafted if the probability that the draft up to this token is accepted exceeds `min_probability`.
+        A token is drafted if its estimated acceptance probability, as a product with the probabilities of the draft
+        tokens before it, exceeds `min_probability`.
         """
         self._learn(token_ids)
         for index, ngram_length in enumerate(_NGRAM_LENGTHS):
@@ -59,7 +60,7 @@ class PromptLookup:
         return ()
 
     def _worthwhile(self, index: int, most: int, min_probability: float) -> int:
-        """Return the number of tokens worth drafting, by the accuracy of one n-gram length."""
+        """Return how many tokens, up to `most`, to draft, by the measured accuracy of the n-gram length at `index`."""
         probability = self._num_right[index] / self._num_predictions[index]
         length, all_accepted = 0, probability
         while length < most and all_accepted > min_probability:
@@ -67,7 +68,7 @@ class PromptLookup:
         return length
 
     def _learn(self, token_ids: Sequence[int]) -> None:
-        """Index the new n-grams, except the last n-gram, and measure the accuracy of the lookup."""
+        """Index the n-grams before each token that is new since the last call, and measure the lookup's accuracy."""
         for position in range(max(self._num_known, len(token_ids) - _WINDOW, 1), len(token_ids)):
             is_predicted = not self._num_known  # the prompt is not model output: its repetitions predict little
             for index, (ngram_length, after) in enumerate(zip(_NGRAM_LENGTHS, self._after, strict=True)):
@@ -99,11 +100,11 @@ class DraftPolicy:
         self._rows = self._seconds = self._rows_squared = self._rows_seconds = 0.0
 
     def limits(self, num_running: int) -> tuple[int, float]:
-        """Return a step's maximum number of draft tokens, and the minimum acceptance probability of a draft token."""
+        """Return the maximum number of draft tokens of all sequences of a step, and their minimum probability."""
         return (self._max_batched_tokens - num_running) // _BUDGET_DIVISOR, _MARGIN * self.marginal_cost(num_running)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Record the duration of a decode step of `num_rows` tokens. Prefills would distort the cost of a token."""
+        """Record the duration of a step of `num_rows` tokens without prefills, which would distort a token's cost."""
         if self._seconds:
             seconds = min(seconds, _OUTLIER * self._seconds / self._num_steps)
         self._num_steps = self._num_steps * _STEP_MEMORY + 1
@@ -113,7 +114,7 @@ class DraftPolicy:
         self._rows_seconds = self._rows_seconds * _STEP_MEMORY + num_rows * seconds
 
     def marginal_cost(self, num_rows: int) -> float:
-        """Return the cost of one more token in a step, relative to the average cost of the step's tokens."""
+        """Return the time of one more token in a step of `num_rows` tokens, relative to the step's time per token."""
         if not self._seconds:
             return num_rows / (num_rows + _PRIOR_ROWS)
         mean_rows, mean_seconds = self._rows / self._num_steps, self._seconds / self._num_steps

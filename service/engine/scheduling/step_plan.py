@@ -1,4 +1,4 @@
-"""Plan of one engine step, made by the scheduler. A plan holds values, so that execution needs no sequences."""
+"""Plan of one engine step, made by the scheduler. A plan holds all values that the execution of the step needs."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ MIN_ROWS = 4
 
 # A msgspec struct: a step creates a chunk per sequence, and creating a dataclass takes five times as long.
 class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Part of a step plan: compute `num_tokens` tokens of one sequence from position `start` on."""
+    """Part of a step plan: compute `num_tokens` tokens of one sequence, drafts included, from position `start` on."""
 
     uid: str
     attempt: int
@@ -28,12 +28,12 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     forbidden: tuple[int, ...] = ()  # token ids that must not be sampled
     rules: TokenRules | None = None
     scored_start: int = 0  # position of the first token whose next token needs a logprob, for `prompt_logprobs`
-    scored_ids: Sequence[int] = ()  # prompt tokens that need logprobs
+    scored_ids: Sequence[int] = ()  # prompt tokens that need logprobs, from position `scored_start` + 1 on
     num_pooled: int = 0  # last tokens whose hidden states are summed for an embedding
 
     @property
     def num_known_tokens(self) -> int:
-        """Number of tokens of the sequence before this step samples, draft tokens excluded."""
+        """Position after the chunk's last token, draft tokens excluded; a token sampled after it gets this position."""
         return self.start + self.num_tokens - len(self.draft)
 
     @property
@@ -43,7 +43,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class StepPlan(msgspec.Struct, kw_only=True, eq=False):
-    """Plan of one step: the computation of each sequence, with statistics of the scheduling."""
+    """Plan of one step: a chunk for each sequence that the step computes, and scheduling statistics for the metrics."""
 
     chunks: tuple[Chunk, ...]
     # For each chunk of a step launched ahead: the index of its input token among the tokens of the previous step.
@@ -65,5 +65,5 @@ class StepPlan(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens that the step computes, with padding."""
+        """Number of tokens that the step computes, padding to at least `MIN_ROWS` included."""
         return max(MIN_ROWS, self.num_tokens)

@@ -21,5 +21,5 @@ def test_a_batch_of_completions_equals_completions_one_by_one(tiny_checkpoint: s
     assert complete_batch(model, tokenizer, prompts, params) == expected
     assert len({len(ids) for ids in expected}) > 3
     assert complete_batch(model, tokenizer, [], []) == []
-    with pytest.raises(ValueError, match="token ids range from 999"):
+    with pytest.raises(ValueError, match="range from 999 to 999"):
         complete_batch(model, tokenizer, [[999]], params[:1])

@@ -215,7 +215,7 @@ def test_a_shorter_context_sizes_the_cache_and_ends_sequences(manifest: Manifest
     while engine.has_work:
         finishes |= {event.uid: event.finish for event in engine.step().events if event.finish}
     assert finishes["a"].num_completion_tokens == 10
-    assert "the context holds 1 to 40" in str(finishes["b"].error)
+    assert "send a prompt of 1 to 40 tokens" in str(finishes["b"].error)
 
 
 def test_a_context_over_the_positions_of_the_model_is_rejected_with_both_numbers(
