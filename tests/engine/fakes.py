@@ -1,4 +1,4 @@
-"""Small engines over a `FakeRunner`, submissions to them, and the tokens that the engines must return."""
+"""Small engines over a `FakeRunner`, submissions to these engines, and the tokens that they must return."""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _MODEL: Any = SimpleNamespace(config=SimpleNamespace(max_context_length=CONTEXT)
 
 
 def expected_tokens(submit: Submit, max_context_length: int) -> list[int]:
-    """Return the tokens of a sequence that is computed alone."""
+    """Return the completion that a `FakeRunner` must sample for a submission, computed here without an engine."""
     params, history = submit.params, list(submit.prompt_token_ids)
     ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, EOS}
     sampled: list[int] = []
@@ -51,7 +51,7 @@ def make_submit(
     namespace: str = "",
     **params: object,
 ) -> Submit:
-    """Make a submission with defaults for all irrelevant fields."""
+    """Make a submission with defaults for the fields that are not given. `params`: fields of `SamplingParams`."""
     return Submit(
         uid=uid,
         attempt=attempt,
@@ -67,9 +67,10 @@ def make_submit(
 
 
 def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
-    """Make a small engine over a fake runner, with `EngineConfig` overrides.
+    """Make a small engine over a `FakeRunner`. `changes` override fields of its `EngineConfig`, with four exceptions.
 
-    `fakes_time`: the engine reads the runner's clock. `looks_ahead` is of `Engine`, `min_rows` of `FakeRunner`.
+    fakes_time: the engine reads the runner's simulated clock. looks_ahead: argument of `Engine`.
+    min_rows, fail_at: argument and attribute of `FakeRunner`.
     """
     values = {"block_size": 2, "num_blocks": 14, "max_num_running": 4, "max_batched_tokens": 7, **changes}
     min_rows = values.pop("min_rows", MIN_ROWS)

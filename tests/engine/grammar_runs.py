@@ -22,7 +22,7 @@ TOKENIZER = tiny_tokenizer()
 
 @cache
 def model() -> Transformer:
-    """Return a model whose weights have a wide spread, so that its distributions are far from uniform."""
+    """Return a tiny model with large random weights, so that its token distributions are far from uniform."""
     tiny = Transformer(tiny_config(TOKENIZER.vocab_size, max_context_length=1024), ATTENTION_BACKENDS["sdpa"])
     generator = torch.Generator().manual_seed(0)
     for tensor in tiny.state_dict().values():
@@ -46,18 +46,18 @@ class Outcome:
 
 
 def ask(uid: str, grammar: str | None, *, prompt: Sequence[int] = (72, 105), **params: Any) -> Submit:
-    """Make a submission with a grammar; `prior` and `attempt` as in `make_submit`."""
+    """Make a submission with a grammar, or without (None). `params`: other arguments of `make_submit`."""
     return msgspec.structs.replace(make_submit(uid, prompt, **{"max_tokens": 400, **params}), grammar=grammar)
 
 
 def make_engine(**config: Any) -> Engine:
-    """Make an engine with a slot for every submission, unless overridden."""
+    """Make an engine that runs up to 64 sequences at once. `config` overrides fields of its `EngineConfig`."""
     values = {"num_blocks": 2000, "max_num_running": 64, "max_batched_tokens": 256, **config}
     return Engine(model(), TOKENIZER, EngineConfig(**values))
 
 
 def drive(engine: Engine, submits: Iterable[Submit], stats: list[StepStats] | None = None) -> dict[str, Outcome]:
-    """Submit all submissions to an engine, and step until no work is left."""
+    """Submit all submissions to an engine, and step until no work is left. Add each step's statistics to `stats`."""
     outcomes: dict[str, Outcome] = {}
     for submit in submits:
         outcomes[submit.uid] = Outcome()
@@ -77,9 +77,9 @@ def drive(engine: Engine, submits: Iterable[Submit], stats: list[StepStats] | No
 
 
 def schemas(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return random JSON Schemas with all kinds of parts.
+    """Return `count` random JSON Schemas with all supported types of values.
 
-    Their documents are bounded, since a model of random weights would never end a number.
+    The length of their documents is bounded, because a model of random weights would never end a number.
     """
     rng = random.Random(seed)
     return [_object(rng, depth=2) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Scheduler on a simulated machine: a step's time is linear in its sequences and prompt tokens."""
+"""Scheduler on a simulated machine: a step's duration is linear in its decodes and prompt tokens."""
 
 import math
 import random
@@ -13,7 +13,7 @@ MEAN_TOKENS = 60
 
 @dataclass(eq=False)
 class Answer:
-    """Sequence with the times of its tokens."""
+    """Sequence with the times of its arrival, its first token and its last token."""
 
     sequence: SequenceState
     arrival_seconds: float
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """Simulated step: the sequences that got a token, the first token or the last token."""
+    """Simulated step: its duration, and the sequences that it gave a token, their first token, or their last token."""
 
     seconds: float
     served: list[Answer]
@@ -41,9 +41,9 @@ class Step:
 
 @dataclass
 class SimulatedSteps:
-    """Scheduler on a simulated machine, with its step times and its sequences.
+    """Scheduler on a simulated machine, with the machine's seconds per step, decode and prompt token.
 
-    noise: standard deviation of the logarithm of a step's time.
+    noise: standard deviation of the logarithm of a step's duration. slowdown: factor on each duration.
     """
 
     fixed: float = 0.016
@@ -70,7 +70,7 @@ class SimulatedSteps:
         self.num_arrived = 0
 
     def arrive(self, at_seconds: float | None = None) -> Answer:
-        """Submit a prompt of 64 tokens, with a completion of about `MEAN_TOKENS`."""
+        """Submit a prompt of 64 tokens with a completion of random length, on average about `MEAN_TOKENS` tokens."""
         self.num_arrived += 1
         num_tokens = 2 + int(self.draw.lognormvariate(math.log(MEAN_TOKENS * 0.83), 0.6))
         submit = make_submit(f"s{self.num_arrived}", [7] * 64, max_tokens=num_tokens, ignore_eos=True)
@@ -99,7 +99,7 @@ class SimulatedSteps:
         return Step(seconds, served, began, over)
 
     def run_full(self, num_steps: int) -> float:
-        """Run steps while eight more sequences always wait. Return tokens per second, and fill `ended`."""
+        """Run steps with at least eight sequences waiting. Return tokens per second; `ended` gets ended sequences."""
         began, num_tokens, self.ended = self.now, 0, []
         for _ in range(num_steps):
             while self.scheduler.num_waiting < 8:
@@ -108,5 +108,5 @@ class SimulatedSteps:
         return num_tokens / (self.now - began)
 
     def share_within(self, seconds: float) -> float:
-        """Return the share of ended sequences whose mean time between tokens was within `seconds`."""
+        """Return the share of ended sequences whose mean time between tokens was at most `seconds`."""
         return sum(answer.tpot_seconds <= seconds for answer in self.ended) / len(self.ended)

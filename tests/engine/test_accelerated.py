@@ -1,4 +1,4 @@
-"""Engine settings for a GPU, tested on a CPU: memory arithmetic, choices, and disabled features."""
+"""Engine settings for a GPU, tested on a CPU: KV-cache memory, attention, quantization, CUDA graphs and lookahead."""
 
 import logging
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_the_largest_step_has_prompts_of_maximum_length() -> None:
     assert replace(step, max_context_length=256).lengths == (256, 256)
 
 
-def test_a_cpu_uses_half_of_free_memory_and_captures_nothing() -> None:
+def test_a_cpu_measures_no_gpu_memory_and_captures_no_cuda_graphs() -> None:
     step = LargestStep(block_size=4, num_tokens=8, num_sampled=2, max_context_length=64)
     assert cache_bytes(build(VARIANTS["rotary-gqa"]), step, 0.9, call_again) is None
     assert capture_for(torch.device("cpu")) is None
@@ -96,7 +96,7 @@ def test_disabled_attention_kernels_are_logged(caplog: pytest.LogCaptureFixture)
     assert "attention kernel disabled: varlen: needs a CUDA device" in caplog.text
 
 
-def test_quantization_for_a_gpu_is_chosen_only_on_a_gpu(
+def test_gpu_quantization_is_chosen_only_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "service.engine.execution.gpu_setup")
@@ -114,7 +114,7 @@ def test_quantization_for_a_gpu_is_chosen_only_on_a_gpu(
 def test_cuda_graphs_are_captured_only_if_the_setting_is_on(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: bool
 ) -> None:
-    """With a CPU stand-in for CUDA graphs, the engine gives the same completions."""
+    """With a CPU stand-in for CUDA graphs, completions equal those of an engine without graphs (sdpa attention)."""
     caplog.set_level(logging.INFO, "service.engine.execution.model_runner")
     monkeypatch.setattr(engine_factory, "capture_for", lambda device: call_again)
     answers = []
@@ -142,7 +142,7 @@ def test_cuda_graphs_are_captured_only_if_the_setting_is_on(
 def test_steps_are_launched_ahead_only_on_an_asynchronous_device(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool
 ) -> None:
-    """In this test a CPU stands for a device that computes asynchronously."""
+    """A CPU that claims to be asynchronous stands for a GPU."""
     launched: list[tuple[int, ...]] = []
     launch = ModelRunner.launch
 
@@ -168,7 +168,7 @@ def test_on_a_cpu_nothing_is_launched_ahead() -> None:
 
 
 def test_the_gpu_memory_share_limits_the_kv_cache(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest step is already counted, so no half is kept free. 256 bytes per token, contexts of 256."""
+    """The KV-cache gets all bytes that `cache_bytes` returns. A token takes 256 bytes, a context has 256 tokens."""
     shares: list[float] = []
 
     def usable(model: object, largest: LargestStep, share: float, capture: object) -> int:

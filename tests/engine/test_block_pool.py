@@ -1,4 +1,4 @@
-"""State machine test of the block pool: no leaks, no wrong owners, and the oldest blocks are evicted first."""
+"""Stateful test of the block pool: no leaks, no block with two owners, least recently freed blocks evicted first."""
 
 import pytest
 from hypothesis import settings
@@ -11,7 +11,7 @@ NUM_BLOCKS = 7
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """State machine of block tables, which are created and freed, and share blocks by content."""
+    """Hypothesis state machine of a block pool: block tables are created and freed, and share equal blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-def test_evicts_the_least_recently_freed_and_the_tail_before_the_head() -> None:
+def test_the_least_recently_freed_block_is_evicted_first_and_a_tail_before_its_head() -> None:
     pool = BlockPool(4)
     first, second = pool.allocate(2), pool.allocate(2)
     assert first is not None
@@ -100,7 +100,7 @@ def test_blocks_without_a_hash_are_evicted_first() -> None:
     assert pool.find([b"a", b"b"]) == found
 
 
-def test_forgotten_blocks_are_not_found() -> None:
+def test_a_cleared_prefix_cache_finds_no_blocks() -> None:
     pool = BlockPool(2)
     owned, freed = pool.allocate(1), pool.allocate(1)
     assert owned is not None
@@ -126,7 +126,7 @@ def test_a_freed_block_that_is_shared_again_is_not_evicted() -> None:
     assert pool.find([b"a"]) == blocks
 
 
-def test_hashes_depend_on_all_that_came_before() -> None:
+def test_block_hashes_depend_on_all_earlier_tokens() -> None:
     assert block_hash(b"", [1, 2]) != block_hash(b"", [2, 1])
     assert block_hash(block_hash(b"", [1, 2]), [3]) != block_hash(block_hash(b"", [9, 2]), [3])
     assert len(block_hash(b"", [1])) == 16
@@ -152,7 +152,7 @@ def test_no_salt_collides_with_token_ids() -> None:
     assert len({root_hash("a"), root_hash("b"), root_hash("A")}) == 3
 
 
-def test_salts_do_not_reach_into_another_namespace() -> None:
+def test_no_salt_has_the_hash_of_another_namespace() -> None:
     """A client can choose any salt, even the name of another API key's namespace."""
     pairs = [
         ("", ""),

@@ -1,4 +1,4 @@
-"""Completions of a float32 model with a float16 KV-cache are batch-invariant and close to a float32 KV-cache."""
+"""Completions of a float32 model with a float16 KV-cache: batch-invariant, and close to those with float32."""
 
 import dataclasses
 

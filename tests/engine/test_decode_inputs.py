@@ -1,4 +1,4 @@
-"""Incrementally updated step inputs equal inputs built from scratch."""
+"""Model inputs that are updated from step to step equal inputs built from scratch."""
 
 import random
 from typing import Any
@@ -17,7 +17,7 @@ _TENSORS = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
 
 
 class Compared(InputBuilder):
-    """Input builder that builds each step's inputs incrementally and from scratch, and counts incremental updates."""
+    """Input builder that also builds each step's inputs from scratch, compares them, and counts updated steps."""
 
     num_moved = num_steps = 0
 
@@ -33,7 +33,7 @@ class Compared(InputBuilder):
 
 
 def plain(inputs: ModelInputs) -> dict[str, Any]:
-    """Return all fields of a step's inputs, with tensors as lists."""
+    """Return all fields of a step's inputs, with tensors as dtypes and lists, to compare two inputs."""
     named = {name: getattr(inputs, name) for name in inputs.__struct_fields__}
     metadata: AttentionMetadata = named.pop("metadata")
     named |= {"query_lengths": metadata.query_lengths, "context_lengths": metadata.context_lengths}
@@ -93,8 +93,8 @@ def test_updated_inputs_equal_rebuilt_inputs(min_rows: int, drafts: int, looks_a
     assert Compared.num_moved > Compared.num_steps / 10
 
 
-def test_inputs_are_rebuilt_when_a_block_table_grows() -> None:
-    """Of 20 decode steps with blocks of 5, inputs are rebuilt only at the start and where the block table grows."""
+def test_inputs_are_rebuilt_only_when_the_widest_block_table_grows() -> None:
+    """In 20 steps with blocks of 5 tokens, inputs are rebuilt only at the start and when the block table grows."""
     engine, runner = make_engine(block_size=5)
     engine.submit(make_submit("a", [1, 2, 3], max_tokens=20, ignore_eos=True))
     while engine.has_work:

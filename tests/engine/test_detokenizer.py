@@ -12,7 +12,7 @@ ALPHABET = "abc ä€😀"
 
 
 def stream(ids: list[int], params: SamplingParams) -> tuple[str, str | None, int]:
-    """Detokenize tokens and return the shown text, the stop string, and the number of tokens read."""
+    """Detokenize tokens one by one. Return the text, the stop string or None, and the number of tokens read."""
     detokenizer = Detokenizer(TOKENIZER, params)
     shown = ""
     for number, token_id in enumerate(ids, start=1):
@@ -27,7 +27,10 @@ def stream(ids: list[int], params: SamplingParams) -> tuple[str, str | None, int
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Cut a text at its first complete stop string, character by character: the longest string if several end."""
+    """Return the text up to its first complete stop string, and the stop string: the longest of those that end there.
+
+    `include`: return the text of the stop string too.
+    """
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -87,7 +90,7 @@ def test_a_stop_token_is_shown_only_with_include_stop_str_in_output() -> None:
         assert stream(ids, params) == (text, None, 2)
 
 
-def test_text_that_may_begin_a_stop_string_waits() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=9, stop=("abc",)))
     assert [detokenizer.push([byte])[1] for byte in b"xababx"] == ["x", "", "", "ab", "", "abx"]
 

@@ -28,7 +28,7 @@ def asked(uid: str, token_ids: Sequence[int], pooling: Pooling) -> Submit:
 
 @torch.inference_mode()
 def computed(model: Transformer, token_ids: Sequence[int], pooling: Pooling) -> NDArray[np.float32]:
-    """Return the embedding by the reference implementation: one uncached forward pass."""
+    """Return the embedding of a text, computed by one forward pass without a KV-cache."""
     hidden_TE = model.hidden(torch.tensor(token_ids), AttentionMetadata.uncached((len(token_ids),)), None)
     normed_TE = model.final_norm(hidden_TE)
     pooled_E = normed_TE.mean(0) if pooling is Pooling.MEAN else normed_TE[-1]
@@ -37,7 +37,7 @@ def computed(model: Transformer, token_ids: Sequence[int], pooling: Pooling) -> 
 
 
 def reported(run: Run, uid: str) -> NDArray[np.float32]:
-    """Return the embedding in the only event of a text."""
+    """Return the embedding of a text that an engine has reported, in a single event."""
     (delta,) = run.deltas[uid]
     assert (delta.token_ids, delta.text, delta.logprobs) == ((), "", None)
     assert delta.finish is not None
@@ -94,7 +94,7 @@ def test_mean_pooling_computes_every_token_and_last_pooling_shares_prefixes() ->
         assert finish is not None
         assert finish.num_cached_tokens == shared
         run.drive([make_submit("after", [*token_ids, 7], max_tokens=1)])
-        assert run.deltas["after"][-1].finish.num_cached_tokens == 40, "what an embedding computed serves others"  # type: ignore[union-attr]
+        assert run.deltas["after"][-1].finish.num_cached_tokens == 40, "blocks of an embedding are in the prefix cache"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("pooling", Pooling)
@@ -116,7 +116,7 @@ def test_mean_and_last_pooling_give_different_embeddings() -> None:
 
 
 def test_a_failed_step_resets_the_sum_of_hidden_states() -> None:
-    """A retry with the same uid after a failed step starts from an empty sum."""
+    """A retry with the same uid after a failed step adds no hidden states of the first attempt."""
     run = Run("gpt2", max_batched_tokens=16)
     token_ids = list(range(40))
     run.engine.submit(asked("text", token_ids, Pooling.MEAN))

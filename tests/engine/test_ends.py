@@ -14,7 +14,7 @@ CONFIG = EngineConfig(block_size=2, num_blocks=16, max_num_running=2, max_batche
 
 
 def run(scheduler: Scheduler, sequence: SequenceState, sampled: list[int]) -> None:
-    """Commit the sampled tokens of a sequence one by one. The last token ends the sequence."""
+    """Commit the sampled tokens to a sequence one by one. Assert that exactly the last token ends the sequence."""
     scheduler.add(sequence)
     for index, token_id in enumerate(sampled):
         (update,) = scheduler.commit(scheduler.schedule(), [token_id])
@@ -30,20 +30,20 @@ def make(ends: tuple[int, ...], **params: Any) -> tuple[Scheduler, SequenceState
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_any_end_token_ends_a_text_without_a_stop_reason(end: int) -> None:
+def test_any_end_of_text_token_ends_a_sequence_with_stop_reason_none(end: int) -> None:
     scheduler, sequence = make(ENDS)
     run(scheduler, sequence, [3, 4, end])
     assert (sequence.finish_reason, sequence.stop_reason) == (FinishReason.STOP, None)
 
 
-def test_all_end_tokens_are_forbidden_before_min_tokens() -> None:
+def test_all_end_of_text_tokens_are_forbidden_before_min_tokens() -> None:
     _, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,))
     assert sequence.forbidden_token_ids == (5, *ENDS)
     _, sequence = make(ENDS, min_tokens=2, stop_token_ids=(5,), ignore_eos=True)
     assert sequence.forbidden_token_ids == (5,)
 
 
-def test_no_end_token_ends_a_sequence_with_ignore_eos() -> None:
+def test_no_end_of_text_token_ends_a_sequence_with_ignore_eos() -> None:
     for scheduler, sequence in (make(ENDS, ignore_eos=True), make(())):
         run(scheduler, sequence, [7, 9, 7, 9, 7, 9])
         assert sequence.finish_reason is FinishReason.LENGTH

@@ -1,4 +1,4 @@
-"""Fair queue: tenants are served by the tokens they received, independent of the number of their requests."""
+"""Fair queue: the tenant with the fewest computed tokens is served next, however many requests it sends."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def make_sequence(number: int, tenant: str, *, priority: int = 0) -> SequenceSta
 
 
 def take(queue: FairQueue, *, num_tokens: int = 10) -> str:
-    """Remove the next sequence from the fair queue, and charge its tokens to its tenant."""
+    """Remove the next sequence from the fair queue, charge `num_tokens` to its tenant, and return its uid."""
     sequence = queue.first()
     queue.remove(sequence.tenant, sequence.rank)
     queue.charge(sequence.tenant, num_tokens)
@@ -74,7 +74,7 @@ def test_idle_tenants_earn_no_credit() -> None:
     assert [take(queue) for _ in range(6)] == ["3", "10", "4", "11", "5", "12"]
 
 
-def test_tokens_without_contention_are_not_charged() -> None:
+def test_tokens_computed_while_no_tenant_waits_do_not_count() -> None:
     queue = FairQueue()
     fill(queue, "a")
     take(queue, num_tokens=1000)
@@ -94,7 +94,7 @@ def test_a_priority_orders_sequences_of_one_tenant_only() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=30),
     st.lists(st.one_of(st.none(), st.integers(0, 29), st.integers(1, 50)), max_size=60),
 )
-def test_each_sequence_leaves_once_and_service_stays_fair(
+def test_each_sequence_leaves_the_queue_once_in_any_order_of_calls(
     arrivals: list[tuple[str, int]], moves: list[int | None]
 ) -> None:
     queue, left = FairQueue(), []

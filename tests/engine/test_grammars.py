@@ -33,7 +33,7 @@ CHOICE = LLMatcher.grammar_from_lark('start: "red" | "green" | "blue"')
 SUMS = LLMatcher.grammar_from_lark('start: sum\nsum: number ("+" number){1,3}\nnumber: /[1-9][0-9]?/')
 
 
-def test_regex_choice_and_grammar_are_followed() -> None:
+def test_completions_match_a_regex_a_choice_and_a_context_free_grammar() -> None:
     kinds = {"regex": REGEX, "choice": CHOICE, "sums": SUMS}
     outcomes = drive(make_engine(), [ask(f"{kind}{i}", kinds[kind], seed=i) for kind in kinds for i in range(20)])
     patterns = {"regex": r"[a-z]{3,5}-[0-9]{2}", "choice": "red|green|blue", "sums": r"[1-9]\d?(\+[1-9]\d?){1,3}"}
@@ -66,7 +66,7 @@ def test_preemption_does_not_change_a_grammar_constrained_completion() -> None:
 
 
 @pytest.mark.parametrize("grammar", [JSON, CHOICE, SUMS])
-def test_replay_after_any_token_gives_the_same_document(grammar: str) -> None:
+def test_a_completion_resumed_after_any_token_gives_the_same_document(grammar: str) -> None:
     """After a worker crash, another worker resumes a completion from any prefix of its tokens."""
     whole = drive(make_engine(), [ask("s", grammar, seed=5)])["s"]
     engine = make_engine()
@@ -92,7 +92,7 @@ def test_a_document_of_exactly_max_tokens_is_complete_and_a_longer_one_is_not() 
 
 
 def test_end_of_text_is_sampled_only_where_the_grammar_allows() -> None:
-    """A completion of `[0-9]{3,}` may end after three digits, by the model or by the length limit."""
+    """A completion of `[0-9]{3,}` may end after three digits: by an end-of-text token, or at `max_tokens`."""
     open_end = LLMatcher.grammar_from_regex("[0-9]{3,}")
     likely = ((EOS, 100.0),)
     outcomes = drive(
@@ -110,8 +110,8 @@ def test_end_of_text_is_sampled_only_where_the_grammar_allows() -> None:
     assert outcomes["never"].reason is FinishReason.LENGTH
 
 
-def test_stop_strings_and_min_tokens() -> None:
-    """A stop string cuts a grammar's document. A complete document ends regardless of `min_tokens`."""
+def test_a_stop_string_cuts_a_document_and_min_tokens_does_not_extend_it() -> None:
+    """A stop string ends a completion within its document. A complete document ends even before `min_tokens`."""
     outcomes = drive(
         make_engine(), [ask("stop", JSON, seed=1, stop=('"age"',)), ask("short", CHOICE, min_tokens=50, max_tokens=60)]
     )
@@ -166,7 +166,7 @@ def test_special_tokens_are_never_sampled_under_any_grammar() -> None:
 
 @contextmanager
 def slow_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Replace grammar compilation by a function that waits until the event is set."""
+    """Replace the compilation of grammars by a function that first waits until the yielded event is set."""
     may_go = threading.Event()
 
     def compile_later(vocabulary: object, grammar: str) -> LLMatcher:
@@ -235,7 +235,7 @@ def test_prior_tokens_that_violate_the_grammar_are_rejected() -> None:
     assert list(matchers.uids) == []
 
 
-def test_a_complete_grammar_ends_a_sequence_of_a_model_without_end_tokens() -> None:
+def test_a_matcher_without_end_of_text_tokens_stops_when_its_grammar_is_complete() -> None:
     tokens = [TOKENIZER.token_bytes(token_id) for token_id in range(TOKENIZER.vocab_size - 1)]
     vocabulary = Vocabulary(tokens, [], [])
     matcher = compile_grammar(vocabulary.for_masks(), CHOICE)

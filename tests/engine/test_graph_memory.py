@@ -1,4 +1,4 @@
-"""Memory estimate of CUDA graphs, extrapolated from two graphs, with a fake device on a CPU."""
+"""Estimate of the memory of all CUDA graphs from two captured graphs, with a fake GPU on a CPU."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def test_the_estimate_from_two_graphs_equals_the_memory_of_all_graphs(first: int
 
 @pytest.mark.parametrize("captures", [True, False])
 def test_the_kv_cache_leaves_memory_for_cuda_graphs(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
-    """The model in this test claims to be on a GPU."""
+    """The model is a fake object that claims to be on a GPU. Without CUDA graphs, the KV-cache gets 800 bytes."""
     tried: Any = SimpleNamespace(token_embedding=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
     memory = DeviceMemory(total=1000, free=900, reserved=100, peak=100)
     monkeypatch.setattr(gpu_setup, "measure", lambda *given: memory)

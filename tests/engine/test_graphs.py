@@ -34,7 +34,7 @@ def test_buckets_are_powers_of_two_with_the_largest_first() -> None:
     assert list(buckets(64, 8192)) == sorted(buckets(64, 8192), reverse=True)
 
 
-def test_a_step_takes_the_fewest_rows_then_the_narrowest_table() -> None:
+def test_a_step_takes_the_bucket_with_the_fewest_rows_then_the_narrowest_table() -> None:
     shapes = buckets(16, 512)
     assert smallest(shapes, 1, 1) == Bucket(4, 32)
     assert smallest(shapes, 4, 33) == Bucket(4, 128)
@@ -94,7 +94,7 @@ def test_a_replayed_step_is_padded_with_the_scratch_block() -> None:
 
 
 class CountingCapture:
-    """A `Capture` that counts, and checks that the inputs of a computation keep their addresses."""
+    """A `Capture` that records captured shapes and replays, and asserts that a replay's result keeps its address."""
 
     def __init__(self) -> None:
         self.captured: list[torch.Size] = []
@@ -188,7 +188,7 @@ def test_tokens_with_cuda_graphs_equal_the_reference(variant: str) -> None:
 
 
 def test_replay_of_cuda_graphs_does_not_change_logprobs() -> None:
-    """Compare logprobs of tokens and prompts, penalties, drafts and embeddings, with and without replay."""
+    """Compare tokens, text, logprobs and prompt logprobs, with penalties and drafts, with and without CUDA graphs."""
     rng = random.Random(2)
     texts = [[rng.randrange(EOS) for _ in range(rng.randint(1, 12))] for _ in range(5)]
     repeating = [1, 2, 3, 4] * 4

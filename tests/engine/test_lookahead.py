@@ -1,6 +1,6 @@
-"""Lookahead of the engine: launching the next step before the tokens of the last step are read.
+"""Lookahead of the engine: launching the next step before the host reads the tokens of the previous step.
 
-The fake runner computes a launched step as late as possible: see `tests.engine.fakes`.
+The fake runner computes a launched step as late as possible: see `service.engine.testing`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ def ahead(**config: Any) -> tuple[Engine, FakeRunner]:
 
 
 def drive(engine: Engine) -> list[TokenDelta]:
-    """Return all events until no work is left."""
+    """Step until no work is left, and return all events."""
     events: list[TokenDelta] = []
     while engine.has_work:
         events += engine.step().events
@@ -40,7 +40,7 @@ def unending(uid: str, prompt: list[int], **params: Any) -> Submit:
 
 
 def stopping(uid: str, prompt: list[int], *, at: int) -> Submit:
-    """Make a submission whose completion token number `at` is a stop token."""
+    """Make a submission whose completion ends at token number `at` (from 1), because it is a stop token."""
     free = unending(uid, prompt, max_tokens=CONTEXT)
     sampled = expected_tokens(free, CONTEXT)
     assert sampled[at - 1] not in sampled[: at - 1]
@@ -48,8 +48,8 @@ def stopping(uid: str, prompt: list[int], *, at: int) -> Submit:
     return msgspec.structs.replace(free, params=params)
 
 
-def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
-    """No step is launched after the step in which all sequences reach `max_tokens`."""
+def test_the_next_step_is_launched_before_the_previous_step_is_read() -> None:
+    """No further step is launched after the step in which all sequences reach `max_tokens`."""
     engine, runner = ahead()
     submits = [unending("a", [1, 2], max_tokens=4), unending("b", [3], max_tokens=4)]
     for submit in submits:
@@ -78,7 +78,7 @@ def test_sequences_at_their_maximum_length_are_not_launched() -> None:
 
 
 def test_the_row_of_an_ended_sequence_is_ignored() -> None:
-    """A stop token ends a sequence whose next step is launched. The blocks of the sequence are freed and reused."""
+    """A stop token ends a sequence after its next step was launched. The sequence's blocks are freed and reused."""
     engine, runner = ahead()
     stops, may_continue = stopping("stops", [5, 6], at=3), unending("goes on", [7], max_tokens=12)
     engine.submit(stops)
@@ -169,7 +169,7 @@ def test_a_failure_is_reported_once_and_drops_the_launched_step() -> None:
     assert tokens_of("b", drive(engine)) == expected_tokens(submit, CONTEXT)
 
 
-def test_an_arrival_waits_for_the_launched_step_only() -> None:
+def test_a_new_prompt_waits_only_for_the_launched_step() -> None:
     """A prompt that arrives while a step is in flight is computed in the next step."""
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=12))
@@ -182,7 +182,7 @@ def test_an_arrival_waits_for_the_launched_step_only() -> None:
 
 
 def test_waiting_sequences_do_not_stop_lookahead_when_all_slots_are_used() -> None:
-    """The next sequence starts in the very step in which a slot is known to become free."""
+    """A waiting sequence starts in the first step after a running sequence has reached `max_tokens`."""
     engine, runner = ahead(max_num_running=2, fakes_time=True)
     engine.submit(unending("a", [1], max_tokens=6))
     engine.submit(unending("b", [2], max_tokens=12))
@@ -193,8 +193,8 @@ def test_waiting_sequences_do_not_stop_lookahead_when_all_slots_are_used() -> No
     assert [tokens_of("waits", step) != [] for step in events] == [False] * 6 + [True]
 
 
-def test_steps_launched_ahead_are_charged() -> None:
-    """Tenant x decodes two sequences, tenant y one long prompt. After a dozen steps, x has been served more."""
+def test_tokens_of_steps_launched_ahead_are_charged_to_their_tenant() -> None:
+    """Tenant x decodes two sequences, y one with a longer prompt. Then x has more tokens, so y is served next."""
     engine, runner = ahead(max_num_running=3, num_blocks=40, max_batched_tokens=20)
     for tenant, uid, length, max_tokens in (
         ("x", "x1", 1, 13),
@@ -211,10 +211,10 @@ def test_steps_launched_ahead_are_charged() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_running", "is_planned"), [(2, 1, True), (1, 1, False), (2, 2, False)])
-def test_no_step_is_planned_ahead_without_free_blocks_or_with_a_sequence_left_out(
+def test_no_step_is_planned_ahead_without_free_blocks_or_beside_another_running_sequence(
     num_blocks: int, num_running: int, is_planned: bool
 ) -> None:
-    """In a pool of one or two blocks, a sequence needs one more block. Another sequence may run beside the plan."""
+    """Sequence a needs one more block than it has, in a pool of one or two. Sequence b may run, but not in the plan."""
     config = EngineConfig(block_size=2, num_blocks=num_blocks, max_num_running=2, max_batched_tokens=4)
     scheduler = Scheduler(config, max_context_length=CONTEXT)
     sequences = [
@@ -235,7 +235,7 @@ def test_no_step_is_planned_ahead_without_free_blocks_or_with_a_sequence_left_ou
     scheduler._pool.check_integrity([sequence.block_table for sequence in sequences[:num_running]])
 
 
-def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
+def test_a_passed_deadline_ends_a_waiting_sequence_while_steps_are_launched_ahead() -> None:
     """A deadline passes in the fifth step, and the next call of `step` ends the sequence."""
     engine, runner = ahead(max_num_running=1, fakes_time=True)
     engine.submit(unending("a", [1], max_tokens=20))
@@ -248,7 +248,7 @@ def test_a_deadline_is_kept_while_steps_are_launched_ahead() -> None:
 
 
 def test_lookahead_preempts_no_sequence() -> None:
-    """Two sequences of 16 tokens in ten blocks of two: the later one is preempted, and both results are correct."""
+    """Two sequences of 16 tokens share ten blocks of two tokens, so one is preempted. Both completions are correct."""
     engine, runner = ahead(num_blocks=10, enable_prefix_cache=False)
     submits = [unending("a", [1, 2], max_tokens=14), unending("b", [3, 4], max_tokens=14)]
     for submit in submits:
@@ -267,7 +267,7 @@ def test_lookahead_preempts_no_sequence() -> None:
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
 def test_the_prefix_cache_holds_all_computed_blocks(looks_ahead: bool) -> None:
-    """The text has 2 + 9 tokens, and the last one is not computed: its continuation finds five blocks of two tokens."""
+    """Of 2 + 9 tokens, the last is not computed: a prompt that continues the text finds five blocks of two tokens."""
     engine, _ = make_engine(looks_ahead=looks_ahead)
     first = unending("first", [1, 2], max_tokens=9)
     engine.submit(first)
@@ -277,7 +277,7 @@ def test_the_prefix_cache_holds_all_computed_blocks(looks_ahead: bool) -> None:
     assert end.num_cached_tokens == 10
 
 
-def test_a_sequence_is_reported_once_and_before_its_first_step() -> None:
+def test_a_new_sequence_is_reported_once_and_before_its_first_step() -> None:
     engine, runner = ahead()
     engine.submit(unending("a", [1], max_tokens=4))
     reported: list[tuple[int, list[tuple[str, int]]]] = []
@@ -287,17 +287,17 @@ def test_a_sequence_is_reported_once_and_before_its_first_step() -> None:
 
 
 NEEDS_THE_HOST: dict[str, dict[str, Any]] = {
-    "log-probabilities": {"logprobs": 0},
-    "a nucleus": {"top_p": 0.9},
+    "logprobs": {"logprobs": 0},
+    "top_p": {"top_p": 0.9},
     "penalties": {"frequency_penalty": 1.0},
     "bad words": {"bad_word_ids": ((1, 2),)},
-    "tokens before its end": {"min_tokens": 8, "ignore_eos": False},
+    "min_tokens": {"min_tokens": 8, "ignore_eos": False},
 }
 
 
 @pytest.mark.parametrize("name", NEEDS_THE_HOST)
 def test_steps_that_need_the_host_are_never_launched(name: str) -> None:
-    """A sequence that needs the host keeps all steps from being launched ahead until it ends."""
+    """As long as a running sequence needs the host for sampling, no step is launched, of any sequence."""
     engine, runner = ahead()
     engine.submit(unending("a", [1, 2], max_tokens=16))
     engine.submit(make_submit("b", [3, 4], **{"max_tokens": 8, "ignore_eos": True, **NEEDS_THE_HOST[name]}))
@@ -317,7 +317,7 @@ def test_top_p_sampling_with_a_small_top_k_is_launched_ahead() -> None:
     assert runner.num_launched == 8
 
 
-def test_embeddings_scores_drafts_and_partial_prompts_are_not_launched() -> None:
+def test_embeddings_prompt_logprobs_drafts_and_partial_prompts_are_not_launched() -> None:
     pooled, runner = ahead()
     pooled.submit(msgspec.structs.replace(make_submit("p", [1, 2], max_tokens=0), pooling=Pooling.LAST))
     pooled.step()
@@ -337,7 +337,7 @@ def test_embeddings_scores_drafts_and_partial_prompts_are_not_launched() -> None
 
 
 def test_a_step_launched_ahead_is_timed_from_the_end_of_the_previous_step() -> None:
-    """Step times set the size of prompt chunks. A step of four rows takes one second, launched ahead or not."""
+    """Step durations set the size of prompt chunks. Each step is measured as one second, launched ahead or not."""
     for looks_ahead in (False, True):
         engine, _ = make_engine(looks_ahead=looks_ahead, fakes_time=True, prompt_slowdown=2.0)
         engine.submit(unending("a", [1], max_tokens=9))

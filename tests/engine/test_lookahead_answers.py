@@ -1,4 +1,4 @@
-"""Completions are equal with and without asynchronous scheduling, for all kinds of requests."""
+"""Completions are equal with and without launching steps ahead, for all kinds of requests."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -90,9 +90,9 @@ def requests(seed: int, *, plain: float) -> list[Submit]:
 
 
 def answers(engine: Engine, submits: Sequence[Submit], seed: int) -> tuple[dict[str, list[Any]], int]:
-    """Return the events of each request, and the number of preemptions.
+    """Run submissions that arrive every third step. Return the events of each uid, and the number of preemptions.
 
-    Requests arrive while other requests run; some are cancelled after a number of tokens.
+    A random fifth of the submissions is cancelled after one to eight events.
     """
     rng = random.Random(seed)
     cancelled = {submit.uid: rng.randint(1, 8) for submit in submits if rng.random() < 0.2}
@@ -114,7 +114,7 @@ def answers(engine: Engine, submits: Sequence[Submit], seed: int) -> tuple[dict[
 
 
 def piece(event: TokenDelta) -> Any:
-    """Return an event without times, with logprobs rounded to four digits, to compare two runs."""
+    """Return the fields of an event without times, with logprobs rounded to four digits, to compare two runs."""
     finish = event.finish
     end = None if finish is None else (finish.reason, finish.stop_reason, finish.error, finish.num_completion_tokens)
     scores = [

@@ -70,7 +70,7 @@ def submissions(count: int) -> list[Submit]:
 
 
 def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDelta]], list[StepStats]]:
-    """Return the events of each submission; one submission arrives per step."""
+    """Run submissions, of which one arrives per step. Return the events of each uid, and each step's statistics."""
     waiting = list(submits)
     reported: dict[str, list[TokenDelta]] = {}
     stats = []
@@ -85,7 +85,7 @@ def drive(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[TokenDe
 
 
 def counting(rows: list[int], hidden: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward pass to record its numbers of rows."""
+    """Wrap a forward pass so that it appends its number of packed tokens to `rows`."""
 
     def counted(model: Any, token_ids_T: Tensor, *rest: Any, **options: Any) -> Any:
         rows.append(len(token_ids_T))
@@ -116,7 +116,7 @@ def test_a_completion_is_batch_invariant(level: str, dtype: torch.dtype, kind: s
 @pytest.mark.parametrize("level", BEST)
 @pytest.mark.parametrize("variant", ["gpt2", "rotary-gqa"])
 def test_an_attention_query_does_not_change_later_steps(level: str, variant: str) -> None:
-    """An attention query with more tokens than any step allocates the buffers that later steps share."""
+    """An attention query with more tokens than any step allocates buffers that later steps use too."""
     answers = []
     for looks in (False, True):
         engine = Engine(native_model(variant, native(level)), TOKENIZER, CONFIG)
@@ -131,8 +131,8 @@ def test_an_attention_query_does_not_change_later_steps(level: str, variant: str
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_one_stream_is_not_padded(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native kernels are batch-invariant. Only steps of PyTorch's kernels, which round differently, are padded."""
+def test_a_single_sequence_is_padded_only_for_pytorch_kernels(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native kernels are batch-invariant without padding. PyTorch's kernels round small steps differently."""
     rows: list[int] = []
     monkeypatch.setattr(NativeTransformer, "hidden", counting(rows, NativeTransformer.hidden))
     monkeypatch.setattr(NativeTransformer, "decode", counting(rows, NativeTransformer.decode))
@@ -156,7 +156,7 @@ def test_matrices_are_freed_when_native_kernels_have_packed_them(level: str) -> 
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_embeddings_and_scores_of_prompts_are_those_of_pytorch(level: str) -> None:
+def test_prompt_logprobs_equal_those_of_pytorch(level: str) -> None:
     engines = (
         Engine(build(VARIANTS["gpt2"]), TOKENIZER, CONFIG),
         Engine(native_model("gpt2", native(level)), TOKENIZER, CONFIG),

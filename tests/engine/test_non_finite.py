@@ -1,6 +1,7 @@
 """A sequence with NaN or infinite values ends with an error, and other sequences stay bitwise identical.
 
-One row of the embedding is NaN, infinite, or so large that its sums overflow. Only prompts with this token fail.
+One row of the model's embedding matrix is NaN, infinite, or so large that sums overflow. Only sequences with this
+row's token (the poison token) fail.
 """
 
 import dataclasses
@@ -78,7 +79,7 @@ def use(model: Transformer, attention: Any) -> None:
 
 
 class Answers:
-    """Engine with submissions that arrive one per step, and the events of each submission."""
+    """Engine, with the events of each uid and totals of the statistics. Submissions arrive one per step or at once."""
 
     def __init__(self, model: Transformer, *, looks_ahead: bool = False, **config: Any) -> None:
         self.engine = Engine(model, TOKENIZER, EngineConfig(**{**CONFIG, **config}), looks_ahead=looks_ahead)
@@ -120,7 +121,7 @@ class Answers:
 
 
 def good(count: int, seed: int) -> list[Submit]:
-    """Make submissions: greedy and seeded completions, texts to embed, and prompts to score."""
+    """Make submissions without the poison token: greedy and seeded completions, embeddings and prompt logprobs."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -140,7 +141,7 @@ def good(count: int, seed: int) -> list[Submit]:
 
 
 def with_token(submits: Ordered[Submit], token_id: int, place: Callable[[int], int]) -> list[Submit]:
-    """Copy submissions under other uids, with the poison token inserted at `place(prompt length)`."""
+    """Copy submissions under other uids, with `token_id` inserted in the prompt at `place(prompt length)`."""
     made = []
     for submit in submits:
         ids = list(submit.prompt_token_ids)
@@ -158,7 +159,7 @@ def forced(uid: str) -> Submit:
 @pytest.mark.parametrize(("numbers", "value"), NATIVE)
 @pytest.mark.parametrize("level", BEST)
 def test_native_kernels_are_batch_invariant_beside_non_finite_sequences(level: str, numbers: str, value: float) -> None:
-    """Cover random batches, chunks and reused blocks."""
+    """Cover batches in random order, prompt chunks and reused blocks."""
     rng = random.Random(2)
     healthy, ill = good(10, seed=1), with_token(good(6, seed=2), POISON, lambda length: rng.randint(0, length))
     mixed = [*healthy, *ill, forced("forced")]
@@ -198,10 +199,11 @@ def test_non_finite_sequences_do_not_change_the_bits_of_other_sequences(
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "paged"])
 def test_a_sequence_that_shares_non_finite_blocks_is_recomputed(backend: str) -> None:
-    """PyTorch's attention also spoils earlier positions of the same prompt, since 0 * NaN is NaN.
+    """PyTorch's attention also makes earlier positions of the same prompt NaN, because 0 * NaN is NaN.
 
-    The neighbour's own block of this step is not reused by a later request with the same prefix. Of three layers,
-    the first spoils outputs, the second the shared keys and values, the third the neighbour's.
+    Sequence g shares blocks with the failing sequence b, so g is preempted and recomputed. The later sequence h must
+    not reuse the blocks that g wrote in that step. The model has three layers: the first makes outputs NaN, the second
+    the shared keys and values, the third those of g.
     """
     common, rest = list(range(20, 20 + 3 * BLOCK)), list(range(40, 41 + BLOCK))
     params: dict[str, Any] = {"temperature": 0.0, "logprobs": 1, "ignore_eos": True}
@@ -237,7 +239,7 @@ def test_blocks_of_a_non_finite_step_leave_the_prefix_cache(backend: str) -> Non
 
 
 def test_non_finite_values_in_captured_steps_launched_ahead_end_the_sequence() -> None:
-    """The next step is launched with the non-finite sequence before the host knows the values."""
+    """The next step is launched with the non-finite sequence before the host has read the non-finite values."""
     answers = []
     healthy = [
         make_submit(f"g{number}", [20 + number, 30], max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -266,7 +268,7 @@ def test_non_finite_values_in_captured_steps_launched_ahead_end_the_sequence() -
 def test_a_draft_is_cut_before_its_first_non_finite_token(
     non_finite: set[int], ended: list[str], num_added: int
 ) -> None:
-    """A non-finite draft token ends no sequence. If the token is sampled, the next step detects the failure."""
+    """A non-finite draft token ends no sequence. If the same token is sampled, the next step detects the failure."""
     config = EngineConfig(block_size=4, num_blocks=40, max_num_running=4, max_batched_tokens=40)
     scheduler = Scheduler(config, max_context_length=64)
     prompts = {"a": [1, 2, 3, 4, 5], "b": [9, 9, 9, 9, 9]}
@@ -285,7 +287,7 @@ def test_a_draft_is_cut_before_its_first_non_finite_token(
 
 @pytest.mark.parametrize("level", BEST)
 def test_a_decode_step_detects_a_hidden_state_whose_norm_overflows(level: str) -> None:
-    """A hidden state that overflows the norm becomes zeros, so its logits are finite."""
+    """The norm turns a hidden state whose squares overflow into zeros, so the logits alone would be finite."""
     answers = Answers(poisoned("native", "float32", HUGE)).drive([forced("b")])
     answers.check_failed("b")
     assert [event.token_ids for event in answers.events["b"]] == [(POISON,), ()]
@@ -293,7 +295,7 @@ def test_a_decode_step_detects_a_hidden_state_whose_norm_overflows(level: str) -
 
 @pytest.mark.parametrize("level", BEST)
 def test_int8_quantization_does_not_hide_an_overflow_inside_a_layer(level: str) -> None:
-    """Inside an MLP, infinity times 0 is NaN; the residual stream before it is finite."""
+    """The failure begins inside an MLP, where infinity times 0 is NaN; the MLP's input is finite."""
     model = poisoned("sdpa", "float32", 0.0)
     block: Any = model.layers[0]
     weight = block.mlp.gate_up.weight

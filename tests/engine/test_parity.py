@@ -1,6 +1,7 @@
 """The engine's tokens equal those of `model.nn.reference_generate`: batched, chunked, preempted, prefix-cached.
 
-float32, token for token, greedy and seeded. Each test also asserts that its condition occurred.
+All tokens of float32 models are compared, greedy and seeded. Each test also asserts that, for example, preemptions
+did occur.
 """
 
 import random
@@ -29,7 +30,7 @@ MODELS["eager"] = build(VARIANTS["rotary-gqa"], "eager")
 
 
 class Run:
-    """Run submissions, which arrive at the given steps, until all sequences have ended."""
+    """Engine of a tiny model, with the events of each uid and the statistics of each step."""
 
     def __init__(self, name: str, **config: int | bool) -> None:
         values = {"block_size": 4, "num_blocks": 200, "max_num_running": 16, "max_batched_tokens": 64, **config}
@@ -134,7 +135,7 @@ def test_prefix_hits_equal_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rotary-gqa", "eager"])
-def test_a_pool_that_is_too_small_equals_the_reference(name: str) -> None:
+def test_sequences_in_a_pool_that_is_too_small_equal_the_reference(name: str) -> None:
     submits = submissions(24, seed=8, max_prompt=30)
     submits += [make_submit(f"again-{s.uid}", s.prompt_token_ids, max_tokens=6, seed=1) for s in submits[:8]]
     run = Run(name, num_blocks=24, max_batched_tokens=17)
@@ -145,7 +146,7 @@ def test_a_pool_that_is_too_small_equals_the_reference(name: str) -> None:
 
 
 def test_a_resubmitted_sequence_continues_after_its_prior_tokens() -> None:
-    """A second engine, given the tokens so far, continues with the same tokens, text and indexes."""
+    """A second engine continues a completion after prior tokens with the same tokens, text and token indexes."""
     submits = submissions(8, seed=9)
     whole = Run("rotary-gqa")
     whole.drive(submits)
@@ -193,7 +194,7 @@ def test_min_tokens_and_stop_tokens_equal_the_reference() -> None:
     assert any(finish and finish.stop_reason is not None for finish in reasons)
 
 
-def test_stop_strings_end_a_sequence_and_leave_no_trace() -> None:
+def test_a_stop_string_ends_a_sequence_and_is_cut_from_its_text_unless_included() -> None:
     whole = Run("rotary-gqa")
     base = make_submit("a", [5, 6, 7], max_tokens=50, temperature=0.0, ignore_eos=True)
     whole.drive([base])
@@ -212,7 +213,7 @@ def test_stop_strings_end_a_sequence_and_leave_no_trace() -> None:
         assert finish.num_completion_tokens == len(run.token_ids("b")) < 50
 
 
-def test_logprobs_are_those_of_an_uncached_pass() -> None:
+def test_logprobs_equal_those_of_an_uncached_forward_pass() -> None:
     model = MODELS["gpt2"]
     submits = [
         make_submit("a", [1, 2, 3, 4, 5, 6, 7], max_tokens=9, logprobs=3, prompt_logprobs=2, seed=1, ignore_eos=True),
@@ -241,8 +242,8 @@ def test_logprobs_are_those_of_an_uncached_pass() -> None:
     assert all(delta.logprobs is not None and delta.logprobs[0].top == () for delta in run.deltas["c"])
 
 
-def test_a_prompt_is_scored_once_however_often_it_is_computed() -> None:
-    """A prompt preempted between chunks keeps its prompt logprobs, and repeats none."""
+def test_prompt_logprobs_are_reported_once_after_a_preemption() -> None:
+    """A sequence preempted between chunks of its prompt reports the logprob of each prompt token once."""
     run = Run("gpt2", num_blocks=11, max_batched_tokens=4, max_num_running=4)
     prompt = list(range(20))
     crowd = [make_submit(str(i), [i + 1] * 3, max_tokens=16, ignore_eos=True, seed=i) for i in range(2)]
@@ -264,15 +265,15 @@ def test_samples_of_one_prompt_share_its_blocks() -> None:
     run = Run("rotary-gqa", max_batched_tokens=128)
     run.drive(submits)
     run.check(submits)
-    # The first request computes the whole prompt in the first step; the others, what follows their last full
-    # block.
+    # In the first step, the first sequence computes the whole prompt. The other seven compute only the two tokens
+    # after the shared full blocks.
     assert run.stats[0].batch_size == 8
     assert run.stats[0].num_prompt_tokens == 30 + 7 * 2
 
 
 @pytest.mark.parametrize("budget", [16, 64])
-def test_scoring_a_prompt_without_generating(budget: int) -> None:
-    """A prompt with max_tokens 0 is scored, also in chunks, without the prefix cache, which holds no logits."""
+def test_a_prompt_is_scored_with_max_tokens_0(budget: int) -> None:
+    """Prompt logprobs are computed whole or in chunks, without the prefix cache, which holds no logits."""
     prompt = list(range(40))
     run = Run("rotary-gqa", max_batched_tokens=budget)
     for uid in ("a", "b"):
@@ -286,8 +287,8 @@ def test_scoring_a_prompt_without_generating(budget: int) -> None:
     assert sum(stats.num_prefix_hits for stats in run.stats) == 0
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    """Logprobs alone and in a batch differ far less than the precision that affects sampling, see `MIN_ROWS`."""
+def test_logprobs_alone_and_in_a_batch_are_close() -> None:
+    """Logprobs of PyTorch's kernels alone and in a batch differ by less than 1e-5, see `MIN_ROWS`."""
     submits = submissions(10, seed=12, max_prompt=12)
     params: dict[str, Any] = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True}
     submits = [make_submit(s.uid, s.prompt_token_ids, seed=s.params.seed, **params) for s in submits]
@@ -317,7 +318,7 @@ def test_ids_beyond_the_vocabulary_are_never_sampled() -> None:
     assert max(token for delta in sampled for entry in delta.logprobs or () for token, _ in entry.top) < 257
 
 
-def test_greedy_rows_ignore_the_seed() -> None:
+def test_greedy_sequences_ignore_the_seed() -> None:
     run = Run("gpt2")
     run.drive([make_submit(str(seed), [1], temperature=0.0, seed=seed, ignore_eos=True) for seed in range(3)])
     assert run.token_ids("0") == run.token_ids("1") == run.token_ids("2")

@@ -1,4 +1,4 @@
-"""Prefill budget: sizes of prompt chunks beside decodes, on a simulated machine."""
+"""Prefill budget: number of prompt tokens in steps with decodes, on a simulated machine."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ FIXED, PER_ROW, PER_PROMPT_TOKEN = 0.016, 0.001, 0.0004
 
 @dataclass
 class Machine:
-    """Scheduler on a simulated machine, and its planned steps: the number of tokens of each uid."""
+    """Scheduler on a simulated machine. `steps` holds, for each step, the number of computed tokens by uid."""
 
     slowdown: float
     budget: int = 512
@@ -37,7 +37,7 @@ class Machine:
         self.scheduler.add(SequenceState(submit, arrival_number=self.num_arrived, max_context_length=4000))
 
     def step(self) -> float:
-        """Run a step of the simulated machine; return the duration of the step."""
+        """Run a step on the simulated machine. Return the step's duration in seconds."""
         plan = self.scheduler.schedule()
         rows = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
         took = FIXED + PER_ROW * rows + PER_PROMPT_TOKEN * (plan.num_tokens - rows)
@@ -47,7 +47,7 @@ class Machine:
         return took
 
     def decode(self, num_sequences: int) -> float:
-        """Decode `num_sequences` sequences; return the duration of the last step."""
+        """Add `num_sequences` sequences and run 30 steps. Return the duration of the last step in seconds."""
         for number in range(num_sequences):
             self.arrive(f"d{number}", 4)
         return [self.step() for _ in range(30)][-1]
@@ -65,7 +65,7 @@ def test_a_long_prompt_slows_decodes_by_at_most_the_factor(num_sequences: int, s
     assert min(took[10:]) >= 0.9 * slowdown * alone
 
 
-def test_without_a_bound_a_prefill_takes_the_whole_budget() -> None:
+def test_with_an_infinite_slowdown_a_prefill_takes_the_whole_budget() -> None:
     machine = Machine(math.inf)
     machine.decode(4)
     machine.arrive("long", 2000)
@@ -83,7 +83,7 @@ def test_prefills_without_decodes_have_no_bound() -> None:
     assert machine.steps[-1] == {"long": 512}
 
 
-def test_prompts_that_wait_are_computed_beside_each_other_within_the_budget() -> None:
+def test_waiting_prompts_share_a_step_within_its_token_budget() -> None:
     machine = Machine(2.0, budget=60)
     machine.decode(4)
     for uid in ("x", "y", "z"):
@@ -95,7 +95,7 @@ def test_prompts_that_wait_are_computed_beside_each_other_within_the_budget() ->
     assert all(sum(step.values()) == 56 for step in prompts)
 
 
-def test_a_prefill_computes_tokens_in_every_step() -> None:
+def test_a_prefill_advances_in_every_step_at_the_smallest_slowdown() -> None:
     machine = Machine(1.0)
     machine.decode(1)
     machine.arrive("long", 100)

@@ -20,7 +20,7 @@ def run(engine: Engine) -> list[str]:
 
 
 def order(*submits: Any, **config: Any) -> list[str]:
-    """Return the order in which sequences end in an engine with one slot."""
+    """Run submissions in an engine that runs one sequence at a time. Return the uids in the order of their endings."""
     engine, _ = make_engine(max_num_running=1, **config)
     for submit in submits:
         engine.submit(submit)
@@ -49,8 +49,8 @@ def test_a_priority_level_equals_ten_seconds_of_waiting() -> None:
 
 
 @pytest.mark.parametrize("priority", [0, 3])
-def test_no_sequence_waits_for_ever(priority: int) -> None:
-    """Urgent requests arrive once a second, and each takes the only slot for four steps."""
+def test_urgent_requests_overtake_a_sequence_only_for_a_bounded_time(priority: int) -> None:
+    """An urgent request arrives every second, and runs alone for four steps, so the queue of them grows."""
     engine, _ = make_engine(max_num_running=1)
     engine.submit(make("patient", 0.0, priority))
     ended: list[str] = []
@@ -59,7 +59,7 @@ def test_no_sequence_waits_for_ever(priority: int) -> None:
         ended += [event.uid for event in engine.step().events if event.finish is not None]
         if "patient" in ended:
             break
-    # Only requests that arrive within the time that the priority is worth overtake.
+    # Only requests that arrive within priority * AGEING_SECONDS overtake the patient sequence.
     assert ended == [*(f"urgent-{second}" for second in range(1, int(priority * AGEING_SECONDS))), "patient"]
 
 

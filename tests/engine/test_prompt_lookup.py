@@ -1,4 +1,4 @@
-"""Prompt-lookup drafts change the number of steps, and never the text."""
+"""Prompt-lookup drafts change the number of steps of a completion, and never its text."""
 
 import itertools
 import random
@@ -44,7 +44,7 @@ def test_prompt_lookup_indexes_tokens_appended_later() -> None:
 
 
 def drafted_after(lookup: PromptLookup, ids: list[int], *sampled: int, min_probability: float) -> int:
-    """Return the number of drafted tokens after each token."""
+    """Append the sampled tokens to `ids` one by one, with a draft after each. Return the length of the last draft."""
     length = len(lookup.draft(ids, 99, min_probability))
     for token_id in sampled:
         ids.append(token_id)
@@ -52,8 +52,8 @@ def drafted_after(lookup: PromptLookup, ids: list[int], *sampled: int, min_proba
     return length
 
 
-def test_drafts_grow_with_right_guesses_and_shrink_with_wrong_ones() -> None:
-    """The estimate of accuracy counts predictions, drafted or not."""
+def test_drafts_grow_with_right_predictions_and_shrink_with_wrong_predictions() -> None:
+    """The estimated accuracy counts all predictions of the lookup, whether tokens were drafted or not."""
     lookup, ids = PromptLookup(16), [1, 2] * 4
     assert drafted_after(lookup, ids, min_probability=0.6) == 0  # no data yet: 1 in 2
     assert drafted_after(lookup, ids, min_probability=0.3) == 1
@@ -72,13 +72,13 @@ def test_a_higher_minimum_probability_shortens_a_draft() -> None:
     assert lengths == [16, 8, 4, 1, 0]
 
 
-def test_repetitions_in_a_prompt_do_not_count_as_predictions() -> None:
+def test_repetitions_in_a_prompt_do_not_count_as_right_predictions() -> None:
     for num_repeats in (2, 20):
         assert drafted_after(PromptLookup(16), [1, 2] * num_repeats, min_probability=0.3) == 1
 
 
-def test_drafts_that_barely_pay_are_rare() -> None:
-    """If step time is proportional to the number of rows, an uncertain draft token is not worth a row."""
+def test_few_tokens_are_drafted_if_each_row_costs_time() -> None:
+    """If a step's duration is proportional to its rows, few draft tokens are probable enough for another row."""
     # Seed 3 samples from two tokens: any pair of them has often occurred before.
     submits = [make_submit(str(number), [number], max_tokens=18, seed=3, ignore_eos=True) for number in range(60)]
     num_drafted = []
@@ -159,7 +159,7 @@ def test_drafts_do_not_change_the_text(name: str, limits: dict[str, int]) -> Non
         assert sum(stats.num_completion_tokens for stats in run.stats) == sampled
 
 
-def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
+def test_drafts_reduce_the_steps_of_a_completion_that_repeats_itself() -> None:
     submit = make_submit("a", [5, 6] * 4, max_tokens=40, temperature=0.0, logit_bias=(), ignore_eos=True)
     steps = []
     for max_draft_tokens in (0, 8):
@@ -170,8 +170,8 @@ def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
     assert steps[1] < steps[0] == 40
 
 
-def test_nothing_comes_after_a_stop_string_within_a_draft() -> None:
-    """A stop string inside accepted draft tokens ends the ids and the text, and is the finish reason."""
+def test_a_stop_string_within_a_draft_ends_the_completion() -> None:
+    """A stop string within accepted draft tokens ends the token ids and the text, and is the stop reason."""
     plain = Run("gpt2")
     free = make_submit("a", POEM, max_tokens=24, temperature=0.0, ignore_eos=True)
     plain.drive([free])
@@ -194,7 +194,7 @@ def test_nothing_comes_after_a_stop_string_within_a_draft() -> None:
 @pytest.mark.parametrize(
     "changes", [{"frequency_penalty": 0.5}, {"bad_word_ids": ((1, 2),)}, {"repetition_penalty": 1.1}]
 )
-def test_sequences_with_rules_or_grammars_get_no_drafts(changes: dict[str, Any]) -> None:
+def test_sequences_with_token_rules_get_no_drafts(changes: dict[str, Any]) -> None:
     run = Run("gpt2", max_draft_tokens=8)
     run.drive([make_submit("a", [5, 6] * 4, max_tokens=30, temperature=0.0, ignore_eos=True, **changes)])
     assert not any(stats.num_drafts for stats in run.stats)

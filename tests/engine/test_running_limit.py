@@ -1,4 +1,4 @@
-"""Inter-token latency target: the limit on running sequences, in virtual time."""
+"""Inter-token latency target: the limit on running sequences, on a simulated machine."""
 
 import math
 from typing import Any
@@ -55,7 +55,7 @@ def test_a_latency_target_met_by_a_full_batch_sets_no_limit() -> None:
     assert limited.scheduler.max_num_running == 64
 
 
-def test_at_least_one_sequence_runs() -> None:
+def test_at_least_one_sequence_runs_at_an_unreachable_latency_target() -> None:
     limited = machine(target_seconds=0.001)
     limited.run_full(1500)
     assert limited.scheduler.max_num_running == limited.scheduler.num_running == 1
@@ -73,7 +73,7 @@ def test_noisy_step_times_move_the_running_limit_little() -> None:
     assert max(abs(limit - settled) for limit in limits) <= 0.2 * settled
 
 
-def test_one_step_that_takes_a_hundred_times_as_long_costs_a_few_slots_for_a_while() -> None:
+def test_one_stalled_step_lowers_the_running_limit_little_and_briefly() -> None:
     limited = machine()
     limited.run_full(600)
     before = limited.scheduler.max_num_running
@@ -100,7 +100,7 @@ def test_the_limit_follows_a_machine_that_slows_and_recovers() -> None:
     assert limited.scheduler.max_num_running == pytest.approx(before, abs=1)
 
 
-def test_a_lower_limit_preempts_nothing_and_idle_time_does_not_count() -> None:
+def test_a_lower_limit_preempts_no_sequence_and_idle_time_does_not_count() -> None:
     limited = machine()
     for _ in range(20):
         limited.arrive()
@@ -121,7 +121,7 @@ def test_a_lower_limit_preempts_nothing_and_idle_time_does_not_count() -> None:
     assert limited.scheduler.max_num_running >= before
 
 
-def test_estimates_are_reset_after_a_failure() -> None:
+def test_the_running_limit_is_reset_after_a_failed_step() -> None:
     limited = machine()
     limited.run_full(100)
     assert limited.scheduler.max_num_running < 64
@@ -129,8 +129,8 @@ def test_estimates_are_reset_after_a_failure() -> None:
     assert limited.scheduler.max_num_running == 64
 
 
-def test_tokens_of_a_draft_count_each() -> None:
-    """A step that samples three tokens per sequence may take three times as long."""
+def test_each_accepted_draft_token_counts_for_the_latency_target() -> None:
+    """A step that samples three tokens of a sequence may take three times as long as a step that samples one."""
     limits = []
     for num_drafted, seconds in ((0, 0.03), (2, 0.09)):
         limit = RunningLimit(TARGET, 64)

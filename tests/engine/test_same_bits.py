@@ -27,7 +27,7 @@ NUM_REQUESTS = 200
 
 
 class Answers:
-    """Completions of all submissions of a run, and statistics of the run."""
+    """Engine, with the tokens, texts, logprobs and embeddings of each uid, and totals of the statistics."""
 
     def __init__(self, model: Transformer, **config: int | bool) -> None:
         values = {"block_size": 4, "num_blocks": 2000, "max_num_running": 64, "max_batched_tokens": 512, **config}
@@ -83,8 +83,8 @@ def requests() -> list[Submit]:
 
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_output_is_the_same_alone_and_under_load(level: str, numbers: str) -> None:
-    """Compare requests one at a time with 64 at once, in chunks, with shared prefixes, or preempted."""
+def test_completions_are_identical_alone_and_in_any_batch(level: str, numbers: str) -> None:
+    """Compare 200 requests one at a time with the same requests 64 at once: chunked, with prefix hits, preempted."""
     asked = requests()
     alone = Answers(model_of(level, numbers), enable_prefix_cache=False)
     for submit in asked:

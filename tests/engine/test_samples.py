@@ -1,4 +1,4 @@
-"""Several samples of one prompt: the prompt is computed and scored once, before any sample is reported."""
+"""Several samples of one prompt: prompt and prompt logprobs are computed once, before any sample is reported."""
 
 import random
 
@@ -10,7 +10,7 @@ from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submi
 
 
 def samples(name: str, prompt: list[int], count: int, *, is_scored: bool, **changes: object) -> list[Submit]:
-    """Make the submissions of a request with several samples: the first sample scores the prompt for all."""
+    """Make the submissions of a request with `count` samples. `is_scored`: the first asks for prompt logprobs."""
     return [
         make_submit(
             f"{name}.{number}",
@@ -25,7 +25,7 @@ def samples(name: str, prompt: list[int], count: int, *, is_scored: bool, **chan
 
 
 def run(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[int]], int]:
-    """Run the samples. Return all tokens and the number of computed prompt tokens."""
+    """Step until no work is left. Return the tokens of each uid, and the number of computed prompt tokens."""
     scored = {submit.uid.split(".")[0]: submit.params.prompt_logprobs is None for submit in submits[::-1]}
     sampled: dict[str, list[int]] = {submit.uid: [] for submit in submits}
     prompts = {submit.uid: list(submit.prompt_token_ids) for submit in submits}
@@ -45,8 +45,8 @@ def run(engine: Engine, submits: list[Submit]) -> tuple[dict[str, list[int]], in
 
 @pytest.mark.parametrize("is_scored", [False, True])
 @pytest.mark.parametrize("budget", [60, 7])
-def test_a_prompt_is_computed_once(budget: int, is_scored: bool) -> None:
-    """Each further sample of a prompt computes only the block of the last prompt token."""
+def test_several_samples_compute_their_prompt_once(budget: int, is_scored: bool) -> None:
+    """Each further sample computes only the two prompt tokens of the block with the last prompt token."""
     engine, _ = make_engine(num_blocks=40, max_num_running=6, max_batched_tokens=budget)
     submits = samples("a", list(range(16)), 6, is_scored=is_scored, max_tokens=3)
     for submit in submits:
@@ -58,7 +58,7 @@ def test_a_prompt_is_computed_once(budget: int, is_scored: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_sample_is_reported_before_the_sample_that_scores_its_prompt(seed: int) -> None:
-    """Other samples could use cached blocks that the first sample must compute again to score the prompt."""
+    """Samples could find cached blocks that the first sample must compute again for its prompt logprobs."""
     rng = random.Random(seed)
     engine, _ = make_engine(
         num_blocks=rng.choice([14, 20, 60]), max_num_running=rng.randint(2, 7), max_batched_tokens=rng.randint(7, 20)

@@ -29,7 +29,7 @@ def test_decodes_are_served_before_prompts() -> None:
     assert [sorted(batch) for batch in runner.batches[1:4]] == [[1, 4]] * 3
 
 
-def test_the_pool_bounds_admission_and_the_oldest_is_never_preempted() -> None:
+def test_free_blocks_limit_admission_and_the_oldest_sequence_is_never_preempted() -> None:
     engine, _ = make_engine(num_blocks=12, max_batched_tokens=30)
     submits = [make_submit(str(i), [i] * 6, max_tokens=18, ignore_eos=True, seed=i) for i in range(4)]
     for submit in submits:
@@ -63,7 +63,7 @@ def test_equal_prefixes_are_computed_once() -> None:
 
 
 def test_equal_prompts_of_one_step_share_their_blocks() -> None:
-    """The second sample of a request reads blocks that the first sample writes in the same forward pass."""
+    """Further samples of a prompt read blocks that the first sample writes in the same forward pass."""
     engine, runner = make_engine(max_batched_tokens=30)
     submits = [make_submit(str(seed), range(10), max_tokens=3, seed=seed, ignore_eos=True) for seed in range(3)]
     for submit in submits:
@@ -147,7 +147,7 @@ def test_an_invalid_submission_ends_with_the_reason(submit: Submit, message: str
     assert not engine.has_work
 
 
-def test_cancelled_blocks_are_free_at_the_next_step() -> None:
+def test_blocks_of_a_cancelled_sequence_are_free_at_the_next_step() -> None:
     engine, _ = make_engine()
     engine.submit(make_submit("a", [1] * 8))
     assert engine.step().stats.num_free_blocks < 14
@@ -175,8 +175,8 @@ def test_a_failing_step_ends_all_sequences_and_the_engine_continues() -> None:
     assert run_all(engine)["0"] == expected_tokens(submits[0], CONTEXT)
 
 
-def test_an_ending_in_a_failed_step_is_reported() -> None:
-    """Endings by deadline, by completion and by rejection are all reported after a step has failed."""
+def test_endings_in_a_failed_step_are_reported() -> None:
+    """Sequences that the failed step would end (deadline, prior end token, rejection) are reported by `abort_all`."""
     engine, _ = make_engine(fail_at=1)
     engine.submit(make_submit("late", [1, 2], deadline=0.0))
     engine.submit(make_submit("done", [1, 2], prior=[EOS]))

@@ -1,7 +1,7 @@
-"""State machine test of the engine's bookkeeping.
+"""Stateful test of the engine: random submissions, cancellations, resubmissions, failures and steps.
 
-The runner stores token ids in place of keys and values, so the tokens of a sequence show whether it ever read a block
-of another sequence.
+The runner stores token ids in place of keys and values. So a sequence that reads a block of another sequence samples
+wrong tokens.
 """
 
 import math
@@ -18,7 +18,7 @@ from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """State machine of an engine: requests arrive, are cancelled and resubmitted between steps."""
+    """Hypothesis state machine of an engine: sequences arrive, are cancelled and resubmitted between steps."""
 
     max_draft_tokens = 0
     looks_ahead = False
@@ -72,7 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def resubmit(self, data: st.DataObject) -> None:
-        """Resubmit a request as after a crash, with its tokens so far, in a newer attempt."""
+        """Resubmit a sequence as after a worker crash: with its tokens so far, as a newer attempt."""
         uid = data.draw(st.sampled_from(sorted(self.live)))
         old = self.live[uid]
         self.live[uid] = msgspec.structs.replace(old, attempt=old.attempt + 1, prior_token_ids=tuple(self.sampled[uid]))
@@ -83,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule()
     def fail(self) -> None:
-        """Let a step fail. Every sequence gets exactly one ending."""
+        """Let a step fail. `abort_all` must report exactly one ending of each unfinished sequence."""
         self.runner.fail_at = len(self.runner.batches) + 1
         try:
             result = self.engine.step()
@@ -109,7 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._take(result)
         for uid in self.live:
             self.waited[uid] += 1
-            # No starvation: each sequence ahead needs at most one context of single-token steps.
+            # No starvation: each sequence served before needs at most as many steps as a context has tokens.
             assert self.waited[uid] < 40 * (1 + self.count)
 
     def _take(self, result: StepResult) -> None:

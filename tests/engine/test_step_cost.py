@@ -1,4 +1,4 @@
-"""Estimate of the cost of a row from the times of steps with different numbers of rows."""
+"""Estimate of a row's cost (the time that one more row adds to a step) from durations of steps of several sizes."""
 
 import random
 
@@ -15,7 +15,7 @@ def measured(*steps: tuple[int, float]) -> DraftPolicy:
 
 
 @pytest.mark.parametrize(("fixed", "per_row"), [(4.0, 0.3), (1.0, 0.1), (0.0, 1.0), (10.0, 0.01)])
-def test_step_cost_is_a_fitted_line(fixed: float, per_row: float) -> None:
+def test_the_cost_of_a_row_follows_a_line_fitted_to_step_durations(fixed: float, per_row: float) -> None:
     rng = random.Random(1)
     rows = [rng.randint(1, 64) for _ in range(300)]
     cost = measured(*((n, (fixed + per_row * n) * rng.uniform(0.9, 1.1)) for n in rows))
@@ -24,7 +24,7 @@ def test_step_cost_is_a_fitted_line(fixed: float, per_row: float) -> None:
         assert found == pytest.approx(min(1.0, max(0.05, wanted)), abs=0.06)
 
 
-def test_more_rows_cost_more_before_anything_is_measured() -> None:
+def test_by_the_prior_one_more_row_costs_more_in_a_larger_step() -> None:
     for cost in (DraftPolicy(512), measured((16, 1.0), (16, 1.0))):
         shares = [cost.marginal_cost(n) for n in (1, 4, 16, 64, 1000)]
         assert shares == sorted(shares)
@@ -33,19 +33,19 @@ def test_more_rows_cost_more_before_anything_is_measured() -> None:
         assert 0.9 < shares[-1] <= 1.0
 
 
-def test_a_stalled_step_changes_the_cost_little() -> None:
+def test_a_stalled_step_changes_the_cost_of_a_row_little() -> None:
     steps = [(n, 1.0 + n / 16) for n in range(1, 33)] * 4
     calm, held_up = measured(*steps), measured(*steps, (32, 1000.0))
     assert held_up.marginal_cost(16) == pytest.approx(calm.marginal_cost(16), abs=0.05)
 
 
-def test_step_costs_follow_a_changed_machine() -> None:
+def test_the_cost_of_a_row_follows_a_changed_machine() -> None:
     rows = [1, 8, 16, 32] * 100
     cost = measured(*((n, 1.0 + n) for n in rows), *((n, 100.0) for n in rows * 10))
     assert cost.marginal_cost(16) < 0.15
 
 
-def test_step_costs_stay_within_bounds_for_any_times() -> None:
+def test_the_cost_of_a_row_stays_within_bounds_for_any_durations() -> None:
     assert measured((4, 0.0)).marginal_cost(4) == pytest.approx(0.2)
     falling = measured(*((n, 50.0 - n) for n in range(1, 40)))
     assert [falling.marginal_cost(n) for n in (1, 64)] == [0.05, 1.0]

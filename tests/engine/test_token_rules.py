@@ -46,7 +46,7 @@ def submissions(count: int, seed: int) -> list[Submit]:
         ({"num_blocks": 24, "enable_prefix_cache": False}, 0),  # preempted
     ],
 )
-def test_output_equals_the_reference_in_any_batch(config: dict[str, Any], every: int) -> None:
+def test_completions_with_token_rules_equal_the_reference_in_any_batch(config: dict[str, Any], every: int) -> None:
     submits = submissions(16, seed=3)
     run = Run("rotary-gqa", **config)
     run.drive(submits, every)
@@ -59,7 +59,7 @@ def test_output_equals_the_reference_in_any_batch(config: dict[str, Any], every:
             assert unruled != run.token_ids(submit.uid), "the rules acted"
 
 
-def test_rules_see_the_tokens_of_an_earlier_attempt() -> None:
+def test_token_rules_apply_to_the_tokens_of_an_earlier_attempt() -> None:
     submits = submissions(8, seed=4)
     whole, second = Run("rotary-gqa"), Run("rotary-gqa")
     whole.drive(submits)
@@ -72,8 +72,8 @@ def test_rules_see_the_tokens_of_an_earlier_attempt() -> None:
         assert [*submit.prior_token_ids, *second.token_ids(submit.uid)] == whole.token_ids(submit.uid)
 
 
-def test_a_request_that_forbids_every_token_ends_with_the_reason_and_the_others_go_on() -> None:
-    """The request allows token 5, but not twice in a row, so no token is allowed after the first token 5."""
+def test_a_request_that_forbids_every_token_ends_with_the_reason_and_other_requests_continue() -> None:
+    """The request allows only token 5, but not twice in a row, so no token may follow the first token 5."""
     walled = make_submit(
         "walled", [1, 2], max_tokens=9, allowed_token_ids=(5,), bad_word_ids=((5, 5),), logprobs=1, ignore_eos=True
     )
@@ -98,5 +98,5 @@ def test_token_ids_outside_the_vocabulary_end_only_their_request(rules: dict[str
     run.drive([make_submit("wrong", [1], **rules), make_submit("right", [1], max_tokens=2, ignore_eos=True)])
     finish = run.deltas["wrong"][-1].finish
     assert finish is not None
-    assert "use ids from 0 to 299" in (finish.error or "")
+    assert "use ids of this model's tokenizer, 0 to 299" in (finish.error or "")
     assert len(run.token_ids("right")) == 2
