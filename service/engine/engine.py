@@ -143,10 +143,10 @@ class Engine:
         rules += [token_id for word in params.bad_word_ids for token_id in word]
         try:
             for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids, rules):
-                if ids and not 0 <= min(ids) <= max(ids) < size:  # would fail the step of all sequences
+                if ids and not 0 <= min(ids) <= max(ids) < size:  # an unknown id would fail the step of all sequences
                     raise ValueError(
-                        f"token ids of this request's prompt or parameters range from {min(ids)} to {max(ids)}; "
-                        f"use ids of this model's tokenizer, 0 to {size - 1}"
+                        f"token ids in this request's prompt or parameters range from {min(ids)} to {max(ids)}, "
+                        f"beyond this model's vocabulary; use ids from 0 to {size - 1}"
                     )
             if submit.grammar is not None:
                 is_complete = self._grammars.begin(submit.uid, submit.prior_token_ids)
@@ -253,7 +253,7 @@ class Engine:
                 self._scheduler.finish(sequence, FinishReason.STOP)
 
     def _event(self, update: SequenceUpdate, outputs: StepOutputs) -> TokenDelta | None:
-        """Return a sequence's event after a step: new tokens, text, ending. None if its prompt is not yet computed."""
+        """Return a sequence's event after a step: new tokens, text, ending. None while its prompt is being computed."""
         sequence, chunk = update.sequence, update.chunk
         output = self._outputs[sequence.uid]
         if (prompt_logprobs := outputs.prompt_logprobs.get(sequence.uid)) is not None:

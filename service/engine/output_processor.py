@@ -87,7 +87,7 @@ class SequenceOutput:
     def __init__(self, sequence: SequenceState, tokenizer: Tokenizer) -> None:
         self.sequence = sequence
         self.detokenizer = Detokenizer(tokenizer, sequence.params)
-        # Exact for float32 numbers within a factor of 2^19 of each other: chunks of the prompt do not change the bits.
+        # Sums in float64 are exact for float32 numbers within a factor of 2^19 of each other, in any prompt chunks.
         self._sum_E: NDArray[np.float64] = np.zeros(0)
         self._prompt_logprobs: list[TokenLogprob] | None = None
         if sequence.params.prompt_logprobs is not None:

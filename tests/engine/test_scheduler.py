@@ -131,9 +131,12 @@ def test_deadlines_apply_to_waiting_sequences_only() -> None:
         (make_submit("a", []), "the prompt has 0 tokens"),
         (make_submit("a", [1] * 25), "the prompt has 25 tokens; send a prompt of 1 to 24 tokens"),
         (make_submit("a", [1] * 10, max_tokens=14), "together may reach 24 tokens, but the KV-cache holds 20"),
-        (make_submit("a", [1, 257]), "range from 1 to 257; use ids of this model's tokenizer, 0 to 256"),
-        (make_submit("a", [1], prior=[-1]), "range from -1 to -1; use ids of this model's tokenizer, 0 to 256"),
-        (make_submit("a", [1], stop_token_ids=(999,)), "parameters range from 999 to 999; use ids of this model"),
+        (make_submit("a", [1, 257]), "range from 1 to 257, beyond this model's vocabulary; use ids from 0 to 256"),
+        (
+            make_submit("a", [1], prior=[-1]),
+            "range from -1 to -1, beyond this model's vocabulary; use ids from 0 to 256",
+        ),
+        (make_submit("a", [1], stop_token_ids=(999,)), "prompt or parameters range from 999 to 999, beyond"),
     ],
 )
 def test_an_invalid_submission_ends_with_the_reason(submit: Submit, message: str) -> None:

@@ -98,5 +98,5 @@ def test_token_ids_outside_the_vocabulary_end_only_their_request(rules: dict[str
     run.drive([make_submit("wrong", [1], **rules), make_submit("right", [1], max_tokens=2, ignore_eos=True)])
     finish = run.deltas["wrong"][-1].finish
     assert finish is not None
-    assert "use ids of this model's tokenizer, 0 to 299" in (finish.error or "")
+    assert "beyond this model's vocabulary; use ids from 0 to 299" in (finish.error or "")
     assert len(run.token_ids("right")) == 2

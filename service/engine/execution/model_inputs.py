@@ -140,7 +140,7 @@ class InputBuilder:
         chunks, size, min_rows = plan.chunks, self._block_size, self._min_rows
         lengths, contexts, token_ids = _pack_tokens(plan, min_rows)
         tables_BN = _block_tables(chunks, contexts, size, self._scratch_block)
-        if len(lengths) == len(token_ids):  # one token per sequence
+        if len(lengths) == len(token_ids):  # one token per row
             sequence_of_T = np.arange(len(token_ids))
             positions_T = np.array(contexts) - 1
         else:

@@ -127,7 +127,7 @@ class ModelRunner:
         """Compute a step, wait for it, and return its outputs."""
         model = self._model
         decoded: Decoded | None = None
-        if isinstance(model, NativeTransformer):  # no gradients, and entering inference_mode costs as much as sampling
+        if isinstance(model, NativeTransformer):  # without gradients; entering inference_mode costs as much as sampling
             if inputs.metadata.logit_rows_R is None:
                 decoded = model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
             return self._run(inputs, decoded)

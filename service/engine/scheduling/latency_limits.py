@@ -89,7 +89,7 @@ class RunningLimit:
         """Reset the limit on running sequences: warm-up steps and failed steps are not representative."""
         self.num_sequences = self._max_num_running
         self._seconds = 0.0  # durations of recent steps, each weighted by its number of decodes
-        self._units = 0.0  # sequences and fixed part of the same steps, each weighted by its decoded tokens
+        self._units = 0.0  # sequences plus `_FIXED_ROWS` of the same steps, each weighted by its decoded tokens
 
     def observe(self, seconds: float, *, num_sequences: int, num_decodes: int, num_tokens: int) -> None:
         """Record a step, to adjust the limit.

@@ -294,7 +294,7 @@ class Scheduler:
             num_tokens=num_decoded,
         )
         self._committed_seconds = now
-        self._scheduled_seconds = now  # a step launched ahead counts from here
+        self._scheduled_seconds = now  # the duration of a step launched ahead is measured from here
         return updates
 
     def end_non_finite(self, plan: StepPlan, non_finite: frozenset[int]) -> list[SequenceState]:

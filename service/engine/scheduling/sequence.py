@@ -42,7 +42,7 @@ class SequenceState:
         self.params, self.pooling = params, submit.pooling
         self.token_ids = [*prompt_ids, *prior_ids]  # then the tokens sampled by this attempt
         self.num_prompt_tokens, self.num_prior_tokens = len(prompt_ids), len(prior_ids)
-        self.max_length = min(len(prompt_ids) + params.max_tokens, max_context_length)  # ends the sequence
+        self.max_length = min(len(prompt_ids) + params.max_tokens, max_context_length)  # prompt included
         self.eos_token_ids = () if params.ignore_eos else eos_token_ids
         # Lowest rank is served first and preempted last. Arrival numbers make ranks unique.
         self.rank = (submit.arrival_seconds + submit.priority * AGEING_SECONDS, arrival_number)
@@ -53,8 +53,8 @@ class SequenceState:
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.block_table: list[int] = []  # block i holds the positions from i * block_size on
-        self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
-        self.num_scored_tokens = 0  # leading prompt tokens whose next token has its logprob, for `prompt_logprobs`
+        self.num_registered_blocks = 0  # first blocks that were added to the prefix cache
+        self.num_scored_tokens = 0  # first prompt tokens whose next token has its logprob, for `prompt_logprobs`
         self._root_hash = root_hash(submit.cache_salt, submit.cache_namespace)
         self._block_hashes: list[bytes] = []
         self.finish_reason: FinishReason | None = None

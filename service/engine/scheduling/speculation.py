@@ -55,7 +55,7 @@ class PromptLookup:
             position = self._after[index].get(tuple(token_ids[-ngram_length:]))
             if position is not None:
                 length = self._worthwhile(index, min(limit, self._max_tokens), min_probability)
-                period = len(token_ids) - position  # a repetition that reaches the end of the tokens continues
+                period = len(token_ids) - position  # beyond the end of the tokens, the draft repeats itself
                 return tuple(token_ids[position + offset % period] for offset in range(length))
         return ()
 

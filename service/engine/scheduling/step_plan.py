@@ -8,7 +8,7 @@ from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
 
 # Matrix products of one to three rows use other CPU kernels, and round differently, than products of four or more rows
-# (measured with float32 and bfloat16, oneDNN and MKL). Padding to four rows makes the results batch-invariant.
+# (measured with float32 and bfloat16, oneDNN and MKL). With padding to four rows, results differ less between batches.
 MIN_ROWS = 4
 
 
@@ -21,7 +21,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     start: int
     num_tokens: int
     samples: bool  # the next token of the sequence
-    token_ids: Sequence[int]  # without drafts; empty in a step launched ahead, for which the previous step samples
+    token_ids: Sequence[int]  # without drafts; empty in a step launched ahead: the previous step samples the inputs
     block_table: list[int]  # the scheduler may append blocks after the plan is made
     params: SamplingParams
     draft: tuple[int, ...] = ()  # the last of the `num_tokens` tokens; a token is sampled after each draft token too
