@@ -174,7 +174,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gpt2", "n_ctx": 2048},
         "n_ctx=2048: n_ctx must equal n_positions, 1024",
     ),
-    "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the width of 4096 is not a multiple"),
+    "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the hidden size 4096 is not a multiple"),
     "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),
     "size is a word": ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
     "size is negative": ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),

@@ -63,7 +63,7 @@ def test_exporting_a_model_of_no_family_is_rejected(tmp_path: Path, capsys: pyte
     path = write_checkpoint(tmp_path / "ckpt.pt", arguments, random_state(arguments))
     convert_nanogpt(path, meta(tmp_path / "meta.pkl"), tmp_path / "ours")
     assert main(["convert", "--export", str(tmp_path / "ours"), "--out", str(tmp_path / "theirs")]) == 1
-    assert capsys.readouterr().err.startswith("kvasir convert: no family (gpt2, llama, mistral")
+    assert capsys.readouterr().err.startswith("kvasir convert: no model family (gpt2, llama, mistral")
     assert not (tmp_path / "theirs").exists()
 
 
@@ -112,8 +112,8 @@ def _fill(directory: Path) -> None:
 
 
 TROUBLES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "code": (lambda d: torch.save({"x": Evil(d / "it-ran")}, d / "old" / PICKLE), "would run code"),
-    "cut": (lambda d: (d / "old" / PICKLE).write_bytes(b"PK123"), "bin: not a complete file of torch.save"),
+    "code": (lambda d: torch.save({"x": Evil(d / "it-ran")}, d / "old" / PICKLE), "reading it would run code"),
+    "cut": (lambda d: (d / "old" / PICKLE).write_bytes(b"PK123"), "bin: not a complete file written by torch.save"),
     "nothing": (lambda d: (d / "old" / PICKLE).unlink(), f"neither {PICKLE} nor {PICKLE}.index.json"),
     "path trick": (lambda d: _rewrite_index(d / "old", "../x.bin"), "'../x.bin' is not a plain file name"),
     "shard missing": (lambda d: _rewrite_index(d / "old", "x.bin"), "x.bin: No such file"),

@@ -220,7 +220,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensor misshapen": (_rewrite(_wrong_shape), r"final_norm.weight has shape \(3,\)"),
     "tensor of integers": (
         _rewrite(lambda t: t.update({"final_norm.weight": torch.zeros(32, dtype=torch.int64)})),
-        "final_norm.weight is I64",
+        "final_norm.weight has dtype I64",
     ),
     "not safetensors": (lambda d: (d / SHARD).write_bytes(b"PK" * 20), f"{SHARD}: .* bytes, .* expected"),
     "tokenizer of another model": (
@@ -235,13 +235,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a name with a line break": (_manifest(lambda v: v.update(name="a\nb")), "cannot be shown"),
     "a name that is none": (
         _manifest(lambda v: v.update(name=None)),
-        "the name None cannot be shown; give it one of at",
+        "the model's name None cannot be shown; give",
     ),
     "a name of a million letters": (
         _manifest(lambda v: v.update(name="x" * 10**6)),
-        "at most 255 printable characters",
+        "1 to 255 printable characters",
     ),
-    "a format of many letters": (_manifest(lambda v: v.update(format="x" * 10**5)), "'kvasir-checkpoint-1' expected"),
+    "a format of many letters": (_manifest(lambda v: v.update(format="x" * 10**5)), "not 'kvasir-checkpoint-1'"),
     "a size of many digits": (
         _manifest(lambda v: v["files"]["config.json"].update(bytes=10**4000)),  # type: ignore[index]
         "config.json: .* the copy is incomplete, copy the file again",
@@ -257,13 +257,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not JSON": (_config("{"), "config.json: not JSON"),
     "config unknown key": (_config('{"colour": 1}'), "config.json: unknown model config keys: colour"),
     "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: missing; copy"),
-    "manifest of another format": (_manifest(lambda v: v.update(format="x")), "format 'x'"),
+    "manifest of another format": (_manifest(lambda v: v.update(format="x")), "its format is 'x'"),
     "manifest without files": (_manifest(lambda v: v.pop("files")), "malformed"),
     "path trick": (
         _manifest(lambda v: v.update(files={"../x.safetensors": {"bytes": 1, "sha256": ""}})),
         "is not a plain file name",
     ),
-    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "no config.json is in the list of files"),  # type: ignore[attr-defined]
+    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "its list of files lacks config.json"),  # type: ignore[attr-defined]
 }
 
 
@@ -295,7 +295,7 @@ def test_files_in_other_formats_are_rejected_by_their_header(tmp_path: Path) -> 
 
 
 def test_saving_tensors_of_another_config_is_rejected(directory: Path) -> None:
-    with pytest.raises(ValueError, match="do not match the config"):
+    with pytest.raises(ValueError, match="do not match the model config"):
         save_checkpoint(directory, config=CONFIG, tensors={}, tokenizer=train_bpe(["a"], 260), name="x", training={})
     with pytest.raises(ValueError, match="the tokenizer has"):
         save_checkpoint(

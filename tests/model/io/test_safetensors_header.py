@@ -135,7 +135,7 @@ def peak_of_refusing(path: Path, message: str) -> int:
 @pytest.mark.parametrize("name", BULKS)
 def test_a_header_with_too_many_entries_is_not_parsed(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "x.safetensors", BULKS[name])
-    message = f"more entries than {MAX_TENSORS:,} tensors need; save the weights in several files"
+    message = f"larger than that of {MAX_TENSORS:,} tensors; save the weights in several files"
     assert peak_of_refusing(path, message) < 2 * len(BULKS[name])
 
 

@@ -22,7 +22,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "no vocabulary": (lambda v: v["model"].update(vocab={}), "the vocabulary is empty"),
     "ids that are no numbers": (lambda v: v["model"]["vocab"].update(a="x"), "ids other than integers"),
-    "an id for two tokens": (lambda v: v["model"]["vocab"].update(a=70), "unique; 70 is not"),
+    "an id for two tokens": (lambda v: v["model"]["vocab"].update(a=70), "unique, but several tokens have 70"),
     "an id of a billion": (lambda v: v["model"]["vocab"].update(a=10**9), "under 4,194,304; 1000000000 is not"),
     "merges that are none": (lambda v: v["model"].update(merges=["a b c"]), "the tokenizers library reports an error"),
     "a merge of what is no token": (
@@ -75,7 +75,7 @@ def test_an_unsupported_tokenizer_json_gives_one_error_line(name: str, tmp_path:
         ({"vocab.json": "{}", "merges.txt": "#version: 0.2\na b c\n"}, "merges.txt: expected two tokens a line"),
         (
             {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "BartTokenizer"}'},
-            "vocab.json: the split pattern of BartTokenizer is not in this file",
+            "vocab.json: this file lacks the split pattern of BartTokenizer",
         ),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "3"}, "tokenizer_config.json: a JSON object expected"),
     ],

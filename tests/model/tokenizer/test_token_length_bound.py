@@ -1,4 +1,4 @@
-"""Lower bound on tokens: a text has at least length / `longest_token` tokens, or no bound is reported."""
+"""Lower bound on the tokens of a text: its bytes / `longest_token`. Without a bound, `longest_token` is None."""
 
 import sys
 import unicodedata
@@ -17,7 +17,7 @@ RUNS = ["é" * 500, "x" * 500, " " * 500, "K" * 500, "e\u0301" * 500, "a" + " " 
 
 
 def _plain(**options: bool) -> Tokenizer:
-    """A tokenizer of two letters and an unknown token."""
+    """Return a tokenizer of the letter a, the space and an unknown token."""
     made = Tokenizer(models.BPE(vocab={"a": 0, " ": 1, "?": 2}, merges=[], unk_token="?", **options))
     made.decoder = decoders.Fuse()
     return made
@@ -41,7 +41,7 @@ UNBOUNDED: dict[str, Callable[[], Tokenizer]] = {
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_longest_token_is_none_if_a_token_can_cover_any_run(name: str, tmp_path: Path) -> None:
+def test_longest_token_has_no_limit_if_a_token_can_cover_any_run(name: str, tmp_path: Path) -> None:
     assert load_tokenizer(makers.write(tmp_path, UNBOUNDED[name]())).longest_token is None
 
 
