@@ -1,4 +1,4 @@
-"""Conversion keeps every tensor: export to Hugging Face's format, and pickles to safetensors."""
+"""Export to Hugging Face's format, and conversion of pickles to safetensors, keep every tensor."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ PICKLE = "pytorch_model.bin"
 
 
 def test_transformers_computes_the_same_logits_for_an_export(tmp_path: Path) -> None:
-    """The transformers library gives the same ids and logits for the exported shipped model."""
+    """The transformers library gives the same token ids and logits for the export of the shipped checkpoint."""
     manifest = export_checkpoint(SHIPPED, tmp_path / "exported")
     assert manifest.config == read_manifest(SHIPPED).config
     ids = load_tokenizer(SHIPPED).encode(STORY)
@@ -68,7 +68,7 @@ def test_exporting_a_model_of_no_family_is_rejected(tmp_path: Path, capsys: pyte
 
 
 def write_pickles(directory: Path, case: str, *, num_shards: int = 1) -> dict[str, torch.Tensor]:
-    """Write pickles as transformers did before safetensors: tied heads share memory."""
+    """Write weights as pickles, as transformers did before safetensors; return them. A tied head shares memory."""
     model = CASES[case].build()
     model.config.save_pretrained(directory)
     write_byte_level(directory, 300)

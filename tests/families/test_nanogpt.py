@@ -1,4 +1,4 @@
-"""Conversion of nanoGPT's ckpt.pt: equal logits, a tokenizer of characters, and no execution of code."""
+"""Conversion of nanoGPT's ckpt.pt: equal logits, a tokenizer of characters, and no code of a pickle runs."""
 
 import os
 import pickle
@@ -57,7 +57,7 @@ def test_a_converted_model_has_the_logits_of_nanogpt(tmp_path: Path, case: str) 
 
 
 def test_the_reference_for_nanogpt_is_gpt2_with_exact_gelu() -> None:
-    """The small implementation of nanoGPT equals the transformers library's GPT-2 with exact GELU only."""
+    """The tests' implementation of nanoGPT equals the transformers library's GPT-2 with exact GELU."""
     state = random_state(ARGUMENTS)
     config = transformers.GPT2Config(
         **{key: ARGUMENTS[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")},
@@ -147,7 +147,7 @@ def test_code_in_a_pickle_never_runs(tmp_path: Path, where: str) -> None:
     assert not mark.exists()
     assert "\n" not in str(caught.value)
     pickle.loads(pickle.dumps(evil))
-    assert mark.exists(), "the trap itself works"
+    assert mark.exists(), "unrestricted unpickling runs the command"
 
 
 TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -25,7 +25,7 @@ SHARD_1, SHARD_2 = "model-00001-of-00004.safetensors", "model-00002-of-00004.saf
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a directory of each kind: llama (untied) and gpt2 (tied) in one file, llama in shards."""
+    """Write three checkpoint directories: llama (untied) and gpt2 (tied) in one file, llama in shards."""
     root = tmp_path_factory.mktemp("checkpoints")
     CASES["llama mha"].build().save_pretrained(root / "llama")
     CASES["gpt2"].build().save_pretrained(root / "gpt2")
@@ -76,7 +76,7 @@ def shorten(name: str, num_bytes: int) -> Damage:
 
 
 def declared(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """Return a damage that changes the header of the weight file and leaves the data."""
+    """Return a function that changes the header of a directory's weight file and keeps the data."""
 
     def damage(directory: Path) -> None:
         data = (directory / SINGLE_FILE).read_bytes()
@@ -90,7 +90,7 @@ def declared(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 
 def _pipe(name: str) -> Damage:
-    """Return a damage that replaces a file by a pipe without a writer, whose reading would block forever."""
+    """Return a function that replaces a file by a pipe without a writer, whose reading would block forever."""
 
     def damage(directory: Path) -> None:
         (directory / name).unlink()
@@ -314,7 +314,7 @@ def test_the_model_name_is_that_of_the_directory_or_of_the_hub_cache(checkpoints
     assert read_manifest(checkpoints / "llama").name == "llama"
     cached = tmp_path / "models--owner--my-model" / "snapshots" / "0123abc"
     cached.mkdir(parents=True)
-    for path in (checkpoints / "llama").iterdir():  # the hub's cache links to where the files are
+    for path in (checkpoints / "llama").iterdir():  # the hub's cache holds links to the files
         (cached / path.name).symlink_to(path)
     manifest = read_manifest(cached)
     manifest.verify()

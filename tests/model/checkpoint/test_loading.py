@@ -1,4 +1,4 @@
-"""Checkpoints: a round trip is exact, and a damaged checkpoint gives a one-line error."""
+"""Checkpoints: loading returns exactly what was saved, and a damaged checkpoint gives a one-line error."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_round_trip_gives_the_same_logits(tmp_path: Path, variant: str) -> None:
+def test_a_saved_and_loaded_model_computes_the_same_logits(tmp_path: Path, variant: str) -> None:
     model = build(VARIANTS[variant])
     save_checkpoint(
         tmp_path,
@@ -89,11 +89,13 @@ def test_matrices_that_are_packed_next_are_mapped_from_their_files(directory: Pa
         file.seek(header.begin)
         file.write(bytes(header.end - header.begin))
     is_zero = {name: not tensor.any() for name, tensor in mapped.items() if name.endswith("attention.out.weight")}
-    assert is_zero["layers.0.attention.out.weight"] == (dtype is torch.float32), "in another dtype it was converted"
+    assert is_zero["layers.0.attention.out.weight"] == (dtype is torch.float32), (
+        "a matrix stored in another dtype is copied"
+    )
     assert copied["layers.0.attention.out.weight"].any()
     mapped["layers.0.mlp.down.weight"].zero_()
     again = load_model(read_manifest(directory), **shared).state_dict()
-    assert torch.equal(again["layers.0.mlp.down.weight"], copied["layers.0.mlp.down.weight"]), "the file is as it was"
+    assert torch.equal(again["layers.0.mlp.down.weight"], copied["layers.0.mlp.down.weight"]), "the file is unchanged"
 
 
 def save(directory: Path) -> dict[str, torch.Tensor]:
@@ -130,7 +132,7 @@ def test_a_save_leaves_one_file_or_shards_and_their_index(tmp_path: Path, monkey
 
 
 def test_shards_hold_up_to_5_gigabytes() -> None:
-    """Checked with sizes alone: 310 matrices of 8 MB fit in one file, as do exactly 5 GB."""
+    """The sizes are passed without tensors. 310 matrices of 8 MB fit in one file, and so do exactly 5 GB."""
     assert len(plan_shards({str(n): 8_000_000 for n in range(310)})) == 1
     assert len(plan_shards({str(n): 1_000_000_000 for n in range(5)})) == 1
     sizes = {"a": 3_000_000_000, "b": 2_000_000_001, "c": 9_000_000_000, "d": 1}
@@ -138,7 +140,7 @@ def test_shards_hold_up_to_5_gigabytes() -> None:
 
 
 def test_a_shard_is_written_before_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one shard of converted tensors is in memory."""
+    """So at most one shard of converted tensors is in memory."""
     monkeypatch.setattr("model.checkpoint.weights.MAX_SHARD_BYTES", 8)
     num_written: list[int] = []
 
@@ -163,7 +165,7 @@ def _flip_a_bit(directory: Path) -> None:
 
 
 def _rewrite(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
-    """Change tensors and recompute the hashes of the manifest, as a careless tool would."""
+    """Return a function that changes a checkpoint's tensors and updates the hashes, as a careless tool would."""
 
     def damage(directory: Path) -> None:
         tensors = load_file(directory / SHARD)
@@ -201,7 +203,7 @@ def _config(text: str) -> Callable[[Path], None]:
 
 
 def _pipe(name: str) -> Callable[[Path], None]:
-    """A FIFO without a writer: reading it would block forever."""
+    """Return a function that replaces a file by a FIFO without a writer: reading the FIFO would block forever."""
 
     def damage(directory: Path) -> None:
         (directory / name).unlink()

@@ -97,7 +97,7 @@ def test_a_character_without_a_token_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("byte_level", [True, False])
 def test_a_text_that_the_library_would_shorten_is_rejected(byte_level: bool, tmp_path: Path) -> None:
-    """Vocabularies trained on few texts lack bytes or letters: of the two bytes of é, one is known."""
+    """A vocabulary trained on few texts lacks bytes or letters. Here, one of the two bytes of é has a token."""
     library = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "Ã": 3}, merges=[("a", "b")]))
     if byte_level:
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

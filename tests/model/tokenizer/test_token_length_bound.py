@@ -56,7 +56,7 @@ def test_no_token_covers_more_bytes_than_longest_token(name: str, tmp_path: Path
 
 
 def test_nfc_keeps_at_least_a_quarter_of_the_bytes() -> None:
-    """NFC keeps at least a quarter of the length: each part of a decomposition is tested in its longest spelling."""
+    """Each part of a character's decomposition is counted with the bytes of its longest spelling."""
     spellings: dict[str, int] = {}
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
     for character in characters:
