@@ -1,9 +1,10 @@
 """Escaping of special tokens in a client's messages, which are encoded as plain text.
 
 Rendering joins template and messages into one string, in which a message with special tokens such as `<|im_end|>` could
-end itself and continue as the system. So before rendering, a breaker character that the client did not send is inserted
-into every special token in the client's texts. After rendering, unbroken special tokens become ids, and the rest is
-encoded as text without the breaker. A special token that begins in the template and ends in a message is not detected.
+end its own turn and continue as the system. So before rendering, a breaker character, which no text of the client
+contains, is inserted into every special token in the client's texts. After rendering, unbroken special tokens become
+ids, and the rest is encoded as text without the breaker. A special token that begins in the template and ends in a
+message is not detected.
 """
 
 import re
@@ -36,10 +37,10 @@ class SpecialTokenEscaper:
         self._longest = max(map(len, self._ids), default=0)
 
     def escape(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
-        """Return a client's messages with every special token broken, and the breaker; None if no text had to change.
+        """Return a client's messages with a breaker character in every special token, and the breaker (None if unused).
 
         Raises:
-            ForbiddenText: a text contains a special token of one character, or every possible breaker.
+            ForbiddenText: a text contains a special token of one character, or every possible breaker is in the texts.
         """
         texts: list[str] = []
         _map_texts(messages, texts.append)
@@ -52,12 +53,12 @@ class SpecialTokenEscaper:
             return escaped, None
         if free is None:
             raise ForbiddenText(
-                "the messages contain all noncharacters from U+FDD0 to U+FDEF; remove one of them everywhere"
+                "the messages contain a special token and all noncharacters U+FDD0 to U+FDEF; remove the noncharacters"
             )
         return escaped, free
 
     def encode(self, text: str, breaker: str | None) -> list[int]:
-        """Return the token ids of a rendered conversation, whose breaker `escape` has returned. Raises TokenizerError.
+        """Return a rendered conversation's token ids. `breaker`, from `escape`, is removed. Raises TokenizerError.
 
         With a breaker, each text between special tokens is encoded alone. A tokenizer whose result depends on text
         before a special token may then split the text differently.
@@ -98,7 +99,7 @@ def _one_of(texts: Iterable[str]) -> str:
 
 
 def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a JSON-like value with every string changed, except the keys of objects."""
+    """Return a JSON-like value with `change` applied to every string, except the keys of objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

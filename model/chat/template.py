@@ -1,13 +1,13 @@
 """Chat template of a checkpoint directory: renders a conversation to a prompt. Torch-free.
 
-Places of a template, by precedence:
+Files that may contain the template, by precedence:
 
     chat_template.jinja                  the template itself
     additional_chat_templates/NAME.jinja further templates, by name
     tokenizer_config.json                `chat_template`: a string, or a list of {"name", "template"}
     chat_template.json                   {"chat_template": …}, written by older processors
 
-Of several templates the template named `default` is used.
+Of several named templates, the one named `default` is used.
 """
 
 import os
@@ -30,9 +30,9 @@ PLAIN_SOURCE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\
 class ChatTemplate:
     """Chat template in Jinja, with its variables.
 
-    origin: the template's file, for messages.
+    origin: path of the template's file, for error messages and logs.
     special_tokens: text of each special token by variable (`bos_token`, `eos_token`, …).
-    unused: names of the checkpoint's other templates.
+    unused: names of the checkpoint's other templates, which are ignored.
     """
 
     source: str
@@ -41,7 +41,7 @@ class ChatTemplate:
     unused: tuple[str, ...] = ()
 
     def variables(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> dict[str, Any]:
-        """Return the template's variables for a conversation. Keys of a message whose value is None are left out."""
+        """Return the template's variables for rendering a conversation, without message keys whose value is None."""
         return {
             **self.special_tokens,
             "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
@@ -55,7 +55,7 @@ class ChatTemplate:
 
         Args:
             messages: `{"role", "content"}` each.
-            add_generation_prompt: end with the beginning of an assistant message.
+            add_generation_prompt: end the text with the beginning of an assistant message, for the model to continue.
         """
         variables = self.variables(messages, add_generation_prompt=add_generation_prompt)
         return render(compile_template(self.source), variables, max_characters=MAX_CHARACTERS)
@@ -90,7 +90,7 @@ def _from_files(directory: Path) -> dict[str, str]:
 
 
 def _from_value(path: Path, value: object) -> dict[str, str]:
-    """Return templates by name from a `chat_template` entry: null, a string, or a list of named templates."""
+    """Return templates by name from a `chat_template` value: null, a string, or a list of named templates."""
     if value is None:
         return {}
     if isinstance(value, str):

@@ -1,8 +1,8 @@
 """Jinja sandbox for chat templates, with the environment of transformers' `apply_chat_template`.
 
-A checkpoint's template is untrusted code. The sandbox denies a template unsafe attributes and changes of variables. The
-sandbox does not bound `'a' * 10**10` or nested loops, so the service renders in a child process with limits of the
-operating system (`service.preprocess.template_process`).
+A checkpoint's template is untrusted code. The sandbox denies unsafe attributes and changes of lists and mappings. The
+sandbox does not limit time and memory (`'a' * 10**10`, nested loops), so the service renders in a child process with
+limits of the operating system (`service.preprocess.template_process`).
 """
 
 import json
@@ -23,7 +23,7 @@ MAX_CHARACTERS = 2**23  # of a rendered text
 
 
 class TemplateFailure(ValueError):
-    """Error of compiling or rendering a chat template, in one line; `by_template`: raised by the template itself."""
+    """One-line error of compiling or rendering a chat template; `by_template`: the template itself raised the error."""
 
     def __init__(self, message: str, *, by_template: bool = False) -> None:
         super().__init__(" ".join(message.split())[:_LONGEST_MESSAGE])
@@ -31,7 +31,7 @@ class TemplateFailure(ValueError):
 
 
 class _TemplateRejection(TemplateError):
-    """Error that a template raises by `raise_exception`, with the template's own message."""
+    """Error that a chat template raises by calling `raise_exception`, with the template's own message."""
 
 
 class _Generation(Extension):
@@ -88,7 +88,7 @@ def render(template: Template, variables: Mapping[str, Any], *, max_characters: 
         for piece in template.generate(variables):
             length += len(piece)
             if length > max_characters:
-                raise TemplateFailure(f"the rendered text is over {max_characters} characters")
+                raise TemplateFailure(f"the rendered text is over {max_characters} characters; shorten the messages")
             pieces.append(piece)
         return "".join(pieces)
     except TemplateFailure:
@@ -113,4 +113,4 @@ def _raise_exception(message: object) -> NoReturn:
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace's {name!r}")
+        raise SecurityError(f"namespace name {name!r} begins with an underscore")

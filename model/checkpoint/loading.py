@@ -1,4 +1,4 @@
-"""Loading of a model from a checkpoint directory, and saving of a model as one."""
+"""Loading of a model from a checkpoint directory, and saving of a model as a checkpoint directory."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -34,7 +34,8 @@ def load_model(
     """Load a checkpoint's model onto a device, ready for inference. Raises CheckpointError.
 
     Args:
-        packs_next: the caller converts all matrices before it uses the model, so matrices are not copied from files.
+        packs_next: the caller converts all weight matrices to another format before any other use, so until then they
+            stay mapped from the checkpoint's files instead of being copied.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
@@ -47,7 +48,7 @@ def load_model(
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Torch mode that skips the functions of torch.nn.init: with weights to load they only cost 79 MB of imports."""
+    """Torch mode that skips torch.nn.init, since a checkpoint replaces the initial weights. Saves 79 MB of imports."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,23 +70,26 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a complete checkpoint directory, with ChatML's template if the tokenizer has its special tokens.
+    """Write a complete checkpoint directory, with the ChatML template if the tokenizer has ChatML's special tokens.
 
     Args:
-        training: facts about the training, for the manifest.
+        training: facts about the training run, for manifest.json.
         generation: default sampling parameters, written as generation_config.json.
 
     Raises:
-        ValueError: tensors or tokenizer do not fit the config.
+        ValueError: the tensors differ from the config in names or shapes, or the tokenizer has too many tokens.
         CheckpointError: the directory cannot be used, see `check_writable`.
     """
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != config.parameter_shapes():
         raise ValueError(
-            "the tensors do not match the config (names or shapes differ); save the tensors with their own config"
+            "names or shapes of the tensors do not match the model config; save the tensors with their own config"
         )
     if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is only {config.vocab_size}; "
+            "save the model with the tokenizer of its training"
+        )
     check_writable(directory)
     write_weights(directory, config, tensors, dtype=dtype)
     save_native(tokenizer, directory)
@@ -101,7 +105,7 @@ def save_checkpoint(
 def write_weights(
     directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write config.json and the weight files of a checkpoint; with `dtype` None each tensor keeps its own dtype."""
+    """Write config.json and the weight files of a checkpoint, replacing old ones; `dtype` None: that of each tensor."""
     remove_shards(directory)
     num_bytes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
     stored = (tensor.detach().to(device="cpu", dtype=dtype).contiguous() for tensor in tensors.values())
@@ -110,11 +114,11 @@ def write_weights(
 
 
 def check_writable(directory: Path, *, may_replace: bool = True) -> None:
-    """Create a checkpoint directory if it is missing.
+    """Create the directory of a checkpoint if it is missing, and check that a checkpoint may be saved there.
 
     Raises:
-        CheckpointError: the path is a file, cannot be written, holds files of something else than a checkpoint, or a
-            checkpoint although `may_replace` is false.
+        CheckpointError: the path is a file, cannot be written, has files but no manifest.json, or has a manifest.json
+            (a complete checkpoint) although `may_replace` is false.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -123,4 +127,6 @@ def check_writable(directory: Path, *, may_replace: bool = True) -> None:
     if any(directory.iterdir()) and not (directory / MANIFEST_FILE).is_file():
         raise CheckpointError(f"{directory}: contains files but no {MANIFEST_FILE}; choose an empty or a new directory")
     if not may_replace and (directory / MANIFEST_FILE).is_file():
-        raise CheckpointError(f"{directory}: contains the finished model of another run; choose a new directory")
+        raise CheckpointError(
+            f"{directory}: contains the finished model of another training run; choose a new directory"
+        )

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint directory in Kvasir's or Hugging Face's format, verified before a tensor is loaded.
+"""Manifest of a checkpoint directory in Kvasir's or Hugging Face's format. Files are verified before loading.
 
 Kvasir's format:
 
@@ -6,7 +6,7 @@ Kvasir's format:
     model.safetensors         the tensors; over 5 GB: model-00001-of-0000N.safetensors, ... and their index
     tokenizer.tiktoken, tokenizer_spec.json, or another tokenizer that `load_tokenizer` supports
     chat_template.jinja       of a model trained on conversations
-    generation_config.json    the model's default sampling parameters, if they differ from the usual ones
+    generation_config.json    the model's default sampling parameters (optional)
     manifest.json             size and SHA-256 of every file above, and how the model was made
     MODEL_CARD.md             for readers; not hashed
 """
@@ -48,11 +48,12 @@ MAX_NAME_CHARACTERS = 255  # a directory name's limit; the name is in every resp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Checkpoint description: directory, name, architecture, files (name -> size and SHA-256) and provenance.
+    """Checkpoint description: directory, name, architecture, files (name -> bytes and SHA-256) and training.
 
     family: model family that defines the tensors' names and layouts; None for Kvasir's format.
-    files: a Hugging Face directory has no hashes, so its SHA-256 is "", and only weight files are listed.
-    index: tensor -> file, from an index file; empty without an index file.
+    files: for a Hugging Face directory, which has no hashes, only the weight files, each with the SHA-256 "".
+    index: tensor name -> name of its weight file, from model.safetensors.index.json; empty without this file.
+    training: facts about the training run; empty for a Hugging Face directory.
     """
 
     directory: Path
@@ -65,17 +66,17 @@ class Manifest:
 
     @property
     def weight_files(self) -> list[Path]:
-        """Return the checkpoint's safetensors files, in order."""
+        """Return the paths of the checkpoint's safetensors files, sorted by name."""
         return [self.directory / name for name in sorted(self.files) if name.endswith(".safetensors")]
 
     @property
     def num_weight_bytes(self) -> int:
-        """Return the total size of the checkpoint's safetensors files."""
+        """Return the total size of the checkpoint's safetensors files in bytes."""
         return sum(self.files[path.name][0] for path in self.weight_files)
 
     @property
     def weight_dtype(self) -> str:
-        """Return the dtype of most of the weights' bytes: BF16, F16 or F32. Raises CheckpointError."""
+        """Return the dtype in which most bytes of the weights are stored: BF16, F16 or F32. Raises CheckpointError."""
         num_bytes: Counter[str] = Counter()
         for placement in self.place_tensors().values():
             for header in placement.parts:
@@ -84,12 +85,12 @@ class Manifest:
 
     @property
     def created_seconds(self) -> int:
-        """Return the time at which the checkpoint was written on this machine, in seconds since 1970."""
+        """Return when manifest.json (config.json in Hugging Face's format) was last written, in seconds since 1970."""
         path = self.directory / (MANIFEST_FILE if self.family is None else CONFIG_FILE)
         return int(path.stat().st_mtime)
 
     def verify(self) -> Tokenizer:
-        """Check every file, and every tensor's name, shape and dtype; return the tokenizer. Raises CheckpointError."""
+        """Check files' hashes and tensors' names, shapes and dtypes; return the tokenizer. Raises CheckpointError."""
         for name, (size, digest) in self.files.items():
             _check_file(self.directory / name, size, digest)
         placements = self.place_tensors()
@@ -98,12 +99,13 @@ class Manifest:
             embedding = placements["token_embedding.weight"].parts[0]
             raise CheckpointError(
                 f"{embedding.path}: tensor {embedding.name} has {self.config.vocab_size} rows, the tokenizer beside it "
-                f"{tokenizer.vocab_size} tokens, so some have no embedding; use the tokenizer of its training"
+                f"{tokenizer.vocab_size} tokens, so some tokens have no embedding; "
+                "use the tokenizer of this model's training"
             )
         return tokenizer
 
     def place_tensors(self) -> dict[str, Placement]:
-        """Return the checkpoint tensors of each model tensor, from the files' headers; see `place_tensors`."""
+        """Find the stored tensors that make up each model tensor; see `model.huggingface.tensor_placement`."""
         return place_tensors(
             self.directory, config=self.config, family=self.family, files=self.weight_files, index=self.index
         )
@@ -132,21 +134,21 @@ def _read_native(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     values = read_json(path)
     if values.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {values.get('format')!r}, {FORMAT!r} expected; save the model again")
+        raise CheckpointError(f"{path}: its format is {values.get('format')!r}, not {FORMAT!r}; save the model again")
     with parsing(path):
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in values["files"].items()}
         name, training = values["name"], dict(values["training"])
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > MAX_NAME_CHARACTERS:
         raise CheckpointError(
-            f"{path}: the name {name!r} cannot be shown; "
-            f"give it one of at most {MAX_NAME_CHARACTERS} printable characters"
+            f"{path}: the model's name {name!r} cannot be shown; "
+            f"give the model a name of 1 to {MAX_NAME_CHARACTERS} printable characters"
         )
     for file_name in files:
         check_plain_name(path, file_name)
     has_tokenizer = not all(name in (CONFIG_FILE, INDEX_FILE) or name.endswith(".safetensors") for name in files)
     if CONFIG_FILE not in files or not has_tokenizer:
-        missing = "no tokenizer" if CONFIG_FILE in files else f"no {CONFIG_FILE}"
-        raise CheckpointError(f"{path}: {missing} is in the list of files; save the model again")
+        missing = "a tokenizer" if CONFIG_FILE in files else CONFIG_FILE
+        raise CheckpointError(f"{path}: its list of files lacks {missing}; save the model again")
     config_path = directory / CONFIG_FILE
     config_values = read_json(config_path)
     try:
@@ -159,7 +161,7 @@ def _read_native(directory: Path) -> Manifest:
 def write_manifest(
     directory: Path, *, name: str, training: dict[str, Any], tokenizer_files: tuple[str, ...] = (RANKS_FILE, SPEC_FILE)
 ) -> None:
-    """Hash the files of a checkpoint directory and write its manifest.json atomically, as the last file."""
+    """Hash the files of an otherwise complete checkpoint directory, and write its manifest.json atomically."""
     optional = [name for name in (TEMPLATE_FILE, GENERATION_CONFIG_FILE, INDEX_FILE) if (directory / name).exists()]
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     names = dict.fromkeys((CONFIG_FILE, *tokenizer_files, *optional, *shards))
@@ -179,7 +181,7 @@ def _check_file(path: Path, size: int, digest: str) -> None:
 
 
 def _name_of(directory: Path) -> str:
-    """Return the model's name: the directory's, in Hugging Face's cache that of models--owner--NAME/snapshots/hash."""
+    """Return the model's name: the directory's, or NAME in Hugging Face's cache models--owner--NAME/snapshots/hash."""
     directory = directory.absolute()
     repository = directory.parent.parent.name
     if directory.parent.name == "snapshots" and repository.startswith("models--"):

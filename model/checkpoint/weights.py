@@ -2,7 +2,7 @@
 
 Pages of a mapped file that were read count as this process's memory until the file is unmapped. So files are reopened
 every few dozen MB, and tensors are copied in slices, each checked for NaN and infinity and converted to its final
-dtype on the way. A matrix that will be packed is not copied: until then its tensor is the file's own mapped pages.
+dtype on the way. A matrix that the caller will pack is not copied: until packed, its tensor is the mapped file itself.
 
 Legend: H heads, D head dimension, E hidden size.
 """
@@ -30,9 +30,9 @@ from model.io.safetensors_header import TensorHeader
 MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's convention
 SLICE_BYTES = 2**24
 MAPPED_BYTES = 2**25
-# Numbers per slice, so that it stays in a core's cache between both passes.
+# Numbers per piece, so that a piece stays in a core's cache between the two searches.
 _NUMBERS_PER_CHECK = 2**18
-# Bit patterns by stored dtype: of infinity, and of the least number that the target dtype rounds to infinity.
+# Bit patterns of infinity by stored dtype, and of the least number that rounds to infinity by stored and target dtype.
 _INFINITY = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _BEYOND = {
     (torch.float32, torch.bfloat16): 0x7F7F_8000,
@@ -50,20 +50,21 @@ def read_weights(
     dtype: torch.dtype,
     packed_next: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Read every tensor of a model from the checkpoint to its device and dtype.
+    """Read every tensor of a model from checkpoint files to `device`, converted to `dtype`.
 
-    Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of the files.
+    Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of mapped files.
 
     Args:
-        packed_next: tensors that the caller packs before any other use; on a CPU they stay mapped if possible.
+        packed_next: names of tensors that the caller packs before any other use. On a CPU such a tensor stays mapped
+            from its file, if stored in the model's dtype and layout.
 
     Raises:
-        CheckpointError: a file cannot be read, or a tensor is not finite.
+        CheckpointError: a file cannot be read, or a number is NaN, infinite or too large for `dtype`.
     """
     tensors: dict[str, Tensor] = {}
     copies: dict[Path, list[tuple[TensorHeader, Tensor]]] = {}
     for name, place in placements.items():
-        if name in packed_next and torch.device(device).type == "cpu" and _is_as_wanted(place, dtype):
+        if name in packed_next and torch.device(device).type == "cpu" and _is_mappable(place, dtype):
             (header,) = place.parts
             with _opened(header.path) as file:
                 tensors[name] = file.get_tensor(header.name)
@@ -88,14 +89,14 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy the file again") from error
 
 
-def _is_as_wanted(place: Placement, dtype: torch.dtype) -> bool:
-    """Return True if the bytes of a file can serve as a model's tensor unchanged."""
+def _is_mappable(place: Placement, dtype: torch.dtype) -> bool:
+    """Return True if a model tensor can stay in its file: as one aligned stored tensor of the same dtype and layout."""
     (header, *others) = place.parts
     return not others and place.layout is Layout.AS_IS and DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return the views of a model's tensor that correspond to checkpoint tensors with these numbers of rows."""
+    """Return views of one model tensor (qkv), one for each checkpoint tensor (q, k, v); `rows`: the rows of each."""
     match layout:
         case Layout.AS_IS:
             return (tensor,)
@@ -108,7 +109,7 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
 
 
 def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
-    """Copy tensors of a file to their targets. Raises CheckpointError for numbers that are not finite."""
+    """Copy tensors of one file to views of model tensors, in slices. Raises CheckpointError for NaN and infinity."""
     pending = deque((header, *piece) for header, target in wanted for piece in _slices(target))
     while pending:
         mapped = 0
@@ -123,9 +124,9 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
 
 
 def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Cut a target along its first dimension; yield each piece with the range of file rows that fill the piece.
+    """Cut a target tensor along its first dimension; yield each piece with the range of stored rows that fill it.
 
-    A target of heads (H3DE) takes 3D rows of the file for each head.
+    A target of heads (shape H3DE) takes 3D stored rows for each head.
     """
     rows_each = math.prod(target.shape[1:3]) if target.dim() > 2 else 1
     step = max(1, SLICE_BYTES * len(target) // max(1, target.nbytes))
@@ -135,7 +136,7 @@ def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None:
-    """Raise CheckpointError if stored rows hold NaN or infinity, or numbers too large for `dtype`."""
+    """Raise CheckpointError if rows of a stored tensor hold NaN, infinity, or numbers too large for `dtype`."""
     if not _has_bits_from(_BEYOND.get((rows.dtype, dtype), _INFINITY[rows.dtype]), rows):
         return
     if _has_bits_from(_INFINITY[rows.dtype], rows):
@@ -151,11 +152,11 @@ def _check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> Non
 
 
 def _has_bits_from(least: int, rows: Tensor) -> bool:
-    """Return True if the bit pattern of any number, without its sign, is at least `least`.
+    """Return True if the bits of any number, without the sign bit and read as an integer, are at least `least`.
 
     In IEEE 754 formats and bfloat16, a larger magnitude is a larger integer after the sign bit, with infinity and NaN
-    the largest. So the largest signed integer shows positive ones, and the largest unsigned integer negative ones.
-    Both passes read 6 GB/s (one thread of a busy Zen 4); `isfinite` reads 0.1 GB/s.
+    the largest. So the largest signed integer finds positive numbers, and the largest unsigned integer negative ones.
+    The two searches read 6 GB/s (one thread of a busy Zen 4); `isfinite` reads 0.1 GB/s.
     """
     is_short = rows.dtype.itemsize == 2
     signed = rows.view(torch.int16 if is_short else torch.int32).numpy().reshape(-1)
@@ -172,10 +173,10 @@ def write_shards(
     num_bytes: Mapping[str, int],
     tensors: Iterable[Tensor],
 ) -> None:
-    """Write tensors to one file, or to several with an index if they exceed MAX_SHARD_BYTES.
+    """Write tensors to one safetensors file, or to several and an index file if they exceed MAX_SHARD_BYTES together.
 
     Args:
-        num_bytes: size of each tensor, by name, in the order of `tensors`.
+        num_bytes: size of each tensor in bytes, by name, in the order of `tensors`.
         tensors: contiguous CPU tensors. The tensors of one shard are in memory at a time.
     """
     shards = plan_shards(num_bytes)
@@ -192,7 +193,7 @@ def write_shards(
 
 
 def plan_shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
-    """Return the names of each shard's tensors, in order. A tensor over MAX_SHARD_BYTES gets its own shard."""
+    """Divide tensors into shards of at most MAX_SHARD_BYTES or one larger tensor; return each shard's tensor names."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, size in num_bytes.items():
@@ -212,6 +213,6 @@ def remove_shards(directory: Path) -> None:
 
 
 def save_shard(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write one safetensors file with mode 0644: the library's 0600 keeps other users from serving it."""
+    """Write one safetensors file with mode 0644: the library's default, 0600, keeps other users from reading it."""
     save_file(tensors, path, metadata={"format": "pt"})  # the transformers library requires this key
     path.chmod(0o644)

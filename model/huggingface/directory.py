@@ -1,4 +1,4 @@
-"""Weight files of a Hugging Face directory: one safetensors file, or the shards of an index. Pickles are rejected."""
+"""Weight files of a Hugging Face directory: one safetensors file, or several and an index. Pickles are rejected."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def describe_problem(path: Path) -> str:
-    """Return one line that says why a path without config.json and manifest.json is not a checkpoint directory."""
+    """Return an error message, the problem and its remedy, for a path without config.json and manifest.json."""
     if pickle := _pickle_advice(path):
         return pickle
     if path.is_file():
@@ -28,7 +28,7 @@ def describe_problem(path: Path) -> str:
 
 
 def _pickle_advice(path: Path) -> str | None:
-    """Return the advice to convert a pickle: the file `path`, or the first one of a directory without safetensors."""
+    """Return an error message with the remedy if `path` is a pickle, or a directory of pickles without safetensors."""
     directory = path if path.is_dir() else path.parent
     pickles = sorted(found for pattern in _PICKLES for found in directory.glob(pattern) if path in (directory, found))
     if not pickles or list(directory.glob("*.safetensors")):
@@ -41,10 +41,11 @@ def _pickle_advice(path: Path) -> str | None:
 
 
 def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
-    """Return the names of a Hugging Face directory's weight files, and its index: tensor name -> file name.
+    """Return the names of a Hugging Face directory's weight files, and its index: tensor name -> file name, or empty.
 
     Raises:
-        CheckpointError: the directory has no weights, two sets of weights or only pickles, or the index is unusable.
+        CheckpointError: the directory has no weights, only pickled weights, or an index and a weight file outside the
+            index; or the index is malformed.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if os.path.lexists(index):
@@ -53,31 +54,33 @@ def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, st
         for name in names:
             if not os.path.lexists(directory / name):
                 raise CheckpointError(
-                    f"{directory / name}: missing, and {INDEX_FILE} names it; download this shard too"
+                    f"{directory / name}: missing, but listed in {INDEX_FILE}; download this shard too"
                 )
             check_is_file(directory / name)
         if os.path.lexists(single) and names != (SINGLE_FILE,):
-            raise CheckpointError(f"{index}: {SINGLE_FILE} exists too; remove the outdated one")
+            raise CheckpointError(f"{index}: {SINGLE_FILE} exists too; remove the outdated one of both files")
         return names, weight_map
     if os.path.lexists(single):
         check_is_file(single)
         return (SINGLE_FILE,), {}
     if pickle := _pickle_advice(directory):
         raise CheckpointError(pickle)
-    raise CheckpointError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights too")
+    raise CheckpointError(f"{directory}: contains neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights too")
 
 
 def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
-    """Read an index file: tensor name -> name of a file with this suffix. Raises CheckpointError."""
+    """Read an index file: tensor name -> file name, which must end in `suffix`. Raises CheckpointError."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: no weight_map from tensors to files; download the file again")
+        raise CheckpointError(f"{path}: no weight_map (tensor name -> file name); download this file again")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(suffix):
             raise CheckpointError(
                 f"{path}: tensor {tensor!r} is in {name!r}, which is not a {suffix} file; save the model again"
             )
         if not tensor.isprintable():
-            raise CheckpointError(f"{path}: the tensor name {tensor!r} cannot be shown; save the model again")
+            raise CheckpointError(
+                f"{path}: the tensor name {tensor!r} has unprintable characters; save the model again"
+            )
         check_plain_name(path, name)
     return weight_map

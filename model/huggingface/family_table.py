@@ -24,7 +24,7 @@ _ACTIVATIONS = {
 
 
 def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
-    """Return the model family and the ModelConfig of a Hugging Face config.json, the file `path` with these values.
+    """Return the model family and the ModelConfig of a Hugging Face config.json; errors name it `path`.
 
     Raises:
         CheckpointError: the model_type, the architecture or the value of a key is not supported.
@@ -44,7 +44,7 @@ def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[ModelFami
 
 
 def hugging_face_config(config: ModelConfig) -> tuple[ModelFamily, dict[str, Any]]:
-    """Return a family and config.json values that it reads back as exactly this ModelConfig. Raises CheckpointError."""
+    """Return a model family and config.json values that read back as this exact ModelConfig. Raises CheckpointError."""
     for family in FAMILIES.values():
         for values in _candidates(family, config):
             named = {"model_type": family.model_type, "architectures": [family.architectures[0]], **values}
@@ -55,12 +55,12 @@ def hugging_face_config(config: ModelConfig) -> tuple[ModelFamily, dict[str, Any
             if read == config:
                 return family, named
     raise CheckpointError(
-        f"no family ({', '.join(FAMILIES)}) can express this model, so it cannot be exported; serve it with Kvasir"
+        f"no model family ({', '.join(FAMILIES)}) can express this model, so export is impossible; serve it with Kvasir"
     )
 
 
 def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, Any]]:
-    """Yield values of config.json that may express this model. The caller reads them back as a check."""
+    """Yield candidates for a model's config.json values. The caller keeps one that reads back as the same model."""
     sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
     activation = _ACTIVATIONS[config.mlp]
     if family.model_type == "gpt2":

@@ -1,4 +1,4 @@
-"""Mapping of checkpoint tensors to model tensors, from file headers alone."""
+"""Assignment of checkpoint tensors to model tensors, from the headers of the safetensors files alone."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,11 +26,11 @@ class Placement:
 def place_tensors(
     directory: Path, *, config: ModelConfig, family: ModelFamily | None, files: Sequence[Path], index: Mapping[str, str]
 ) -> dict[str, Placement]:
-    """Return the checkpoint tensors of every model tensor, by the model tensor's name.
+    """Return the checkpoint tensors that make up each model tensor, by the model tensor's name.
 
     Args:
-        family: None for Kvasir's format.
-        index: tensor name -> file name, as the index file has it; empty without an index file.
+        family: the checkpoint's model family; None for Kvasir's format.
+        index: tensor name -> file name, from the index file; empty without an index file.
 
     Raises:
         CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; the
@@ -61,7 +61,7 @@ def place_tensors(
     if extra := [h for name, h in found.items() if not any(re.fullmatch(pattern, name) for pattern in ignored)]:
         raise CheckpointError(
             f"{extra[0].path}: tensor {extra[0].name} is not part of the model that config.json describes "
-            f"({len(extra)} extra); use the config it was saved with"
+            f"({len(extra)} extra); use the config that the tensor was saved with"
         )
     if missing:
         raise CheckpointError(
@@ -72,7 +72,7 @@ def place_tensors(
 
 
 def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
-    """Return the tensors of all files, by name without the family's prefix."""
+    """Return the headers of the tensors in all files, by tensor name without the family's prefix."""
     found: dict[str, TensorHeader] = {}
     for path in files:
         for name, header in read_headers(path).items():
@@ -92,8 +92,8 @@ def _check_index(directory: Path, index: Mapping[str, str], found: Iterable[Tens
         if files.get(name) != file_name:
             where = f"in {files[name]}" if name in files else "in no file"
             raise CheckpointError(
-                f"{directory / file_name}: tensor {name} is {where}, but the index says it is in this file; "
-                "download index and shards together"
+                f"{directory / file_name}: tensor {name} is {where}, but the index file lists it in this file; "
+                "download the index and all shards again"
             )
 
 
@@ -107,18 +107,18 @@ def _short_name(family: ModelFamily | None, name: str) -> str:
 def _check_tensor(header: TensorHeader, shape: tuple[int, ...]) -> None:
     if header.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} is {header.dtype}, one of {', '.join(WEIGHT_DTYPES)} expected; "
-            "save it as one of these"
+            f"{header.path}: tensor {header.name} has dtype {header.dtype}, not one of {', '.join(WEIGHT_DTYPES)}; "
+            "save it in one of these"
         )
     if header.shape != shape:
         raise CheckpointError(
             f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {shape}; "
-            "use the config it was saved with"
+            "use the config that the tensor was saved with"
         )
 
 
 def _drop_tied_head(family: ModelFamily, found: dict[str, TensorHeader], embedding: Placement) -> None:
-    """Remove a tied head from `found`. Raise CheckpointError unless the head equals the embedding bitwise."""
+    """Remove a stored tied head from `found`. Raises CheckpointError if the head differs from the embedding."""
     head = found.pop(f"{family.names['lm_head'].modules[0]}.weight", None)
     if head is None or not embedding.parts:
         return

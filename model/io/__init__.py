@@ -1,1 +1,1 @@
-"""Files of a checkpoint directory: readers with one-line errors, and the safetensors header."""
+"""Reading and writing of a checkpoint directory's files, with one-line errors, and of safetensors headers."""

@@ -27,7 +27,7 @@ class CheckpointError(OneLineError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message: torch's messages have several lines, a MemoryError has none."""
+    """Return the first line of an exception's message; without a message "out of memory" or the exception's repr."""
     return next(iter(str(error).splitlines()), "out of memory" if isinstance(error, MemoryError) else repr(error))
 
 
@@ -43,7 +43,7 @@ def error_line(text: str) -> str:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError of reading a file into a CheckpointError that names the file and the remedy."""
+    """Context manager: turn an OSError of reading a file into a CheckpointError that names the file and the remedy."""
     try:
         yield
     except OSError as error:
@@ -52,7 +52,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Turn an error of parsing a file's content into a CheckpointError that names the file."""
+    """Context manager: turn an error of parsing a file's content into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
@@ -80,14 +80,14 @@ def check_is_file(path: Path) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a regular file. Raises CheckpointError."""
+    """Return the bytes of a regular file. Raises CheckpointError."""
     check_is_file(path)
     with reading(path):
         return path.read_bytes()
 
 
 def read_text(path: Path) -> str:
-    """Read a regular UTF-8 file, with line ends converted to \\n. Raises CheckpointError."""
+    """Return the text of a regular UTF-8 file, with line ends converted to \\n. Raises CheckpointError."""
     try:
         return read_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -122,7 +122,7 @@ def check_is_searchable(directory: Path) -> None:
 
 
 def check_plain_name(path: Path, name: str) -> None:
-    """Raise CheckpointError if a name that the file `path` lists could lead out of the directory."""
+    """Raise CheckpointError if `name`, which the file `path` lists, could lead to a file outside the directory."""
     if Path(name).name != name or name in (".", "..") or "\\" in name or "\0" in name or len(name) > 255:
         raise CheckpointError(f"{path}: {name!r} is not a plain file name; list files of this directory only")
 
@@ -148,7 +148,7 @@ def _read_problem(path: Path, error: OSError) -> str:
 
 
 def _blocker(path: Path) -> Path | None:
-    """Return the first directory or file, from the root on, whose mode denies this process to read the path."""
+    """Return the first directory or file on the path, from the root on, whose mode denies read access, if any."""
     target = path.resolve()
     for directory in reversed(target.parents):
         if not os.access(directory, os.X_OK):
@@ -159,7 +159,7 @@ def _blocker(path: Path) -> Path | None:
 
 @contextlib.contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Turn an OSError of writing to a directory into a CheckpointError that names the directory."""
+    """Context manager: turn an OSError of writing to a directory into a CheckpointError that names the directory."""
     try:
         yield
     except OSError as error:
@@ -167,7 +167,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON object to a file, indented for readers."""
+    """Write a JSON object to a file, indented."""
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
@@ -182,9 +182,9 @@ def check_is_empty(out: Path) -> None:
 
 @contextlib.contextmanager
 def written_whole(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `out` when the block ends, or is removed if the block fails.
+    """Context manager: yield a temporary directory, which becomes `out` after the block, or is removed if it fails.
 
-    An existing `out` may be a mount point, so it is not replaced: the files are moved there.
+    An existing `out` may be a mount point, so it is not replaced: the temporary directory's files are moved there.
 
     Raises:
         CheckpointError: `out` is a file, is not empty (its files are left unchanged), or cannot be written.

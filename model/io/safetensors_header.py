@@ -34,7 +34,7 @@ class TensorHeader:
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Read the tensor headers of a safetensors file, by name.
+    """Read the header of a safetensors file; return each tensor's entry by the tensor's name.
 
     Raises:
         CheckpointError: the file cannot be read, has more than `MAX_TENSORS` tensors, or is not valid.
@@ -51,7 +51,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     entries = json.loads(text)
     entries.pop("__metadata__", None)
     if odd := next((name for name in entries if not name.isprintable()), None):
-        raise CheckpointError(f"{path}: the tensor name {odd!r} cannot be shown; save the weights again")
+        raise CheckpointError(f"{path}: the tensor name {odd!r} has unprintable characters; save the weights again")
     headers = {}
     for name, entry in entries.items():
         begin, end = (8 + len(text) + offset for offset in entry["data_offsets"])
@@ -61,7 +61,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _read_header(path: Path) -> bytes:
-    """Return the header's text. Raises CheckpointError for a header that is too large to parse."""
+    """Return the JSON text of a file's header. Raises CheckpointError if it is truncated or too large to parse."""
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -71,6 +71,6 @@ def _read_header(path: Path) -> bytes:
     braces = header.count(b"{")
     if braces > _MAX_BRACES or braces + header.count(b"[") + header.count(b",") > _MAX_MARKS:
         raise CheckpointError(
-            f"{path}: the header has more entries than {MAX_TENSORS:,} tensors need; save the weights in several files"
+            f"{path}: the header is larger than that of {MAX_TENSORS:,} tensors; save the weights in several files"
         )
     return header

@@ -1,1 +1,1 @@
-"""Text to token ids and back. Torch-free."""
+"""Tokenizers: conversion of text to token ids and back. Torch-free."""

@@ -20,12 +20,12 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 class TokenizerConfig:
     """Settings from tokenizer_config.json and special_tokens_map.json.
 
-    roles: token name by role: every key that ends in `_token` and names a token, such as bos_token.
+    roles: name of the token in each role. A role is a key that ends in `_token`, such as bos_token.
     special: names of all special tokens that the files define.
-    adds_bos, adds_eos: True if the files ask for BOS before every text, or for EOS after every text.
+    adds_bos, adds_eos: True if `add_bos_token` (BOS before every text) or `add_eos_token` (EOS after it) is true.
     added_tokens: entries of `added_tokens_decoder`, by id.
     tokenizer_class: the class in `transformers`; None if the files name no class.
-    chat_template: the value of that key, unchecked.
+    chat_template: the value of the key `chat_template`, unchecked; None if absent.
     """
 
     roles: Mapping[str, str]
@@ -52,7 +52,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
             special |= {name for item in items if (name := _token_name(item))}
         for key in ("add_bos_token", "add_eos_token"):
             if not isinstance(config.get(key), bool | None):
-                raise TokenizerError(f"{key} must be true or false, not {config[key]!r}; correct it")
+                raise TokenizerError(f"the key {key} must be true or false, not {config[key]!r}; correct it")
         added = config.get("added_tokens_decoder") or {}
         return TokenizerConfig(
             roles=roles,
@@ -84,21 +84,21 @@ def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Map
             ids = (_id_of(name, "eos_token", vocabulary),)
     known = set(vocabulary.values())
     if wrong := [token_id for token_id in ids if token_id not in known]:
-        raise CheckpointError(f"{path}: eos_token_id: {wrong[0]} is not in the vocabulary; correct it")
+        raise CheckpointError(f"{path}: eos_token_id: {wrong[0]} is not in the tokenizer's vocabulary; correct it")
     return ids
 
 
 def read_bos_token_id(
     config: TokenizerConfig, post_processor: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
 ) -> int | None:
-    """Return the BOS token id that is put before a prompt, or None.
+    """Return the id of the BOS token that is put before every prompt; None if the files ask for none.
 
-    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. Kvasir reads that
-    key for all classes (transformers 4: for some), because models with the key were trained with the BOS token.
+    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. Kvasir reads this
+    key for all tokenizer classes (transformers 4: for some): models that have it were trained with the BOS token.
 
     Raises:
-        TokenizerError: the files put more than one special token before a text, or any after the text, which then
-            could not be continued.
+        TokenizerError: the files put more than one special token before a text, or any after it, so that a model could
+            not continue the text.
     """
     begins, ends = _template(post_processor)
     name = config.roles.get("bos_token")
@@ -108,8 +108,8 @@ def read_bos_token_id(
         ends = ["eos_token"]
     if ends or len(begins) > 1:
         raise TokenizerError(
-            f"special tokens {begins} before and {ends} after every text; at most one before and none after can be "
-            f"served; correct post_processor, or add_eos_token in {TOKENIZER_CONFIG_FILE}"
+            f"the tokenizer adds special tokens {begins} before and {ends} after every text; supported are at most one "
+            f"before and none after; correct post_processor, or add_eos_token in {TOKENIZER_CONFIG_FILE}"
         )
     return _id_of(begins[0], "bos_token", vocabulary) if begins else None
 
@@ -128,7 +128,9 @@ def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list
             return [str(name) for name in names[:text]], [str(name) for name in names[text + 1 :]]
         case {"type": "RobertaProcessing" | "BertProcessing", "cls": [str(begin), *_], "sep": [str(end), *_]}:
             return [begin], [end]
-    raise TokenizerError(f"the post_processor {post_processor.get('type')!r} is not supported; use TemplateProcessing")
+    raise TokenizerError(
+        f"post_processor {post_processor.get('type')!r} of tokenizer.json is not supported; use TemplateProcessing"
+    )
 
 
 def _token_name(value: object) -> str | None:
@@ -139,5 +141,5 @@ def _token_name(value: object) -> str | None:
 
 def _id_of(name: str, role: str, vocabulary: Mapping[str, int]) -> int:
     if name not in vocabulary:
-        raise TokenizerError(f"{role} {name!r} is not in the vocabulary; correct {TOKENIZER_CONFIG_FILE}")
+        raise TokenizerError(f"{role} {name!r} is not in the tokenizer's vocabulary; correct {TOKENIZER_CONFIG_FILE}")
     return vocabulary[name]

@@ -26,7 +26,7 @@ class ByteLevelTokenizer(Tokenizer):
 
     Args:
         pattern: regular expression that splits a text into pieces; merges never cross the border of a piece.
-        ranks: bytes and id of every ordinary token; pairs that join to a token with a lower id are merged first.
+        ranks: id of every ordinary token, by its bytes; pairs that join to a token with a lower id are merged first.
 
     Raises:
         TokenizerError: a byte has no token, tiktoken cannot use the pattern, or an id is wrong; see `Tokenizer`.
@@ -43,7 +43,7 @@ class ByteLevelTokenizer(Tokenizer):
     ) -> None:
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
             raise TokenizerError(
-                f"{len(missing)} of the 256 single bytes have no token, {missing[0]:#04x} first; add them"
+                f"the tokenizer has no token for {len(missing)} of the 256 bytes, such as {missing[0]:#04x}; add them"
             )
         token_bytes = ((token_id, token) for token, token_id in ranks.items())
         super().__init__(token_bytes, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
@@ -81,13 +81,13 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 def save_native(tokenizer: ByteLevelTokenizer, directory: Path) -> None:
-    """Write `RANKS_FILE` and `SPEC_FILE`, the tokenizer files of a Kvasir checkpoint.
+    """Write a Kvasir checkpoint's tokenizer files, tokenizer.tiktoken and tokenizer_spec.json, to a directory.
 
     Raises:
         ValueError: the tokenizer has no EOS token, so no text would ever end.
     """
     if not (ends := tokenizer.eos_token_ids):
-        raise ValueError("the tokenizer has no EOS token; give it one in eos_token_ids")
+        raise ValueError("the tokenizer has no EOS token; give at least one id in eos_token_ids")
     lines = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
     text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in lines)
     (directory / RANKS_FILE).write_text(text)
@@ -110,7 +110,7 @@ class _Spec(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_native(directory: Path) -> ByteLevelTokenizer:
-    """Load the tokenizer of a Kvasir checkpoint from its two files. Raises CheckpointError."""
+    """Load a tokenizer from tokenizer.tiktoken and tokenizer_spec.json of a directory. Raises CheckpointError."""
     ranks, path = read_ranks(directory / RANKS_FILE), directory / SPEC_FILE
     try:
         spec = msgspec.convert(read_json(path), _Spec)
@@ -139,7 +139,7 @@ def load_native(directory: Path) -> ByteLevelTokenizer:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read tokens and ranks from a file with one `base64(bytes) rank` a line. Raises CheckpointError."""
+    """Return each token's rank, by its bytes, from a file of lines `base64(bytes) rank`. Raises CheckpointError."""
     ranks: dict[bytes, int] = {}
     for line in read_bytes(path).splitlines():
         try:

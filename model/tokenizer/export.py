@@ -46,7 +46,7 @@ _PORTABLE = regex.compile(
 
 
 def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path]:
-    """Write the tokenizer of the checkpoint directory `source` to the empty directory `out`, and return its files.
+    """Write the tokenizer of the checkpoint directory `source` to the empty directory `out`; return the written paths.
 
     Raises:
         TokenizerError: the tokenizer has no equivalent in Hugging Face's format.
@@ -83,7 +83,7 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path
 
 
 def pattern_for_oniguruma(pattern: str) -> str | None:
-    """Translate tiktoken's split pattern to the syntax of `tokenizers`; None if the engines may read it differently."""
+    """Translate a split pattern from tiktoken's regex syntax to that of `tokenizers`; None if meanings may differ."""
     # A possessive `{m,n}+` at the end of an alternative may be greedy: no later element could make it backtrack.
     greedy = regex.sub(r"(\{\d+(?:,\d*)?\})\+(?=\||\)|$)", r"\1", pattern)
     translated = regex.sub(r"(?<!\\)\$(?=\||\)|$)", r"\\z", greedy)
@@ -106,7 +106,8 @@ def _from_ranks(tokenizer: ByteLevelTokenizer) -> dict[str, Any]:
     pattern = pattern_for_oniguruma(tokenizer.pattern)
     if pattern is None:
         raise TokenizerError(
-            f"the pattern {tokenizer.pattern!r} has no equivalent in Hugging Face's format; export cannot write it"
+            f"the tokenizer's split pattern {tokenizer.pattern!r} has no equivalent in Hugging Face's format, so the "
+            "tokenizer cannot be exported; use tiktoken with tokenizer.tiktoken"
         )
     special = tokenizer.special_tokens
     tokens = sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)
@@ -128,7 +129,7 @@ def _from_ranks(tokenizer: ByteLevelTokenizer) -> dict[str, Any]:
 
 
 def _last_merge(ranks: Mapping[bytes, int], token: bytes) -> tuple[bytes, bytes] | None:
-    """Return the pair that tiktoken merges last into a token; None if merging ends with more than two parts."""
+    """Return the two parts that tiktoken's BPE merges last into a token; None if merges stop with more parts left."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         ranked = [(ranks.get(left + right), index) for index, (left, right) in enumerate(pairwise(parts))]

@@ -1,7 +1,7 @@
 """Loading of a checkpoint directory's tokenizer in the format of Kvasir, Hugging Face, OpenAI or Meta.
 
-A bare `*.tiktoken` file holds only ranks. Its SHA-256 identifies the split pattern and the special tokens, which are
-from tiktoken's `openai_public.py` (MIT). Those of Llama 3's `tokenizer.model` are from Meta's `llama3/tokenizer.py`.
+A bare `*.tiktoken` file holds only tokens and ranks. Its SHA-256 identifies the split pattern and the special tokens,
+which are from tiktoken's `openai_public.py` (MIT); for Llama 3's `tokenizer.model`, from Meta's `llama3/tokenizer.py`.
 """
 
 import os
@@ -48,7 +48,7 @@ _LLAMA3_PATTERN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Published:
-    """Name, split pattern and special tokens of a published file of ranks."""
+    """Name, split pattern and special tokens that belong to a published file of ranks (*.tiktoken)."""
 
     name: str
     pattern: str
@@ -123,7 +123,7 @@ def _load_json(directory: Path) -> Tokenizer:
 
 
 def _load_published_ranks(path: Path) -> Tokenizer:
-    """Load the tokenizer of a published file of ranks. Raises CheckpointError for a file with an unknown SHA-256."""
+    """Load the tokenizer of a published *.tiktoken file. Raises CheckpointError for a file with an unknown SHA-256."""
     check_is_file(path)
     digest = file_digest(path)
     if (published := _PUBLISHED.get(digest)) is None:
@@ -145,7 +145,7 @@ def _load_tokenizer_model(directory: Path) -> Tokenizer:
             f"{path}: a SentencePiece model, which is not supported; {_SAVE_FAST_TOKENIZER}"
         ) from error
     if len(ranks) != 128_000:
-        raise CheckpointError(f"{path}: {len(ranks)} ranks, expected 128000 as in Llama 3; add a tokenizer.json")
+        raise CheckpointError(f"{path}: {len(ranks)} tokens, expected Llama 3's 128000; add a tokenizer.json")
     return _from_ranks(path, _LLAMA3)
 
 
@@ -154,7 +154,7 @@ def _load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> 
     config, path = read_tokenizer_config(directory), directory / vocabulary_file
     name = ("GPT2Tokenizer" if config.tokenizer_class is None else config.tokenizer_class).removesuffix("Fast")
     if name not in _SPLITS:
-        raise CheckpointError(f"{path}: the split pattern of {name} is not in this file; {_SAVE_FAST_TOKENIZER}")
+        raise CheckpointError(f"{path}: this file lacks the split pattern of {name}; {_SAVE_FAST_TOKENIZER}")
     pattern, normalizer = _SPLITS[name]
     vocabulary = read_json(path)
     if _END_OF_TEXT in vocabulary:  # GPT-2's own files name no EOS token
@@ -174,7 +174,7 @@ def _load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> 
 
 
 def _special_tokens(directory: Path, vocabulary: Mapping[str, int], config: TokenizerConfig) -> list[dict[str, Any]]:
-    """Return the special tokens as entries of `added_tokens`: GPT-2's, and those that the other files name."""
+    """Return the special tokens as entries of `added_tokens`: GPT-2's, those of the config, and added_tokens.json's."""
     ids = {**vocabulary, **read_json(directory / "added_tokens.json", optional=True)}
     names = {_END_OF_TEXT, *config.special, *(ids.keys() - vocabulary.keys())} & ids.keys()
     return [added_token(name, ids[name]) for name in sorted(names, key=ids.__getitem__)]

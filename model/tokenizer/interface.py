@@ -11,7 +11,7 @@ MAX_IDS = 2**22
 
 
 class TokenizerError(OneLineError):
-    """Error of an unsuitable definition of a tokenizer, or of a text that a tokenizer cannot encode."""
+    """Error of a tokenizer definition that cannot be used, or of a text that a tokenizer cannot encode."""
 
 
 class Tokenizer(ABC):
@@ -20,8 +20,8 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: the highest id plus one. Unused ids below `vocab_size` have no bytes and an empty name.
         special_tokens: name and id of each special token. Special tokens add no text to a completion.
-        eos_token_ids: the EOS tokens, each of which ends a text. May be empty.
-        bos_token_id: the BOS token, which is put before a prompt; None if prompts begin without a special token.
+        eos_token_ids: ids of the EOS tokens, each of which ends a text. May be empty.
+        bos_token_id: id of the BOS token, which is put before every prompt; None if prompts begin without one.
         longest_token: maximum number of text bytes that one token covers, special tokens excepted; None: no limit.
     """
 
@@ -42,9 +42,13 @@ class Tokenizer(ABC):
         table: dict[int, bytes] = {}
         for token_id, token in (*token_bytes, *((token_id, b"") for token_id in special_tokens.values())):
             if token_id < 0 or token_id in table:
-                raise TokenizerError(f"token ids must be 0 or more and unique; {token_id} is not")
+                raise TokenizerError(
+                    f"token ids must be 0 or more and unique; {token_id} is not; correct the tokenizer's files"
+                )
             if token_id >= MAX_IDS:
-                raise TokenizerError(f"token ids must be under {MAX_IDS:,}; {str(token_id)[:20]} is not")
+                raise TokenizerError(
+                    f"token ids must be under {MAX_IDS:,}; {str(token_id)[:20]} is not; correct the tokenizer's files"
+                )
             table[token_id] = token
         self._token_bytes = [table.get(token_id, b"") for token_id in range(max(table, default=-1) + 1)]
         self.vocab_size = len(self._token_bytes)
@@ -94,7 +98,7 @@ class Tokenizer(ABC):
 class StreamDecoder:
     """Incremental decoder of token ids that holds back the bytes of an incomplete character.
 
-    The joined texts of all pushes and the flush are the text that the ids add to a non-empty text.
+    The texts returned by all `push` calls and `flush`, joined, are the text that the ids add to a non-empty text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -103,11 +107,11 @@ class StreamDecoder:
         self._holds = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Decode token ids and return the text that is complete."""
+        """Decode the next token ids; return the new text up to the last complete character."""
         return "".join(map(self.push_one, token_ids))
 
     def push_one(self, token_id: int) -> str:
-        """Decode one token id and return the text that is complete. ASCII takes a faster path."""
+        """Decode the next token id; return the new text up to the last complete character. Fast for ASCII."""
         added = self._token_bytes(token_id)
         if added.isascii() and not self._holds:
             return added.decode("ascii")

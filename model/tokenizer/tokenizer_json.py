@@ -59,7 +59,7 @@ class TokenDecoder:
     byte_level: every character of a token stands for a byte.
     byte_fallback: a token such as <0xE2> stands for one byte.
     replacements: pairs of old and new text, replaced in a token in this order.
-    num_stripped: maximum number of spaces, put there by encoding, to remove from the start of a whole text.
+    num_stripped: maximum number of spaces to remove from the start of a whole text; encoding has added them.
     """
 
     byte_level: bool = False
@@ -82,7 +82,7 @@ class TokenDecoder:
 
 
 def flatten_steps(values: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
-    """Return the steps of a decoder, normalizer or pre-tokenizer; `key` names the list of steps in a Sequence."""
+    """Return the steps of a decoder, normalizer or pre-tokenizer as a flat list; `key` holds a Sequence's steps."""
     if values is None:
         return []
     if values.get("type") != "Sequence":
@@ -91,7 +91,7 @@ def flatten_steps(values: Mapping[str, Any] | None, key: str) -> list[Mapping[st
 
 
 def read_decoder(values: Mapping[str, Any] | None) -> TokenDecoder:
-    """Read the `decoder` of a tokenizer.json. Raises TokenizerError for unsupported steps or another order of steps."""
+    """Read the `decoder` of a tokenizer.json. Raises TokenizerError for an unsupported step or order of steps."""
     steps = flatten_steps(values, "decoders")
     kinds = [str(step.get("type")) for step in steps]
     if "ByteLevel" in kinds:
@@ -132,7 +132,7 @@ def tokenizer_from_json(path: Path, values: dict[str, Any], config: TokenizerCon
     """Make a tokenizer from the values of a tokenizer.json and the other files of its directory.
 
     Args:
-        path: the file that an error names.
+        path: the file with the values, which errors name; the other files are beside it.
 
     Raises:
         CheckpointError: a part of a file is malformed or not supported.
@@ -161,7 +161,7 @@ class LibraryTokenizer(Tokenizer):
         values: the object of a tokenizer.json, with all added tokens.
 
     Raises:
-        TokenizerError: the library rejects the values, or handles a token differently from them.
+        TokenizerError: the library rejects the values, or would give an added token another id or meaning.
     """
 
     def __init__(
@@ -204,12 +204,12 @@ class LibraryTokenizer(Tokenizer):
         return text.decode("utf-8", "replace")
 
     def to_json(self) -> str:
-        """Return the text of a tokenizer.json for this tokenizer."""
+        """Return this tokenizer as the text of a tokenizer.json."""
         return str(self._library.to_str())
 
     @cached_property
     def _special_parser(self) -> tokenizers.Tokenizer:
-        """Second library tokenizer, which parses special tokens in a text: threads share a tokenizer's settings."""
+        """Second library tokenizer, which parses special tokens in a text: switching the first is not thread-safe."""
         library = tokenizers.Tokenizer.from_str(self.to_json())
         library.encode_special_tokens = False
         return library
@@ -228,7 +228,7 @@ class LibraryTokenizer(Tokenizer):
                 )
             if token["normalized"] and not self._normalize(token["content"]):
                 raise TokenizerError(
-                    f"the added token {token['content']!r} is empty after normalization; set its normalized to false"
+                    f"the added token {token['content']!r} is empty after normalization; set its `normalized` to false"
                 )
 
     def _check_nothing_is_dropped(self, text: str, alphabet: frozenset[str]) -> None:
@@ -267,7 +267,7 @@ def _read_vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
         raise TokenizerError("the vocabulary is empty, or has ids other than integers from 0; copy the file again")
     [(token_id, count)] = Counter(vocabulary.values()).most_common(1)
     if count > 1:
-        raise TokenizerError(f"token ids must be unique; {token_id} is not; copy the file again")
+        raise TokenizerError(f"token ids must be unique, but several tokens have {token_id}; copy the file again")
     return vocabulary
 
 
@@ -283,7 +283,7 @@ def _read_added_tokens(
     for entry in (*listed, *values.get("added_tokens", [])):
         token_id, content = entry.get("id"), entry.get("content")
         if not isinstance(token_id, int) or token_id < 0 or not isinstance(content, str) or not content:
-            raise TokenizerError(f"an added token needs an id and a content, not {entry!r}; correct it")
+            raise TokenizerError(f"an added token needs an id and a content, unlike {entry!r}; correct it")
         is_special = entry.get("special") is True or content in config.special
         normalized = entry.get("normalized", entry.get("special") is not True)
         by_id[token_id] = {**_PLAIN_ADDED_TOKEN, **entry, "normalized": normalized, "special": is_special}
@@ -304,8 +304,8 @@ def _alphabet(model: Mapping[str, Any], decoder: TokenDecoder) -> frozenset[str]
 def _max_covered_bytes(values: Mapping[str, Any], decoder: TokenDecoder, longest_token: int) -> int | None:
     """Return the maximum number of text bytes that one token covers; None if there is no limit.
 
-    By this number a text far longer than the context is rejected before it is tokenized. There is no limit if one token
-    can cover unknown characters or words of any length, or if a step of the tokenizer removes characters.
+    With this maximum, the server rejects a text far longer than the context without tokenizing it. There is no limit if
+    one token can cover unknown characters or words of any length, or if a step of the tokenizer removes characters.
     """
     steps = [
         *flatten_steps(values.get("normalizer"), "normalizers"),
@@ -332,7 +332,7 @@ def _keeps_length(step: Mapping[str, Any], decoder: TokenDecoder) -> bool:
 
 
 def _covers_known_text(model: Mapping[str, Any], decoder: TokenDecoder) -> bool:
-    """Return True if the model never covers a run of unknown characters with one token."""
+    """Return True if no token of the BPE, WordLevel or Unigram model can cover a run of unknown characters."""
     kind, vocabulary, unknown = model.get("type", "BPE"), model["vocab"], model.get("unk_token")
     if kind == "BPE":
         if unknown is None or unknown not in vocabulary:  # an unknown character raises an error, except white space
@@ -343,7 +343,7 @@ def _covers_known_text(model: Mapping[str, Any], decoder: TokenDecoder) -> bool:
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
-    """Call the library, and raise its errors, which have no type of their own, as TokenizerError."""
+    """Call a function of the `tokenizers` library; raise its errors, and panics in its Rust code, as TokenizerError."""
     try:
         return call()
     except BaseException as error:

@@ -53,7 +53,7 @@ print(manifest.num_weight_bytes, baseline * 1024, kilobytes("VmHWM") * 1024, kil
 
 
 def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_shards: int, num_bytes: int) -> None:
-    """Write a random checkpoint of about `num_bytes`; the vocabulary makes up the size."""
+    """Write a random checkpoint whose weight files have about `num_bytes`, by the choice of the vocabulary size."""
     directory.mkdir()
     values = {"model_type": family_name, **CONFIGS[family_name], "vocab_size": 1}
     _, config = read_family_config(directory / "config.json", values)
@@ -75,7 +75,7 @@ def write_large(directory: Path, family_name: str, dtype: torch.dtype, *, num_sh
 
 
 def measure(directory: Path, dtype: str) -> tuple[int, int, int, int]:
-    """Return four numbers of bytes: weight files, child process before loading, at its peak, and after loading."""
+    """Load a model in a child process; return bytes of its files, and of the process before, at peak and after."""
     command = [sys.executable, "-W", "ignore", "-c", _LOAD, str(directory), dtype]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of the library's own imports
+    warnings.simplefilter("ignore")  # warnings of the library's imports
     import transformers
 
 from model.checkpoint.loading import load_model
@@ -32,7 +32,7 @@ _SIZES = {
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": CONTEXT}
 _GQA = {"num_key_value_heads": 2}
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-# With heads of 16, of the wavelengths 6, 20, 63, 199, ... one is kept, two are on the ramp, the others stretched.
+# With a head size of 16, one of the wavelengths 6, 20, 63, 199, ... is kept, two are interpolated, others stretched.
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -57,7 +57,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Model family and the config values of a test case, besides the sizes above."""
+    """Test case: a model family, and config values besides the sizes in CLASSES."""
 
     family: str
     changes: dict[str, Any] = field(default_factory=dict)

@@ -20,7 +20,7 @@ ARGUMENTS: Arguments = {
 
 
 def random_state(arguments: Arguments, seed: int = 0) -> dict[str, Tensor]:
-    """Return a random state_dict as nanoGPT's train.py saves one: lm_head shares the embedding's memory."""
+    """Return a random state_dict like one of nanoGPT's train.py: lm_head shares the embedding's memory."""
     generator = torch.Generator().manual_seed(seed)
     width, vocabulary = arguments["n_embd"], arguments["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {

@@ -174,7 +174,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gpt2", "n_ctx": 2048},
         "n_ctx=2048: n_ctx must equal n_positions, 1024",
     ),
-    "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the width of 4096 is not a multiple"),
+    "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the hidden size 4096 is not a multiple"),
     "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),
     "size is a word": ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
     "size is negative": ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
@@ -205,13 +205,13 @@ def test_an_error_names_the_config_key_of_a_missing_feature(name: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-def test_every_case_of_the_grid_keeps_its_config(tmp_path: Path) -> None:
-    """Configs that transformers wrote differ between all cases of a family after Kvasir has read them."""
+def test_configs_of_different_test_cases_stay_different(tmp_path: Path) -> None:
+    """Kvasir reads the config.json that transformers wrote for each case of a family as another ModelConfig."""
     configs: dict[str, list[ModelConfig]] = {}
     for case in CASES.values():
         values = json.loads(case.build().config.to_json_string())
         configs.setdefault(case.family, []).append(read_family_config(tmp_path / "config.json", values)[1])
     for family, found in configs.items():
-        # Gemma's old word for its activation means the same model, and so does a window that no layer uses.
+        # Gemma's old name for its activation gives the same model, and so does a window that no layer uses.
         duplicates = len(found) - len(set(map(repr, found)))
         assert duplicates == {"gemma": 1, "mistral": 1, "qwen2": 1}.get(family, 0), family

@@ -1,4 +1,4 @@
-"""Conversion keeps every tensor: export to Hugging Face's format, and pickles to safetensors."""
+"""Export to Hugging Face's format, and conversion of pickles to safetensors, keep every tensor."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ PICKLE = "pytorch_model.bin"
 
 
 def test_transformers_computes_the_same_logits_for_an_export(tmp_path: Path) -> None:
-    """The transformers library gives the same ids and logits for the exported shipped model."""
+    """The transformers library gives the same token ids and logits for the export of the shipped checkpoint."""
     manifest = export_checkpoint(SHIPPED, tmp_path / "exported")
     assert manifest.config == read_manifest(SHIPPED).config
     ids = load_tokenizer(SHIPPED).encode(STORY)
@@ -63,12 +63,12 @@ def test_exporting_a_model_of_no_family_is_rejected(tmp_path: Path, capsys: pyte
     path = write_checkpoint(tmp_path / "ckpt.pt", arguments, random_state(arguments))
     convert_nanogpt(path, meta(tmp_path / "meta.pkl"), tmp_path / "ours")
     assert main(["convert", "--export", str(tmp_path / "ours"), "--out", str(tmp_path / "theirs")]) == 1
-    assert capsys.readouterr().err.startswith("kvasir convert: no family (gpt2, llama, mistral")
+    assert capsys.readouterr().err.startswith("kvasir convert: no model family (gpt2, llama, mistral")
     assert not (tmp_path / "theirs").exists()
 
 
 def write_pickles(directory: Path, case: str, *, num_shards: int = 1) -> dict[str, torch.Tensor]:
-    """Write pickles as transformers did before safetensors: tied heads share memory."""
+    """Write weights as pickles, as transformers did before safetensors; return them. A tied head shares memory."""
     model = CASES[case].build()
     model.config.save_pretrained(directory)
     write_byte_level(directory, 300)
@@ -112,8 +112,8 @@ def _fill(directory: Path) -> None:
 
 
 TROUBLES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "code": (lambda d: torch.save({"x": Evil(d / "it-ran")}, d / "old" / PICKLE), "would run code"),
-    "cut": (lambda d: (d / "old" / PICKLE).write_bytes(b"PK123"), "bin: not a complete file of torch.save"),
+    "code": (lambda d: torch.save({"x": Evil(d / "it-ran")}, d / "old" / PICKLE), "reading it would run code"),
+    "cut": (lambda d: (d / "old" / PICKLE).write_bytes(b"PK123"), "bin: not a complete file written by torch.save"),
     "nothing": (lambda d: (d / "old" / PICKLE).unlink(), f"neither {PICKLE} nor {PICKLE}.index.json"),
     "path trick": (lambda d: _rewrite_index(d / "old", "../x.bin"), "'../x.bin' is not a plain file name"),
     "shard missing": (lambda d: _rewrite_index(d / "old", "x.bin"), "x.bin: No such file"),

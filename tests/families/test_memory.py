@@ -1,6 +1,6 @@
 """Peak memory of loading a checkpoint of half a gigabyte: the model, and at most a fifth of the files.
 
-The peak is the kernel's count of resident memory (VmHWM) beyond that of the process with all imports. It includes
+The peak is the kernel's maximum of resident memory (VmHWM), less the resident memory after all imports. It includes
 mapped pages of files.
 """
 
@@ -16,7 +16,7 @@ from tests.families.large_checkpoint import MEGABYTE, measure, write_large
 from tests.families.models import CASES, load
 
 LIMIT = 1.2
-# Family, dtype of the files, shards; dtypes of the model, with its size over that of the files.
+# Family, dtype of the files, number of shards, and for each dtype of the model: its size / size of the files.
 LOADS: dict[str, tuple[str, torch.dtype, int, dict[str, float]]] = {
     "one file": ("llama", torch.float32, 1, {"float32": 1.0, "bfloat16": 0.5}),
     "transposed, shards": ("gpt2", torch.float32, 3, {"float32": 1.0}),
@@ -35,20 +35,20 @@ def test_peak_memory_is_the_model_and_a_fifth_of_the_files(tmp_path: Path, name:
         for dtype, growth in dtypes.items():
             file_bytes, baseline, peak, after = measure(directory, dtype)
             print(
-                f"{name}, loaded as {dtype}: files {file_bytes / MEGABYTE:.0f} MB, baseline {baseline / MEGABYTE:.0f} "
-                f"MB, beyond it {(peak - baseline) / file_bytes:.3f} of the files at the peak, "
-                f"{(after - baseline) / file_bytes:.3f} afterwards"
+                f"{name}, loaded as {dtype}: files {file_bytes / MEGABYTE:.0f} MB, memory before loading "
+                f"{baseline / MEGABYTE:.0f} MB; growth {(peak - baseline) / file_bytes:.3f} of the files' size at the "
+                f"peak, {(after - baseline) / file_bytes:.3f} after loading"
             )
             assert file_bytes > 499 * MEGABYTE
-            assert after - baseline > 0.95 * growth * file_bytes  # it is there, and counted
+            assert after - baseline > 0.95 * growth * file_bytes  # the model is in memory, and counted
             assert peak - baseline <= (growth + LIMIT - 1) * file_bytes
     finally:
-        shutil.rmtree(directory)  # pytest would keep three runs of it
+        shutil.rmtree(directory)  # pytest would keep the directories of three runs
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama gqa tied", "gpt_neox", "olmo2"])
 def test_tensors_read_in_slices_equal_whole_tensors(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices are so small here that every tensor has many and every file is opened many times."""
+    """The slice size is so small that every tensor has many slices, and every file is opened many times."""
     CASES[case].build().save_pretrained(tmp_path, max_shard_size=20_000)
     whole = load(tmp_path).state_dict()
     monkeypatch.setattr("model.checkpoint.weights.SLICE_BYTES", 700)

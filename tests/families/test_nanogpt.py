@@ -1,4 +1,4 @@
-"""Conversion of nanoGPT's ckpt.pt: equal logits, a tokenizer of characters, and no execution of code."""
+"""Conversion of nanoGPT's ckpt.pt: equal logits, a tokenizer of characters, and no code of a pickle runs."""
 
 import os
 import pickle
@@ -57,7 +57,7 @@ def test_a_converted_model_has_the_logits_of_nanogpt(tmp_path: Path, case: str) 
 
 
 def test_the_reference_for_nanogpt_is_gpt2_with_exact_gelu() -> None:
-    """The small implementation of nanoGPT equals the transformers library's GPT-2 with exact GELU only."""
+    """The tests' implementation of nanoGPT equals the transformers library's GPT-2 with exact GELU."""
     state = random_state(ARGUMENTS)
     config = transformers.GPT2Config(
         **{key: ARGUMENTS[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")},
@@ -142,24 +142,27 @@ def test_code_in_a_pickle_never_runs(tmp_path: Path, where: str) -> None:
     state = random_state(ARGUMENTS)
     path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, state, **({} if in_meta else {where: {"x": evil}}))
     characters = meta(tmp_path / "meta.pkl", **({"stoi": evil} if in_meta else {}))
-    with pytest.raises(CheckpointError, match="would run code when read, which is not allowed") as caught:
+    with pytest.raises(CheckpointError, match="reading it would run code, which is not allowed") as caught:
         convert_nanogpt(path, characters, tmp_path / "out")
     assert not mark.exists()
     assert "\n" not in str(caught.value)
     pickle.loads(pickle.dumps(evil))
-    assert mark.exists(), "the trap itself works"
+    assert mark.exists(), "unrestricted unpickling runs the command"
 
 
 TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no such file": (lambda d: (d / "ckpt.pt").unlink(), "ckpt.pt: No such file"),
     "cut": (
         lambda d: (d / "ckpt.pt").write_bytes((d / "ckpt.pt").read_bytes()[:3000]),
-        "not a complete file of torch.s",
+        "not a complete file written by torch.save",
     ),
-    "no model": (lambda d: torch.save({"x": 1}, d / "ckpt.pt"), "no model and model_args"),
+    "no model": (lambda d: torch.save({"x": 1}, d / "ckpt.pt"), "has no entries model and model_args"),
     "a tensor alone": (lambda d: torch.save(torch.ones(1), d / "ckpt.pt"), "expected a dictionary"),
     "unknown argument": (lambda d: _write(d, {"flash": True}), "ckpt.pt: flash=True: unknown key"),
-    "uneven heads": (lambda d: _write(d, {"n_head": 5}), "n_head|num_attention_heads=5: the width of 32"),
+    "uneven heads": (
+        lambda d: _write(d, {"n_head": 5}),
+        "n_head|num_attention_heads=5: the hidden size 32 is not a multiple",
+    ),
     "another width": (
         lambda d: _write(d, {"n_embd": 64}),
         r"wte.weight is torch.float32 of shape \(300, 32\), but model_arg",
@@ -168,7 +171,10 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: _write(d, {"block_size": 32}),
         r"wpe.weight .*model_args require floats of shape \(32, 32\)",
     ),
-    "more layers": (lambda d: _write(d, {"n_layer": 3}), "tensor h.2.ln_1.weight is missing"),
+    "more layers": (
+        lambda d: _write(d, {"n_layer": 3}),
+        "tensor h.2.ln_1.weight, which model_args require, is missing",
+    ),
     "fewer layers": (lambda d: _write(d, {"n_layer": 1}), r"tensor h.1.* is not part of nanoGPT's model \(12 extra\)"),
     "integers": (
         lambda d: _state(d, "transformer.ln_f.bias", torch.ones(32, dtype=torch.int64)),
@@ -176,7 +182,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no stoi": (lambda d: (d / "meta.pkl").write_bytes(pickle.dumps({})), "meta.pkl: no stoi"),
     "meta is no pickle": (lambda d: (d / "meta.pkl").write_bytes(b"abc"), "meta.pkl: not a complete pickle"),
-    "words": (lambda d: meta(d / "meta.pkl", stoi={"ab": 0}), "tokens that are not one character"),
+    "words": (lambda d: meta(d / "meta.pkl", stoi={"ab": 0}), "tokens of more than one character"),
     "holes": (lambda d: meta(d / "meta.pkl", stoi={"a": 0, "b": 2}), "ids in stoi are not 0 to 1"),
     "too many characters": (
         lambda d: meta(d / "meta.pkl", stoi={chr(256 + i): i for i in range(400)}),

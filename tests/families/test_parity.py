@@ -22,7 +22,7 @@ from tests.model.kernel_libraries import BACKENDS
 from tests.model.paging import PagedRun
 
 TOLERANCE = 1e-5
-# Name: dtype of the files, and bytes a shard (None: one file).
+# Dtype of the files, and maximum bytes of a shard (None: one file), by name.
 STORAGES: dict[str, tuple[torch.dtype, int | None]] = {
     "float32, one file": (torch.float32, None),
     "bfloat16, shards": (torch.bfloat16, 20_000),
@@ -42,7 +42,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def expected(case: str, directory: Path, storage: str) -> list[Tensor]:
-    """Save a model to the directory, and return the texts' logits by the transformers library."""
+    """Save the case's model to the directory, and return the transformers library's logits of each text."""
     dtype, shard_bytes = STORAGES[storage]
     model = cast(Any, CASES[case].build()).to(dtype)
     model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
@@ -67,7 +67,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, storage: 
                 assert difference(mine, reference) <= TOLERANCE, f"{attention}, {run}"
 
 
-# What each case is there for: without it, the logits are others. So the parity above cannot be blind to it.
+# Each mechanism changes the logits of its case, so the parity test above detects a missing mechanism.
 ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact gelu": ("gpt2 exact gelu", {"mlp": MlpKind.GELU}),
     "score scale": ("gpt2 unscaled", {"score_scale": None}),
@@ -89,7 +89,7 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ALTERATIONS)
-def test_the_parity_grid_detects_a_changed_mechanism(tmp_path: Path, name: str) -> None:
+def test_the_parity_cases_detect_a_changed_mechanism(tmp_path: Path, name: str) -> None:
     case, changes = ALTERATIONS[name]
     theirs = expected(case, tmp_path, "float32, one file")
     model = load(tmp_path)
@@ -109,7 +109,7 @@ def test_float16_files_are_loaded(tmp_path: Path) -> None:
         assert difference(ours, model(ids[None]).logits[0]) <= TOLERANCE
 
 
-def test_every_family_is_in_the_grid() -> None:
+def test_every_family_has_a_parity_case() -> None:
     assert {case.family for case in CASES.values()} == set(FAMILIES)
 
 
@@ -118,7 +118,7 @@ TIED = [name for name, case in CASES.items() if case.build().config.tie_word_emb
 
 @pytest.mark.parametrize("case", TIED)
 def test_tensor_names_without_the_family_prefix_are_read(tmp_path: Path, case: str) -> None:
-    """The first GPT-2 files were saved from the model without its head, which is the embedding."""
+    """The first GPT-2 checkpoints were saved from the bare model, without the head, which is tied to the embedding."""
     model = cast(Any, CASES[case].build())
     model.base_model.save_pretrained(tmp_path)
     manifest = read_manifest(tmp_path)

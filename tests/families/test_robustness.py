@@ -26,7 +26,7 @@ ROPES = st.dictionaries(st.sampled_from(ROPE_KEYS), JSON, max_size=4)
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """Return the CheckpointError's message that a call raises, or an empty text."""
+    """Return the message of the CheckpointError that a call raises; an empty text without an error."""
     try:
         call()
     except CheckpointError as error:

@@ -1,7 +1,7 @@
 """Greedy tokens of every family equal those of the transformers library, in the engine and over HTTP.
 
-Over HTTP, each kind of tokenizer has one family. Token names and logprobs are compared, because two tokens may share a
-name. The models' best token is always far ahead of the second.
+Over HTTP, one family is tested for each kind of tokenizer. Token names and logprobs are compared, because two tokens
+may have the same name. In these models the best token's logprob is always far above the second's.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.families.tokenizer_files import write_byte_level, write_sentence_piec
 
 PROMPT = "The dog did not cross the road as it was too tired. "
 NUM_TOKENS = 64
-CLEAR = 1e-3  # the likeliest token leads by at least this much in log-probability, float32 rounding is 1e-5
+CLEAR = 1e-3  # minimum difference of the two highest logprobs; rounding in float32 causes 1e-5
 VOCAB_SIZE, CONTEXT = 512, 160
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -34,7 +34,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# Each with the kind of tokenizer its checkpoints have, and the mechanism it is known for.
+# Model families, each with a mechanism that it is known for and the kind of tokenizer of its checkpoints.
 SERVED: dict[str, tuple[Case, Any]] = {
     "gpt2": (Case("gpt2"), write_byte_level),
     "llama": (Case("llama", {"num_key_value_heads": 2}), write_sentence_piece),
@@ -52,7 +52,7 @@ SERVED: dict[str, tuple[Case, Any]] = {
 
 
 def expected(model: Any, prompt_ids: list[int]) -> tuple[list[int], Tensor]:
-    """Return transformers' tokens, and the logprobs of the best and second-best token at each step."""
+    """Return transformers' greedy tokens, and the logprobs of the best and second-best token at each position."""
     ids = torch.tensor([prompt_ids])
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def expected(model: Any, prompt_ids: list[int]) -> tuple[list[int], Tensor]:
 
 
 def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> None:
-    """Save the first random model whose best token is always far ahead and whose text does not repeat."""
+    """Save the first random model with a clear best token at each position, and with varied tokens."""
     positions = "n_positions" if case.family == "gpt2" else "max_position_embeddings"
     for seed in range(30):
         model = case.build(seed, spread=0.3, vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
@@ -69,11 +69,11 @@ def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> No
         if len(set(tokens)) >= 15 and float((best[:, 0] - best[:, 1]).min()) > CLEAR:
             model.save_pretrained(directory)
             return
-    raise AssertionError("no random model of this family is decided enough")
+    raise AssertionError("no random model of this family has a clear best token at each position")
 
 
 def saved(directory: Path) -> list[int]:
-    """Save a model and its tokenizer in a directory, and return the prompt's ids by the tokenizers library."""
+    """Save a model and its tokenizer in a directory; return the prompt's ids, encoded by the tokenizers library."""
     case, write_tokenizer = SERVED[directory.name]
     prompt_ids: list[int] = write_tokenizer(directory, VOCAB_SIZE).encode(PROMPT).ids
     save_decided_model(case, directory, prompt_ids)

@@ -25,7 +25,7 @@ SHARD_1, SHARD_2 = "model-00001-of-00004.safetensors", "model-00002-of-00004.saf
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a directory of each kind: llama (untied) and gpt2 (tied) in one file, llama in shards."""
+    """Write three checkpoint directories: llama (untied) and gpt2 (tied) in one file, llama in shards."""
     root = tmp_path_factory.mktemp("checkpoints")
     CASES["llama mha"].build().save_pretrained(root / "llama")
     CASES["gpt2"].build().save_pretrained(root / "gpt2")
@@ -76,7 +76,7 @@ def shorten(name: str, num_bytes: int) -> Damage:
 
 
 def declared(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """Return a damage that changes the header of the weight file and leaves the data."""
+    """Return a function that changes the header of a directory's weight file and keeps the data."""
 
     def damage(directory: Path) -> None:
         data = (directory / SINGLE_FILE).read_bytes()
@@ -90,7 +90,7 @@ def declared(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 
 def _pipe(name: str) -> Damage:
-    """Return a damage that replaces a file by a pipe without a writer, whose reading would block forever."""
+    """Return a function that replaces a file by a pipe without a writer, whose reading would block forever."""
 
     def damage(directory: Path) -> None:
         (directory / name).unlink()
@@ -121,9 +121,21 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         r"requires \(32, 32\); use the config",
     ),
     "tensor transposed": ("gpt2", put("transformer.h.0.mlp.c_fc.weight", torch.ones(128, 32)), r"\(32, 128\)"),
-    "tensor of integers": ("llama", put(NORM, torch.ones(32, dtype=torch.int64)), f"tensor {NORM} is I64, one of F32"),
-    "tensor of doubles": ("llama", put(NORM, torch.ones(32).double()), f"tensor {NORM} is F64, one of F32, BF16, F16"),
-    "quantized tensor": ("llama", put(NORM, torch.ones(32).to(torch.float8_e4m3fn)), f"tensor {NORM} is F8_E4M3"),
+    "tensor of integers": (
+        "llama",
+        put(NORM, torch.ones(32, dtype=torch.int64)),
+        f"tensor {NORM} has dtype I64, not one of F32",
+    ),
+    "tensor of doubles": (
+        "llama",
+        put(NORM, torch.ones(32).double()),
+        f"tensor {NORM} has dtype F64, not one of F32, BF16, F16",
+    ),
+    "quantized tensor": (
+        "llama",
+        put(NORM, torch.ones(32).to(torch.float8_e4m3fn)),
+        f"tensor {NORM} has dtype F8_E4M3",
+    ),
     "tensor with and without prefix": (
         "llama",
         put("norm.weight", torch.ones(32)),
@@ -165,10 +177,10 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "a name of a million letters": (
         "llama",
         declared(lambda header: header.update({"x" * 10**6: header.pop(Q)})),
-        "tensor xxx.*; use the config it was saved with",
+        "tensor xxx.*; use the config that the tensor was saved with",
     ),
     "nested header": ("llama", lambda d: _raw_header(d, b"[" * 100_000), "not a valid safetensors file"),
-    "shard missing": ("shards", lambda d: (d / SHARD_2).unlink(), f"{SHARD_2}: missing, and {INDEX_FILE} names it"),
+    "shard missing": ("shards", lambda d: (d / SHARD_2).unlink(), f"{SHARD_2}: missing, but listed in {INDEX_FILE}"),
     "shards of another model": (
         "shards",
         lambda d: shutil.copy(d / SHARD_1, d / SHARD_2),
@@ -177,13 +189,13 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "index of another model": (
         "shards",
         index(lambda m: m.update({Q: "model-00004-of-00004.safetensors"})),
-        f"model-00004-of-00004.safetensors: tensor {Q} is in model-0000.*, but the index says it is in this file; "
-        "download index",
+        f"model-00004-of-00004.safetensors: tensor {Q} is in model-0000.*, but the index file lists it in this file; "
+        "download the index",
     ),
     "tensor that only the index knows": (
         "shards",
         index(lambda m: m.update(ghost=SHARD_1)),
-        "tensor ghost is in no file, but the index says it is in this file",
+        "tensor ghost is in no file, but the index file lists it in this file",
     ),
     "path upwards": ("shards", index(lambda m: m.update({Q: "../model.safetensors"})), "'../model.*' is not a plain"),
     "path from the root": ("shards", index(lambda m: m.update({Q: "/etc/x.safetensors"})), "is not a plain file name"),
@@ -197,7 +209,11 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "index of numbers": ("shards", index(lambda m: m.update({Q: 3})), "in 3, which is not a .safetensors file"),
     "index without a map": ("shards", in_json(INDEX_FILE, lambda v: v.clear()), "index.json: no weight_map"),
     "index not JSON": ("shards", lambda d: (d / INDEX_FILE).write_text("{"), f"{INDEX_FILE}: not JSON"),
-    "two sets of weights": ("shards", lambda d: shutil.copy(d / SHARD_1, d / SINGLE_FILE), "exists too; remove the"),
+    "two sets of weights": (
+        "shards",
+        lambda d: shutil.copy(d / SHARD_1, d / SINGLE_FILE),
+        "exists too; remove the outdated",
+    ),
     "no weights": (
         "llama",
         lambda d: (d / SINGLE_FILE).unlink(),
@@ -242,7 +258,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "tokenizer of another model": (
         "llama",
         lambda d: write_byte_level(d, 320),
-        "tensor model.embed_tokens.weight has 300 rows, the tokenizer beside it 320 tokens, so some have no embedding",
+        "tensor model.embed_tokens.weight has 300 rows, the tokenizer beside it 320 tokens, so some tokens have no",
     ),
 }
 
@@ -298,7 +314,7 @@ def test_the_model_name_is_that_of_the_directory_or_of_the_hub_cache(checkpoints
     assert read_manifest(checkpoints / "llama").name == "llama"
     cached = tmp_path / "models--owner--my-model" / "snapshots" / "0123abc"
     cached.mkdir(parents=True)
-    for path in (checkpoints / "llama").iterdir():  # the hub's cache links to where the files are
+    for path in (checkpoints / "llama").iterdir():  # the hub's cache holds links to the files
         (cached / path.name).symlink_to(path)
     manifest = read_manifest(cached)
     manifest.verify()

@@ -38,7 +38,7 @@ Source = Callable[[Path], list[str]]
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_checkpoint_is_never_written_over(tmp_path: Path, source: Source, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path, source: Source, capsys: pytest.CaptureFixture[str]) -> None:
     flags = source(tmp_path)
     out = tmp_path / "mine"
     assert main(["convert", *flags, "--out", str(out)]) == 0

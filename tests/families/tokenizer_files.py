@@ -11,7 +11,7 @@ END = "<|endoftext|>"
 
 
 def write_byte_level(directory: Path, vocab_size: int) -> Tokenizer:
-    """Write a tokenizer of GPT-2's kind: every byte is a token, and no token precedes a text."""
+    """Write a tokenizer.json like GPT-2's: every byte is a token, and no BOS token is put before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -26,7 +26,7 @@ def write_byte_level(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def write_sentence_piece(directory: Path, vocab_size: int) -> Tokenizer:
-    """Write a tokenizer of Llama 2's kind: spaces are ▁, byte fallback, and <s> before a text."""
+    """Write a tokenizer.json like Llama 2's: spaces are ▁, byte fallback, and <s> is put before a text."""
     marks = ["<unk>", "<s>", "</s>"]
     tokens = [*marks, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))

@@ -1,1 +1,1 @@
-"""Conversion of other formats to checkpoint directories."""
+"""Conversion of checkpoints: export to Hugging Face's format, import of pickled weights and of nanoGPT's ckpt.pt."""

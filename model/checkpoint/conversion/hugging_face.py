@@ -1,6 +1,6 @@
-"""Export of a checkpoint as a Hugging Face directory, and conversion of a Hugging Face directory of pickles.
+"""Export of a checkpoint as a Hugging Face directory, and conversion of pickled weights to safetensors.
 
-Pickles are read without running code.
+Pickles are read without running the code that a pickle may contain.
 """
 
 import math
@@ -31,16 +31,16 @@ from model.io.files import (
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
 
-_NO_CODE = "it would run code when read, which is not allowed; save only tensors and plain values"
+_NO_CODE = "reading it would run code, which is not allowed; save only tensors and plain values"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
 
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:
-    """Export a checkpoint as a Hugging Face directory: config, weights, tokenizer and generation defaults.
+    """Write a checkpoint to `out` in Hugging Face's format: config, weights, tokenizer and default sampling parameters.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no equivalent in this format, or `out` is not empty.
+        CheckpointError: the checkpoint is damaged or cannot be expressed in this format, or `out` is not empty.
     """
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
@@ -59,7 +59,7 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
 
 
 def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch.dtype:
-    """Write weights under a family's tensor names, in their stored dtype; float32 if they have several dtypes."""
+    """Write weights under a model family's tensor names. Return their dtype: as stored, or float32 for mixed dtypes."""
     placements = manifest.place_tensors()
     stored = {header.dtype for place in placements.values() for header in place.parts}
     dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
@@ -71,7 +71,7 @@ def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch
 
 
 def _family_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
-    """Yield the family's tensors, cut from the model's, in the order of `sources`."""
+    """Yield tensors of Hugging Face's format (q, k, v), cut from Kvasir's (qkv), in the order of `sources`."""
     for name, source in sources(config, family).items():
         shapes = source.shapes.values()
         views = part_views(tensors[name], source.layout, (shape[0] for shape in shapes), config)
@@ -80,10 +80,10 @@ def _family_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, family: 
 
 
 def read_torch_file(path: Path) -> Mapping[str, Any]:
-    """Read a dictionary of plain values and mapped tensors that `torch.save` wrote in the zip format.
+    """Read a dictionary that `torch.save` wrote in the zip format: plain values, and tensors mapped from the file.
 
     Raises:
-        CheckpointError: the file cannot be read, would run code, or holds something else.
+        CheckpointError: the file cannot be read, would run code, or holds no dictionary with string keys.
     """
     try:
         with reading(path):
@@ -94,7 +94,7 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
         raise
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: not a complete file of torch.save (version 1.6 or later); copy the file again"
+            f"{path}: not a complete file written by torch.save (torch 1.6 or later); copy the file again"
         ) from error
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{path}: expected a dictionary; save the model's state_dict")
@@ -102,7 +102,7 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """Read a pickle. Raises CheckpointError if the pickle names a class or a function, or cannot be read."""
+    """Read a pickle of plain values. Raises CheckpointError if it refers to a class or function, or is damaged."""
     try:
         with parsing(path), reading(path), path.open("rb") as file:
             return _PlainUnpickler(file).load()
@@ -113,14 +113,14 @@ def read_plain_pickle(path: Path) -> Any:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler that rejects every class and function; numbers, strings, lists and dictionaries need none."""
+    """Unpickler that rejects every class and function. Numbers, strings, lists and dictionaries are accepted."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise OneLineError(_NO_CODE)
 
 
 def convert_pickles(directory: Path, out: Path) -> Manifest:
-    """Convert a Hugging Face directory of pickles to safetensors, and verify the result. Raises CheckpointError."""
+    """Copy a Hugging Face directory to `out`, pickled weights as safetensors; verify `out`. Raises CheckpointError."""
     names = _pickle_names(directory)
     with written_whole(out) as new:
         for pattern in _KEPT:
@@ -144,13 +144,15 @@ def _pickle_names(directory: Path) -> list[str]:
     index = directory / _PICKLE_INDEX
     if not index.is_file():
         if not (directory / _PICKLE).is_file():
-            raise CheckpointError(f"{directory}: neither {_PICKLE} nor {_PICKLE_INDEX}; download the weights too")
+            raise CheckpointError(
+                f"{directory}: contains neither {_PICKLE} nor {_PICKLE_INDEX}; download the weights too"
+            )
         return [_PICKLE]
     return sorted(set(read_weight_map(index, ".bin").values()))
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without shared memory, as safetensors requires: a tied head shares that of its embedding."""
+    """Return the tensors, with copies of those that share memory (a tied head and its embedding), for safetensors."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

@@ -45,14 +45,15 @@ _NANOGPT = dataclasses.replace(
 
 
 def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
-    """Write and verify a Kvasir checkpoint directory from a ckpt.pt and its tokenizer.
+    """Convert nanoGPT's ckpt.pt and its tokenizer to the Kvasir checkpoint directory `out`, and verify `out`.
 
     Args:
         tokenizer: a directory or file in a format that `load_tokenizer` supports (such as GPT-2's), or nanoGPT's
-            meta.pkl, a character vocabulary.
+            meta.pkl, a vocabulary of characters.
 
     Raises:
-        CheckpointError: a file is damaged or would run code, the tokenizer does not fit, or `out` is not empty.
+        CheckpointError: a file is damaged or would run code, the tokenizer has more tokens than the model, or `out` is
+            not empty.
     """
     with written_whole(out) as directory:
         config, tensors, facts = _read_checkpoint(path)
@@ -65,11 +66,13 @@ def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
 
 
 def _read_checkpoint(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, float]]:
-    """Return the architecture, the tensors under Kvasir's names, and facts about the training, from a ckpt.pt."""
+    """Read a ckpt.pt: return the architecture, tensors under Kvasir's names, and the training's steps and best loss."""
     values = read_torch_file(path)
     arguments, state = values.get("model_args"), values.get("model")
     if not isinstance(arguments, Mapping) or not isinstance(state, Mapping):
-        raise CheckpointError(f"{path}: no model and model_args; give the ckpt.pt that nanoGPT's train.py wrote")
+        raise CheckpointError(
+            f"{path}: has no entries model and model_args; give the ckpt.pt that nanoGPT's train.py wrote"
+        )
     config = _read_config(path, arguments)
     found = {_short_name(str(name)): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     head, embedding = found.get("lm_head.weight"), found.get("wte.weight")
@@ -83,7 +86,7 @@ def _read_checkpoint(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[s
 
 
 def _read_config(path: Path, arguments: Mapping[str, Any]) -> ModelConfig:
-    """Return the ModelConfig of model_args: that of GPT-2 with exact GELU and, if `bias` is false, without biases."""
+    """Convert a ckpt.pt's model_args to a ModelConfig: GPT-2 with exact GELU, and without biases if `bias` is false."""
     values = {"vocab_size": 50304, **arguments}
     bias = values.pop("bias", True)
     reader = ConfigReader(path, {})
@@ -103,17 +106,19 @@ def _short_name(name: str) -> str:
 
 
 def _place_tensors(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a ckpt.pt's tensors under Kvasir's names; raise CheckpointError for a missing, unsuitable or extra one."""
+    """Return a ckpt.pt's tensors under Kvasir's names. Raises CheckpointError if one is missing, extra or misshapen."""
     tensors = {}
     for name, source in sources(config, _NANOGPT).items():
         ((part, shape),) = source.shapes.items()
         tensor = found.pop(part, None)
         if tensor is None:
-            raise CheckpointError(f"{path}: tensor {part} is missing; model_args describe another model")
+            raise CheckpointError(
+                f"{path}: tensor {part}, which model_args require, is missing; use the model_args of its training"
+            )
         if tuple(tensor.shape) != shape or tensor.dtype not in DTYPES.values():
             raise CheckpointError(
                 f"{path}: tensor {part} is {tensor.dtype} of shape {tuple(tensor.shape)}, but model_args require "
-                f"floats of shape {shape}; use the model_args of its training"
+                f"floats of shape {shape}; use the model_args of this model's training"
             )
         tensors[name] = tensor
     found.pop("lm_head.weight", None)  # tied; `_read_checkpoint` compared the head with the embedding
@@ -127,7 +132,7 @@ def _place_tensors(path: Path, config: ModelConfig, found: dict[str, Tensor]) ->
 
 
 def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
-    """Write the tokenizer's files to the directory `out`, and return their names."""
+    """Copy a tokenizer's files to the directory `out`, a meta.pkl as tokenizer.json; return the names of the copies."""
     if source.suffix == ".pkl":
         (out / "tokenizer.json").write_text(json.dumps(_tokenizer_json(_read_characters(source)), ensure_ascii=False))
         return ("tokenizer.json",)
@@ -146,27 +151,29 @@ def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
             (out / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
             names.append("generation_config.json")
     except OSError as error:
-        raise CheckpointError(f"{source}: {error}; give the tokenizer in a directory of its own") from error
+        raise CheckpointError(
+            f"{source}: copying the tokenizer failed: {error}; give --tokenizer a readable copy"
+        ) from error
     return tuple(names)
 
 
 def _read_characters(path: Path) -> dict[str, int]:
-    """Return the id of each character, from `stoi` of a meta.pkl."""
+    """Return the token id of each character, from the entry `stoi` of nanoGPT's meta.pkl."""
     values = read_plain_pickle(path)
     ids = values.get("stoi") if isinstance(values, dict) else None
     if not isinstance(ids, dict) or not ids:
-        raise CheckpointError(f"{path}: no stoi, the table of characters; give the meta.pkl of the model's training")
+        raise CheckpointError(f"{path}: no stoi, the id of each character; give the meta.pkl of this model's training")
     if not all(isinstance(character, str) and len(character) == 1 for character in ids):
-        raise CheckpointError(f"{path}: stoi has tokens that are not one character; give a tokenizer.json instead")
+        raise CheckpointError(f"{path}: stoi has tokens of more than one character; give --tokenizer a tokenizer.json")
     if sorted(ids.values()) != list(range(len(ids))):
         raise CheckpointError(
-            f"{path}: the ids in stoi are not 0 to {len(ids) - 1}; give the file that nanoGPT's prepare.py wrote"
+            f"{path}: the token ids in stoi are not 0 to {len(ids) - 1}; give the file that nanoGPT's prepare.py wrote"
         )
     return ids
 
 
 def _tokenizer_json(ids: dict[str, int]) -> dict[str, Any]:
-    """Return a tokenizer.json that has one token for each character and rejects all other characters."""
+    """Return the content of a tokenizer.json that has one token for each character of `ids` and rejects others."""
     return {
         "version": "1.0",
         "truncation": None,

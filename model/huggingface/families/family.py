@@ -10,7 +10,7 @@ from model.io.files import CheckpointError
 
 
 class Layout(StrEnum):
-    """Layout of the checkpoint tensors that make up one tensor of Kvasir's model."""
+    """Layout of one tensor of Kvasir's model in a checkpoint: stored unchanged, transposed, in parts or reordered."""
 
     AS_IS = "as is"
     TRANSPOSED = "transposed"  # (in, out) instead of (out, in): GPT-2's Conv1D
@@ -20,9 +20,9 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of the checkpoint modules that make up one module of Kvasir's model, in the order of its rows.
+    """Names of the checkpoint modules (q, k, v) that make up one module of Kvasir's model (qkv), in the order of rows.
 
-    modules: names, with `#` for the layer number.
+    modules: names in the checkpoint, with `#` for the layer number.
     layout: layout of the weight. A bias is never transposed.
     """
 
@@ -32,7 +32,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Checkpoint tensors that make up one tensor of Kvasir's model: layout, and required shape by name, in order."""
+    """Checkpoint tensors that make up one tensor of Kvasir's model: layout, and required shape by tensor name."""
 
     layout: Layout
     shapes: Mapping[str, tuple[int, ...]]
@@ -45,9 +45,9 @@ class ModelFamily:
     architectures: `transformers` classes with supported checkpoints; the class with the language model head is first.
     read_config: converts config.json to ModelConfig; raises ValueError for features that are not implemented.
     names: module of Kvasir's model -> modules of the checkpoint, without `prefix`.
-    prefix: beginning of tensor names, which checkpoints of the bare model (without the head) lack.
-    ignored_tensors: regular expressions for constants in old files: masks and rotary frequencies.
-    aliases: alternative tensor names found in real files -> the name by `names`.
+    prefix: beginning of tensor names, except the head's. Checkpoints of the bare model (without the head) lack it.
+    ignored_tensors: regular expressions of tensor names to skip: constants in old files (masks, rotary frequencies).
+    aliases: alternative tensor name found in real files -> usual name, which follows from `names`.
     """
 
     model_type: str
@@ -60,17 +60,17 @@ class ModelFamily:
 
 
 def plain(module: str) -> Names:
-    """Return the name of a checkpoint module whose tensors have Kvasir's layout."""
+    """Return the Names of one checkpoint module whose tensors already have Kvasir's layout."""
     return Names((module,))
 
 
 def concatenated(*modules: str) -> Names:
-    """Return the names of checkpoint modules whose tensors are concatenated along the rows."""
+    """Return the Names of checkpoint modules whose tensors Kvasir's model has concatenated along the rows."""
     return Names(modules, Layout.CONCATENATED)
 
 
 def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
-    """Convert a checkpoint's config to a ModelConfig. Raises CheckpointError for a key that is not supported."""
+    """Convert a config.json to a ModelConfig. Raises CheckpointError for a key or value that is not supported."""
     try:
         config = family.read_config(reader)
     except CheckpointError:
@@ -82,7 +82,7 @@ def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
 
 
 def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source]:
-    """Return the checkpoint tensors of each model tensor, by the model tensor's name; family None: Kvasir's format."""
+    """Return the Source (checkpoint tensors) of each tensor in Kvasir's model, by name. `family` None: equal names."""
     shapes = config.parameter_shapes()
     if family is None:
         return {name: Source(Layout.AS_IS, {name: shape}) for name, shape in shapes.items()}
@@ -104,13 +104,13 @@ def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[in
 
 
 def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
-    """Return the number of rows of each checkpoint tensor in a concatenated matrix of Kvasir's model."""
+    """Return each checkpoint tensor's number of rows in a concatenated matrix of Kvasir's model, qkv or gate_up."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
 
 
 def full_name(family: ModelFamily | None, name: str) -> str:
-    """Return a checkpoint tensor's name with the family's prefix, which all tensors except the head have."""
+    """Return a checkpoint tensor's full name: with the family's prefix, which all tensors except the head's have."""
     if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
         return name
     return family.prefix + name

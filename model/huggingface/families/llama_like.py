@@ -65,15 +65,15 @@ def _family(
 
     Args:
         class_prefix: beginning of the names of the family's `transformers` classes.
-        read_own_fields: returns the fields of ModelConfig that differ from Llama's, given Llama's.
-        renamed: modules whose checkpoint names differ from Llama's.
-        activations: values of `hidden_act`, the default first.
-        defaults: values of absent keys that differ from Llama's.
+        read_own_fields: function of the reader and Llama's ModelConfig fields; returns the fields that differ.
+        renamed: checkpoint names of modules where they differ from Llama's, by the name in Kvasir's model.
+        activations: supported values of `hidden_act` in config.json, the default first.
+        defaults: values for absent keys of config.json, where they differ from Llama's.
     """
     return ModelFamily(
         model_type=model_type,
         architectures=(f"{class_prefix}ForCausalLM", f"{class_prefix}Model"),
-        # Main sends the family to the worker, so its functions are those of modules, which pickle by name.
+        # The main process pickles the family for the worker process, and pickle needs functions of a module.
         read_config=partial(
             _read_config, defaults={**_DEFAULTS, **defaults}, activations=activations, read_own_fields=read_own_fields
         ),
@@ -121,9 +121,11 @@ def _read_config(
 
 
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
-    """Return the size of an attention head: width / heads. Raises CheckpointError if heads do not divide the width."""
+    """Return the size of an attention head: hidden size / heads. Raises CheckpointError if not a whole number."""
     if width % heads:
-        reader.reject("num_attention_heads", heads, f"the width of {width} is not a multiple of it; correct the config")
+        reader.reject(
+            "num_attention_heads", heads, f"the hidden size {width} is not a multiple of it; correct the config"
+        )
     return width // heads
 
 
@@ -145,7 +147,7 @@ def _read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | No
 
     Args:
         window: the size of the window in tokens; None: no window.
-        first: the first layer with a window, if the config has no `layer_types`.
+        first: index of the first layer with a window; used only if the config has no `layer_types`.
     """
     known = ("full_attention", "sliding_attention")
     types = reader.value("layer_types")

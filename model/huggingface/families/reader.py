@@ -61,7 +61,7 @@ _TYPES = ("default", *RopeScalingKind)
 
 
 class ConfigReader:
-    """Reader of one config.json. The value of a key that is not of the expected kind raises ValueError."""
+    """Reader of one config.json. A key whose value has an unexpected type raises ValueError."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
@@ -80,7 +80,7 @@ class ConfigReader:
         return int(value)
 
     def num_layers(self, name: str, default: int) -> int:
-        """Return the value of a key that must be a number of layers up to MAX_LAYERS: families list all layers."""
+        """Return the value of a key that must be a number of layers, at most MAX_LAYERS."""
         count = self.size(name, default)
         if count > MAX_LAYERS:
             self.reject(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
@@ -101,7 +101,7 @@ class ConfigReader:
         return float(value)
 
     def check_ignored(self, name: str, value: float, source: str) -> None:
-        """Reject the value of a key that the family ignores if the key `source` has set another value."""
+        """Reject a key that the family ignores, unless its value equals `value`, which comes from the key `source`."""
         if self._unread.get(name) is not None and (found := self.number(name, value)) != value:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 
@@ -113,19 +113,19 @@ class ConfigReader:
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """Return the item of `choices` that the value of a key names."""
+        """Return the item of `choices` that the value of a key names; reject an unknown name."""
         value = self._unread.pop(name, default)
         if not isinstance(value, str) or value not in choices:
             self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
         return choices[value]
 
     def reject(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Raise CheckpointError for the value of a key."""
+        """Raise CheckpointError with the name and value of a key, and the remedy."""
         shown = name if name.isprintable() and len(name) < 80 else _short(name)
         raise CheckpointError(f"{self.path}: {shown}={_short(value)}: {remedy}")
 
     def check_unread(self) -> None:
-        """Reject an unread key that is unknown, or whose value requires a feature that is not implemented."""
+        """Reject a key that the family has not read if it is unknown or its value needs an unimplemented feature."""
         for name, value in self._unread.items():
             if value is None or name in HARMLESS:
                 continue
@@ -161,11 +161,12 @@ def read_rope(
     partial_names: tuple[str, ...] = (),
     partial: float = 1.0,
 ) -> Rope:
-    """Read all keys of the rotary embedding. Several keys for the same value must agree.
+    """Read all config.json keys of the rotary embedding. Several keys that set the same value must agree.
 
     Args:
-        max_positions: original context length, if the config does not set one.
-        theta_names, partial_names: the family's top-level keys for `theta` and `partial`.
+        max_positions: original context length (before scaling), if no key sets one.
+        theta_names, partial_names: the family's top-level keys for `Rope.theta` and `Rope.partial`.
+        partial: default of `Rope.partial`.
     """
     name, values = _scaling_values(reader)
     kind = _kind(reader, name, values)
@@ -192,7 +193,7 @@ def read_rope(
 
 
 def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
-    """Return the key that holds the rope dictionary, and the dictionary without null entries."""
+    """Return the name of the key with the rope dictionary (rope_scaling or rope_parameters), and its non-null items."""
     found = [(name, reader.value(name)) for name in ("rope_scaling", "rope_parameters")]
     for name, value in found:
         if not isinstance(value, Mapping | None):
@@ -215,7 +216,7 @@ def _kind(reader: ConfigReader, name: str, values: dict[str, Any]) -> str:
 
 
 def _agreed(reader: ConfigReader, inner: tuple[str, Any], names: tuple[str, ...], default: float) -> float:
-    """Return the number that a key in the rope dictionary and top-level keys set; reject keys that disagree."""
+    """Return the number set by a key in the rope dictionary or by top-level keys; reject contradictory keys."""
     values = [(name, value) for name, value in (inner, *((n, reader.value(n)) for n in names)) if value is not None]
     for name, value in values:
         check_number(name, value)

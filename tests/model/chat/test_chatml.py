@@ -1,4 +1,4 @@
-"""A native checkpoint trained on conversations has a chat template, here and in Hugging Face's format."""
+"""A Kvasir checkpoint trained on conversations has a chat template, and so has its export to Hugging Face's format."""
 
 import json
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def test_the_manifest_hashes_chat_template_and_generation_config(checkpoint: Pat
 
 
 def test_a_base_model_is_saved_without_a_chat_template(checkpoint: Path) -> None:
-    """A template of an earlier save is removed."""
+    """The chat template of an earlier save to the directory is removed."""
     save_tiny_checkpoint(checkpoint)
     assert load_chat_template(checkpoint) is None
     assert not (checkpoint / GENERATION_CONFIG_FILE).exists()

@@ -52,7 +52,7 @@ OUTSIDE = (
 
 
 def shown(expression: str) -> str:
-    """Return the output of the template; empty if it is rejected."""
+    """Return the output of a template that shows the expression; empty if the template is rejected."""
     source = "{% for i in [1] %}{{ " + expression + " }}{% endfor %}"
     try:
         template = compile_template(source)
@@ -62,7 +62,7 @@ def shown(expression: str) -> str:
 
 
 def check(expression: str, base: str) -> None:
-    """Check that the output has only the output of the base and names of the expression."""
+    """Check that the expression's output has only the output of `base` and tested names, and no Python object."""
     text, own = (re.sub(" at 0x[0-9a-f]+", "", shown(each)) for each in (expression, base))
     for known in (own, *NAMES):
         text = text.replace(known, "") if known else text

@@ -1,4 +1,4 @@
-"""Message texts never become special tokens, and are kept completely, with any chat template."""
+"""Message texts never become special tokens and lose no character, with any chat template."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ CHATML = ChatTemplate(source=TEMPLATES["chatml"], origin="test")
 
 
 def make_tokenizer(*marks: str) -> ByteLevelTokenizer:
-    """Return a tokenizer with one token per byte, and special tokens."""
+    """Return a tokenizer with one token per byte (the id is the byte), and special tokens from id 256."""
     return ByteLevelTokenizer(
         pattern=r"\s+|\S+",
         ranks={bytes([byte]): byte for byte in range(256)},
@@ -98,7 +98,7 @@ def test_messages_that_cannot_be_escaped_are_rejected() -> None:
 def test_encoding_between_special_tokens_equals_encoding_the_whole_text(
     tmp_path: Path, write: Callable[[Path, int], Tokenizer]
 ) -> None:
-    """Texts around a broken special token are encoded between complete ones; added text tokens stay tokens."""
+    """With a breaker, each text between special tokens is encoded alone. Ordinary added tokens stay tokens."""
     library = write(tmp_path, 500)
     library.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
     library.add_tokens([AddedToken("<think>", special=False, normalized=False)])

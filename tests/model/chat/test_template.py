@@ -1,4 +1,4 @@
-"""Chat templates: lookup of the template, and equal output to transformers."""
+"""Chat templates: search for the template's file, and rendering that equals that of transformers."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ MARKS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def theirs(source: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-    """Render with transformers. As in transformers, keys with the value None are dropped first."""
+    """Render messages with the transformers library, without message keys whose value is None."""
     kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
     rendered = render_jinja_template([kept], chat_template=source, add_generation_prompt=add_generation_prompt, **MARKS)
     (text,), _ = cast(tuple[list[str], Any], rendered)
@@ -39,7 +39,7 @@ def test_a_template_renders_as_in_transformers(family: str, conversation: str, a
 
 
 def outcome(render: Callable[[], str]) -> str:
-    """Return the text, or the error of the template."""
+    """Return the rendered text, or the error that the template raised."""
     try:
         return render()
     except jinja2.TemplateError as error:
@@ -48,7 +48,7 @@ def outcome(render: Callable[[], str]) -> str:
         return f"refused: {failure}" if failure.by_template else f"failed: {failure}"
 
 
-def test_both_outcomes_occur() -> None:
+def test_templates_reject_some_conversations_and_render_others() -> None:
     outcomes = {
         outcome(partial(ChatTemplate(source=source, origin="", special_tokens=MARKS).render, messages))[:9]
         for source in TEMPLATES.values()

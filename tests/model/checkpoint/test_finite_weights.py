@@ -1,4 +1,4 @@
-"""Non-finite weights are rejected when they are read, in any tensor and with any loader."""
+"""Weights with NaN or infinity are rejected when they are read, in any tensor and on any way of loading."""
 
 import bisect
 import math
@@ -26,7 +26,7 @@ MATRIX = "layers.1.mlp.down.weight"
 
 
 def saved(directory: Path, name: str, place: int, value: float, stored: torch.dtype) -> Path:
-    """Return a checkpoint in which one number, by its index in the tensor, has this value."""
+    """Write a checkpoint in which the number at index `place` of the tensor `name` is `value`; return its directory."""
     directory.mkdir(exist_ok=True)
     tensors = {key: tensor.detach().to(stored) for key, tensor in build(CONFIG).state_dict().items()}
     tensors[name].view(-1)[place] = value
@@ -47,8 +47,8 @@ def load_ours(directory: Path, dtype: torch.dtype = torch.float32, *, packs_next
 @pytest.mark.parametrize("packs_next", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("stored", STORED)
-def test_one_infinite_number_is_rejected(tmp_path: Path, stored: torch.dtype, value: float, packs_next: bool) -> None:
-    """First, last, in a vector, in a matrix that stays in its file until it is packed, in a tied embedding."""
+def test_one_nan_or_infinity_is_rejected(tmp_path: Path, stored: torch.dtype, value: float, packs_next: bool) -> None:
+    """The number is first or last in a matrix (copied, or mapped until packed), in a vector, or in a tied embedding."""
     for name, place in ((MATRIX, 0), (MATRIX, -1), ("final_norm.bias", 7), ("token_embedding.weight", 1000)):
         saved(tmp_path, name, place, value, stored)
         for dtype in (torch.float32, torch.bfloat16, stored):
@@ -73,7 +73,7 @@ def test_every_bit_pattern_of_nan_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packs_next", [False, True])
 @pytest.mark.parametrize("stored", STORED)
-def test_the_largest_numbers_are_finite(tmp_path: Path, stored: torch.dtype, packs_next: bool) -> None:
+def test_the_largest_finite_numbers_are_accepted(tmp_path: Path, stored: torch.dtype, packs_next: bool) -> None:
     for sign in (-1, 1):
         saved(tmp_path, MATRIX, 3, sign * torch.finfo(stored).max, stored)
         for dtype in {torch.float32, stored}:
@@ -104,8 +104,10 @@ def test_numbers_that_become_infinite_in_the_served_dtype_are_rejected(
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama gqa tied", "gpt_neox", "olmo2"])
-def test_each_tensor_of_a_hugging_face_directory(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transposed, joined, interleaved and tied tensors, read in many slices; also converted."""
+def test_nan_in_any_tensor_of_a_hugging_face_directory_is_rejected(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors are stored transposed, concatenated, interleaved or tied, and are read in many slices."""
     monkeypatch.setattr("model.checkpoint.weights.SLICE_BYTES", 700)
     CASES[case].build().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

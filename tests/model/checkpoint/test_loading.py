@@ -1,4 +1,4 @@
-"""Checkpoints: a round trip is exact, and a damaged checkpoint gives a one-line error."""
+"""Checkpoints: loading returns exactly what was saved, and a damaged checkpoint gives a one-line error."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_round_trip_gives_the_same_logits(tmp_path: Path, variant: str) -> None:
+def test_a_saved_and_loaded_model_computes_the_same_logits(tmp_path: Path, variant: str) -> None:
     model = build(VARIANTS[variant])
     save_checkpoint(
         tmp_path,
@@ -89,11 +89,13 @@ def test_matrices_that_are_packed_next_are_mapped_from_their_files(directory: Pa
         file.seek(header.begin)
         file.write(bytes(header.end - header.begin))
     is_zero = {name: not tensor.any() for name, tensor in mapped.items() if name.endswith("attention.out.weight")}
-    assert is_zero["layers.0.attention.out.weight"] == (dtype is torch.float32), "in another dtype it was converted"
+    assert is_zero["layers.0.attention.out.weight"] == (dtype is torch.float32), (
+        "a matrix stored in another dtype is copied"
+    )
     assert copied["layers.0.attention.out.weight"].any()
     mapped["layers.0.mlp.down.weight"].zero_()
     again = load_model(read_manifest(directory), **shared).state_dict()
-    assert torch.equal(again["layers.0.mlp.down.weight"], copied["layers.0.mlp.down.weight"]), "the file is as it was"
+    assert torch.equal(again["layers.0.mlp.down.weight"], copied["layers.0.mlp.down.weight"]), "the file is unchanged"
 
 
 def save(directory: Path) -> dict[str, torch.Tensor]:
@@ -130,7 +132,7 @@ def test_a_save_leaves_one_file_or_shards_and_their_index(tmp_path: Path, monkey
 
 
 def test_shards_hold_up_to_5_gigabytes() -> None:
-    """Checked with sizes alone: 310 matrices of 8 MB fit in one file, as do exactly 5 GB."""
+    """The sizes are passed without tensors. 310 matrices of 8 MB fit in one file, and so do exactly 5 GB."""
     assert len(plan_shards({str(n): 8_000_000 for n in range(310)})) == 1
     assert len(plan_shards({str(n): 1_000_000_000 for n in range(5)})) == 1
     sizes = {"a": 3_000_000_000, "b": 2_000_000_001, "c": 9_000_000_000, "d": 1}
@@ -138,7 +140,7 @@ def test_shards_hold_up_to_5_gigabytes() -> None:
 
 
 def test_a_shard_is_written_before_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one shard of converted tensors is in memory."""
+    """So at most one shard of converted tensors is in memory."""
     monkeypatch.setattr("model.checkpoint.weights.MAX_SHARD_BYTES", 8)
     num_written: list[int] = []
 
@@ -163,7 +165,7 @@ def _flip_a_bit(directory: Path) -> None:
 
 
 def _rewrite(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
-    """Change tensors and recompute the hashes of the manifest, as a careless tool would."""
+    """Return a function that changes a checkpoint's tensors and updates the hashes, as a careless tool would."""
 
     def damage(directory: Path) -> None:
         tensors = load_file(directory / SHARD)
@@ -201,7 +203,7 @@ def _config(text: str) -> Callable[[Path], None]:
 
 
 def _pipe(name: str) -> Callable[[Path], None]:
-    """A FIFO without a writer: reading it would block forever."""
+    """Return a function that replaces a file by a FIFO without a writer: reading the FIFO would block forever."""
 
     def damage(directory: Path) -> None:
         (directory / name).unlink()
@@ -220,7 +222,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensor misshapen": (_rewrite(_wrong_shape), r"final_norm.weight has shape \(3,\)"),
     "tensor of integers": (
         _rewrite(lambda t: t.update({"final_norm.weight": torch.zeros(32, dtype=torch.int64)})),
-        "final_norm.weight is I64",
+        "final_norm.weight has dtype I64",
     ),
     "not safetensors": (lambda d: (d / SHARD).write_bytes(b"PK" * 20), f"{SHARD}: .* bytes, .* expected"),
     "tokenizer of another model": (
@@ -235,13 +237,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a name with a line break": (_manifest(lambda v: v.update(name="a\nb")), "cannot be shown"),
     "a name that is none": (
         _manifest(lambda v: v.update(name=None)),
-        "the name None cannot be shown; give it one of at",
+        "the model's name None cannot be shown; give",
     ),
     "a name of a million letters": (
         _manifest(lambda v: v.update(name="x" * 10**6)),
-        "at most 255 printable characters",
+        "1 to 255 printable characters",
     ),
-    "a format of many letters": (_manifest(lambda v: v.update(format="x" * 10**5)), "'kvasir-checkpoint-1' expected"),
+    "a format of many letters": (_manifest(lambda v: v.update(format="x" * 10**5)), "not 'kvasir-checkpoint-1'"),
     "a size of many digits": (
         _manifest(lambda v: v["files"]["config.json"].update(bytes=10**4000)),  # type: ignore[index]
         "config.json: .* the copy is incomplete, copy the file again",
@@ -257,13 +259,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not JSON": (_config("{"), "config.json: not JSON"),
     "config unknown key": (_config('{"colour": 1}'), "config.json: unknown model config keys: colour"),
     "manifest missing": (lambda d: (d / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: missing; copy"),
-    "manifest of another format": (_manifest(lambda v: v.update(format="x")), "format 'x'"),
+    "manifest of another format": (_manifest(lambda v: v.update(format="x")), "its format is 'x'"),
     "manifest without files": (_manifest(lambda v: v.pop("files")), "malformed"),
     "path trick": (
         _manifest(lambda v: v.update(files={"../x.safetensors": {"bytes": 1, "sha256": ""}})),
         "is not a plain file name",
     ),
-    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "no config.json is in the list of files"),  # type: ignore[attr-defined]
+    "config unlisted": (_manifest(lambda v: v["files"].pop("config.json")), "its list of files lacks config.json"),  # type: ignore[attr-defined]
 }
 
 
@@ -295,7 +297,7 @@ def test_files_in_other_formats_are_rejected_by_their_header(tmp_path: Path) -> 
 
 
 def test_saving_tensors_of_another_config_is_rejected(directory: Path) -> None:
-    with pytest.raises(ValueError, match="do not match the config"):
+    with pytest.raises(ValueError, match="do not match the model config"):
         save_checkpoint(directory, config=CONFIG, tensors={}, tokenizer=train_bpe(["a"], 260), name="x", training={})
     with pytest.raises(ValueError, match="the tokenizer has"):
         save_checkpoint(

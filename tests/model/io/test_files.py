@@ -1,4 +1,4 @@
-"""Files of a checkpoint: unusable files give one short error line with the remedy, and never block."""
+"""Files of a checkpoint: an unusable file gives one short error line with the remedy, and its reading never blocks."""
 
 import os
 from collections.abc import Callable

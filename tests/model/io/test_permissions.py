@@ -1,6 +1,6 @@
 """Unreadable checkpoints: the message names the path that denies access, its mode, and the remedy.
 
-A child process without privileges reads the files, since root passes every mode.
+A child process without privileges reads the files, because root may read a file whatever its mode.
 """
 
 import os
@@ -58,7 +58,7 @@ def directory() -> Iterator[Path]:
 
 
 def read(directory: Path) -> str:
-    """Return the error of a process without privileges, or "" if it can read the checkpoint."""
+    """Return the error of a process without privileges that reads the checkpoint, or "" without an error."""
     done = subprocess.run(
         [sys.executable, "-c", READ, str(directory)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

@@ -33,7 +33,7 @@ def text(**entries: Any) -> bytes:
 
 
 ONE = json.dumps(entry(0, 4)).encode()
-# Header, bytes of data.
+# Header, and number of data bytes after the header.
 REFUSED: dict[str, tuple[bytes, int]] = {
     "overlap": (text(a=entry(0, 8), b=entry(4, 8)), 8),
     "the same bytes": (text(a=entry(0, 4), b=entry(0, 4)), 4),
@@ -84,7 +84,7 @@ def test_headers_that_the_library_accepts_are_accepted(tmp_path: Path, name: str
         assert set(read_headers(path)) == set(file.keys())
 
 
-def test_every_dtype_of_the_library_has_its_length(tmp_path: Path) -> None:
+def test_tensors_of_every_dtype_are_read_with_their_shape(tmp_path: Path) -> None:
     names = [
         "float64",
         "float32",
@@ -107,7 +107,7 @@ def test_every_dtype_of_the_library_has_its_length(tmp_path: Path) -> None:
 
 
 def sparse(path: Path, length: int) -> Path:
-    """Return a sparse file with a header of that many bytes."""
+    """Write a sparse safetensors file whose header has `length` bytes; return its path."""
     with path.open("wb") as file:
         file.write(length.to_bytes(8, "little"))
         file.truncate(8 + length)
@@ -122,7 +122,7 @@ BULKS: dict[str, bytes] = {
 
 
 def peak_of_refusing(path: Path, message: str) -> int:
-    """Return the peak of Python's memory while the file is rejected."""
+    """Return the peak of Python's memory, in bytes, while the file is read and rejected with this message."""
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=message):
@@ -135,7 +135,7 @@ def peak_of_refusing(path: Path, message: str) -> int:
 @pytest.mark.parametrize("name", BULKS)
 def test_a_header_with_too_many_entries_is_not_parsed(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "x.safetensors", BULKS[name])
-    message = f"more entries than {MAX_TENSORS:,} tensors need; save the weights in several files"
+    message = f"larger than that of {MAX_TENSORS:,} tensors; save the weights in several files"
     assert peak_of_refusing(path, message) < 2 * len(BULKS[name])
 
 

@@ -43,17 +43,17 @@ def _byte_level(
 
 
 def gpt2() -> Tokenizer:
-    """GPT-2: ByteLevel with its built-in pattern."""
+    """Return a tokenizer like GPT-2's: ByteLevel with its built-in pattern."""
     return _byte_level(None, special=["<|endoftext|>"])
 
 
 def gpt2_with_prefix_space() -> Tokenizer:
-    """GPT-2 with a space before every text."""
+    """Return a tokenizer like GPT-2's that puts a space before every text."""
     return _byte_level(None, special=["<|endoftext|>"], add_prefix_space=True)
 
 
 def llama3() -> Tokenizer:
-    """Llama 3: its pattern, lookup of whole pieces first, BOS by a template, special tokens after the vocabulary."""
+    """Return one like Llama 3's: its split pattern, whole pieces first, BOS by a template, special tokens last."""
     library = _byte_level(_LLAMA3_PATTERN, special=[])
     values = json.loads(library.to_str())
     values["model"]["ignore_merges"] = True
@@ -68,7 +68,7 @@ def llama3() -> Tokenizer:
 
 
 def qwen() -> Tokenizer:
-    """Qwen 2 and 3: NFC, single digits."""
+    """Return a tokenizer like that of Qwen 2 and 3: with NFC, and every digit a piece."""
     library = _byte_level(_QWEN_PATTERN, special=[], nfc=True)
     library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
@@ -76,7 +76,7 @@ def qwen() -> Tokenizer:
 
 
 def neox() -> Tokenizer:
-    """GPT-NeoX and Pythia: NFC, special tokens first; runs of spaces and an accented word as ordinary added tokens."""
+    """Return one like GPT-NeoX's: NFC, special tokens first, runs of spaces and accents as ordinary added tokens."""
     library = _byte_level(None, special=["<|endoftext|>", "<|padding|>"], nfc=True)
     library.add_tokens([AddedToken(" " * length, normalized=True) for length in range(24, 1, -1)])
     library.add_tokens([AddedToken("e\u0301t\u00e9 ", normalized=True), AddedToken("\u00e9", normalized=False)])
@@ -84,12 +84,12 @@ def neox() -> Tokenizer:
 
 
 def o200k_pattern() -> Tokenizer:
-    """GPT-4o's pattern."""
+    """Return a tokenizer with GPT-4o's split pattern."""
     return _byte_level(_O200K_PATTERN, special=["<|endoftext|>"])
 
 
 def shuffled_ids() -> Tokenizer:
-    """Ids that are not in merge order, with gaps."""
+    """Return a tokenizer whose token ids are not in the order of merges and have gaps."""
     values = json.loads(gpt2().to_str())
     vocabulary = values["model"]["vocab"]
     values["model"]["vocab"] = {
@@ -100,14 +100,14 @@ def shuffled_ids() -> Tokenizer:
 
 
 def merges_lost() -> Tokenizer:
-    """Tokens that no merge makes: every third merge is missing, with all merges that depend on it."""
+    """Return a tokenizer with tokens that no merge makes, because every third merge is removed."""
     values = json.loads(gpt2().to_str())
     values["model"]["merges"] = [merge for number, merge in enumerate(values["model"]["merges"]) if number % 3]
     return Tokenizer.from_str(json.dumps(values))
 
 
 def digits() -> Tokenizer:
-    """StarCoder and SmolLM: two pre-tokenizers in sequence, which no single pattern can replace."""
+    """Return one like StarCoder's and SmolLM's: two pre-tokenizers, which no single split pattern can replace."""
     library = gpt2()
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -116,14 +116,14 @@ def digits() -> Tokenizer:
 
 
 def trimmed_added_token() -> Tokenizer:
-    """An added token that absorbs the spaces before it."""
+    """Return a tokenizer with an added token that includes the spaces before it."""
     library = gpt2()
     library.add_tokens([AddedToken("<mask>", lstrip=True, normalized=False)])
     return library
 
 
 def llama2() -> Tokenizer:
-    """Llama 2: a space before the text as ▁, and byte fallback."""
+    """Return a tokenizer like Llama 2's: spaces are ▁, one is put before the text, and byte fallback."""
     library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -131,7 +131,7 @@ def llama2() -> Tokenizer:
 
 
 def mistral() -> Tokenizer:
-    """Mistral 7B v0.3: as Llama 2, by Metaspace."""
+    """Return a tokenizer like that of Mistral 7B v0.3: as Llama 2's, but with the pre-tokenizer Metaspace."""
     library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -139,7 +139,7 @@ def mistral() -> Tokenizer:
 
 
 def gemma() -> Tokenizer:
-    """Gemma: spaces as ▁, and no space before the text."""
+    """Return a tokenizer like Gemma's: spaces are ▁, and none is put before the text."""
     library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.normalizer = normalizers.Replace(" ", "▁")
     library.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -149,7 +149,7 @@ def gemma() -> Tokenizer:
 
 
 def _sentencepiece(library: Tokenizer, decoder: Any) -> Tokenizer:
-    """BPE with byte fallback: the 256 bytes follow the special tokens, learned tokens follow the bytes."""
+    """Train BPE with byte fallback: ids of the special tokens, then of the 256 bytes, then of learned tokens."""
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
@@ -167,7 +167,7 @@ def _sentencepiece(library: Tokenizer, decoder: Any) -> Tokenizer:
 
 
 def characters() -> Tokenizer:
-    """One token per character, as nanoGPT's shakespeare_char has them."""
+    """Return a tokenizer with one token per character, like nanoGPT's shakespeare_char."""
     letters = sorted({character for story in stories() for character in story})
     library = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -196,7 +196,7 @@ MAKERS: Mapping[str, Callable[[], Tokenizer]] = {
 
 
 def write(directory: Path, library: Tokenizer, **config: object) -> Path:
-    """Write a tokenizer directory: tokenizer.json, and tokenizer_config.json if it has content."""
+    """Write tokenizer.json, and tokenizer_config.json if `config` has keys, to the directory; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     library.save(str(directory / "tokenizer.json"))
     if config:

@@ -21,7 +21,7 @@ ALL = makers.MAKERS
 
 @cache
 def pair(name: str) -> tuple[Tokenizer, Library]:
-    """Return Kvasir's tokenizer and the library's, made once."""
+    """Return Kvasir's tokenizer and the `tokenizers` library's of the same tokenizer.json (cached)."""
     library = ALL[name]()
     return load_tokenizer(makers.write(Path(mkdtemp()), library)), library
 
@@ -51,7 +51,7 @@ def test_generated_texts_have_the_ids_of_the_library(name: str, text: str) -> No
 
 @pytest.mark.parametrize("name", ["llama2", "qwen"])
 def test_threads_can_share_a_tokenizer(name: str) -> None:
-    """Long and short texts in parallel, with and without special tokens."""
+    """Four threads encode a text in parallel, with and without parsing of special tokens."""
     ours, _ = pair(name)
     text = f"{''.join(all_texts()[:40])}</s><|im_end|>"
     expected_ids = {parse_special: ours.encode(text, parse_special=parse_special) for parse_special in (False, True)}
@@ -75,7 +75,7 @@ def test_special_tokens_in_text_are_text_unless_parse_special(name: str) -> None
 
 @pytest.mark.parametrize("name", ALL)
 def test_decoded_texts_equal_those_of_the_library(name: str) -> None:
-    """Decoding of ids from encoded text. For broken UTF-8 the library shows different numbers of U+FFFD."""
+    """Ids of encoded texts, then each id alone. For invalid UTF-8, the library's number of U+FFFD differs."""
     ours, library = pair(name)
     for text in all_texts():
         ids = ours.encode(text)
@@ -98,7 +98,7 @@ def test_ids_outside_the_vocabulary_are_rejected_and_gaps_are_empty(name: str) -
         assert (ours.token_bytes(gap), ours.format_token_name(gap), ours.decode([gap])) == (b"", "", "")
 
 
-def test_characters_for_bytes_are_the_librarys() -> None:
+def test_characters_for_bytes_equal_those_of_the_library() -> None:
     every_byte = bytes(range(256))
     assert TokenDecoder(byte_level=True).token_bytes(to_characters(every_byte)) == every_byte
     assert set(to_characters(every_byte)) == set(pre_tokenizers.ByteLevel.alphabet())

@@ -60,7 +60,7 @@ def test_bos_token_equals_that_of_transformers(name: str, adds_bos: bool | None,
 
 
 def test_bos_token_requested_only_by_tokenizer_config_is_added(tmp_path: Path) -> None:
-    """As in transformers 4 for Llama's classes, with which such models were trained."""
+    """transformers 4 does so for Llama's tokenizer classes, with which such models were trained."""
     ours = load(tmp_path, {}, bos_token="<s>", add_bos_token=True)
     assert ours.bos_token_id == ours.special_tokens["<s>"]
     assert load(tmp_path, {}, bos_token="<s>").bos_token_id is None
@@ -76,7 +76,7 @@ def test_added_tokens_only_in_tokenizer_config_are_read(tmp_path: Path) -> None:
 
 
 def test_a_token_named_special_in_tokenizer_config_is_special(tmp_path: Path) -> None:
-    """As in transformers, although tokenizer.json calls it an ordinary added token."""
+    """The transformers library does so, although tokenizer.json lists the token as an ordinary added token."""
     library = makers.gpt2()
     library.add_tokens(["<end>"])
     ours = load_tokenizer(makers.write(tmp_path, library, eos_token="<end>"))
@@ -90,13 +90,21 @@ def test_a_token_named_special_in_tokenizer_config_is_special(tmp_path: Path) ->
     ("files", "config", "message"),
     [
         ({"generation_config.json": {"eos_token_id": 99999}}, {}, "generation_config.json: eos_token_id: 99999 is not"),
-        ({"config.json": {"eos_token_id": 9999}}, {}, "/config.json: eos_token_id: 9999 is not in the vocabulary"),
+        (
+            {"config.json": {"eos_token_id": 9999}},
+            {},
+            "/config.json: eos_token_id: 9999 is not in the tokenizer's vocabulary",
+        ),
         ({"generation_config.json": {"eos_token_id": "</s>"}}, {}, "generation_config.json: eos_token_id: a token id"),
         ({"config.json": {"eos_token_id": -1}}, {}, "config.json: eos_token_id: a token id"),
         ({"config.json": []}, {}, "config.json: a JSON object expected"),
-        ({}, {"eos_token": "<nowhere>"}, "eos_token '<nowhere>' is not in the vocabulary"),
-        ({}, {"bos_token": "<nowhere>", "add_bos_token": True}, "bos_token '<nowhere>' is not in the vocabulary"),
-        ({}, {"add_eos_token": True, "eos_token": "</s>"}, "at most one before and none after can be served"),
+        ({}, {"eos_token": "<nowhere>"}, "eos_token '<nowhere>' is not in the tokenizer's vocabulary"),
+        (
+            {},
+            {"bos_token": "<nowhere>", "add_bos_token": True},
+            "bos_token '<nowhere>' is not in the tokenizer's vocabulary",
+        ),
+        ({}, {"add_eos_token": True, "eos_token": "</s>"}, "supported are at most one before and none after"),
         ({}, {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
         ({}, {"added_tokens_decoder": {"x": {}}}, "tokenizer_config.json: malformed: ValueError"),
         ({}, {"added_tokens_decoder": {"900": {}}}, "an added token needs an id and a content"),

@@ -1,4 +1,4 @@
-"""Token counts in other tools: `transformers` reads the output of `kvasir export-tokenizer`."""
+"""Exported tokenizers: `transformers` reads the output of `kvasir export-tokenizer` and gives the same ids."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def native(directory: Path) -> Path:
 
 
 def native_with_unreachable_tokens(directory: Path) -> Path:
-    """Hand-written vocabularies may have tokens that no merge makes, but that are whole pieces."""
+    """Write a tokenizer with a token that is a whole piece but that no merge makes, as in hand-written vocabularies."""
     directory.mkdir()
     tokenizer = tiny_tokenizer()
     ranks = {**tokenizer.ranks, b" wolf": len(tokenizer.ranks)}
@@ -62,7 +62,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 
 
 def served_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a prompt in which special tokens are recognised."""
+    """Return the token ids that the server computes for a text, with BOS and with special tokens parsed."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return [*begin, *tokenizer.encode(text, parse_special=True)]
 

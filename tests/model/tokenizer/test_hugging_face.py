@@ -1,4 +1,4 @@
-"""Bugs of the tokenizers library (panics, renumbered tokens, empty matches) are rejected."""
+"""Tokenizers that trigger bugs of the tokenizers library (panics, renumbered tokens, empty matches) are rejected."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.model.tokenizer import makers
 
 
 def library(normalizer: Any, *added: AddedToken) -> Tokenizer:
-    """Return a vocabulary of three characters, plus added tokens."""
+    """Return a tokenizer of three characters and an unknown token, plus added tokens."""
     made = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "▁": 2, "?": 3}, merges=[], unk_token="?"))
     made.normalizer = normalizer
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
@@ -24,7 +24,7 @@ def library(normalizer: Any, *added: AddedToken) -> Tokenizer:
 
 
 def test_a_panic_of_the_library_becomes_an_error_and_the_next_text_is_encoded(tmp_path: Path) -> None:
-    """Strip with a token of only white space panics on non-ASCII text. Loading rejects it; other panics may exist."""
+    """Strip with a token of white space panics on non-ASCII text. Loading rejects this token; others may panic too."""
     ours = load_tokenizer(makers.write(tmp_path, library(normalizers.Strip())))
     assert isinstance(ours, LibraryTokenizer)
     ours._library = library(normalizers.Strip(), AddedToken("\n\n", normalized=True))
@@ -60,7 +60,7 @@ def test_an_added_token_that_would_get_another_id_is_rejected(tmp_path: Path) ->
 
 
 def test_a_normalized_added_token_decodes_to_its_normalized_text(tmp_path: Path) -> None:
-    """Under a Prepend normalizer it is found only after a space, which is part of it."""
+    """With a Prepend normalizer, the added token starts with a space, and is found only after a space in the text."""
     made = library(
         normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         AddedToken("éa", normalized=True),
@@ -71,13 +71,13 @@ def test_a_normalized_added_token_decodes_to_its_normalized_text(tmp_path: Path)
         token_ids = ours.encode(text)
         assert token_ids == made.encode(text).ids
         assert ours.decode(token_ids) == made.decode(token_ids)
-        if "<x>" not in text:  # a space is also put before the text after such a token
+        if "<x>" not in text:  # a space is also put before the text that follows <x>
             assert ours.decode(token_ids) == f" {text}"
     assert ours.token_bytes(4) == " éa".encode()
 
 
 def test_continuing_subword_prefix_is_rejected(tmp_path: Path) -> None:
-    """The library panics on a merge without the prefix."""
+    """The tokenizers library would panic on a merge whose right part lacks the prefix."""
     values = json.loads(makers.gpt2().to_str())
     values["model"].update(continuing_subword_prefix="##", merges=[["a", "b"]])
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))

@@ -1,4 +1,4 @@
-"""Round trips, special tokens as plain text, and streams that never split a character."""
+"""Tokenizers in Kvasir's format: decoded texts, special tokens in a text, streams, saving and loading."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ TOKENIZER = train_bpe(TEXTS, 400)
 
 
 @given(st.text())
-def test_text_round_trips(text: str) -> None:
+def test_decoding_returns_the_encoded_text(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
     assert b"".join(map(TOKENIZER.token_bytes, ids)) == text.encode()
@@ -35,7 +35,7 @@ def test_special_tokens_in_text_are_text(text: str) -> None:
 
 @given(st.lists(st.lists(st.integers(0, TOKENIZER.vocab_size - 1))))
 def test_stream_equals_decoding_at_once(pushes: list[list[int]]) -> None:
-    """For any ids, valid UTF-8 or not, in any chunks."""
+    """This holds for any ids, whose bytes may be invalid UTF-8, in pushes of any length."""
     decoder = StreamDecoder(TOKENIZER)
     streamed = "".join(decoder.push(ids) for ids in pushes) + decoder.flush()
     plain = b"".join(TOKENIZER.token_bytes(token) for ids in pushes for token in ids)
@@ -71,7 +71,7 @@ def test_a_text_that_the_splitter_cannot_split_raises_tokenizer_error() -> None:
         TOKENIZER.encode(" " * 3_000_000 + "a")
 
 
-def test_save_and_load(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_gives_the_same_ids_when_loaded(tmp_path: Path) -> None:
     save_native(TOKENIZER, tmp_path)
     loaded = load_native(tmp_path)
     text = "".join(TEXTS)

@@ -25,7 +25,7 @@ def gpt2_directory() -> Path:
 
 @cache
 def gpt2_library() -> Tokenizer:
-    """Return the `tokenizers` library's GPT-2, from the files that Hugging Face publishes."""
+    """Return the `tokenizers` library's tokenizer made from GPT-2's encoder.json and vocab.bpe."""
     directory = gpt2_directory()
     vocabulary = json.loads((directory / "encoder.json").read_text())
     lines = (directory / "vocab.bpe").read_text().split("\n")[1:]
@@ -41,7 +41,7 @@ def gpt2_library() -> Tokenizer:
 
 
 def test_gpt2_files_give_the_ids_of_the_library(tmp_path: Path) -> None:
-    """All stories and all adversarial text, from tokenizer.json and from OpenAI's two files."""
+    """Encode all texts with a tokenizer from tokenizer.json, and with one from OpenAI's encoder.json and vocab.bpe."""
     library = gpt2_library()
     library.encode_special_tokens = True
     from_json = load_tokenizer(makers.write(tmp_path, library, eos_token="<|endoftext|>"))
@@ -62,7 +62,7 @@ def test_vocab_json_and_merges_txt_give_the_ids_of_gpt2_files(tmp_path: Path) ->
 
 
 def test_r50k_gives_the_ids_of_gpt2(tmp_path: Path) -> None:
-    """The file is GPT-2's vocabulary in another format, which the hash proves."""
+    """r50k_base.tiktoken is made from GPT-2's vocabulary; its known SHA-256 proves that the content is right."""
     ranks = json.loads((gpt2_directory() / "encoder.json").read_text())
     del ranks["<|endoftext|>"]
     decoder = TokenDecoder(byte_level=True)
@@ -76,7 +76,7 @@ def test_r50k_gives_the_ids_of_gpt2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", real_files.HASHED)
-def test_published_ranks_give_tiktokens_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_ranks_give_the_ids_of_tiktoken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with tiktoken's own pattern and special tokens, from the installed package."""
     path = real_files.unpack(f"{name}.tiktoken", tmp_path) / f"{name}.tiktoken"
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}

@@ -22,7 +22,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "no vocabulary": (lambda v: v["model"].update(vocab={}), "the vocabulary is empty"),
     "ids that are no numbers": (lambda v: v["model"]["vocab"].update(a="x"), "ids other than integers"),
-    "an id for two tokens": (lambda v: v["model"]["vocab"].update(a=70), "unique; 70 is not"),
+    "an id for two tokens": (lambda v: v["model"]["vocab"].update(a=70), "unique, but several tokens have 70"),
     "an id of a billion": (lambda v: v["model"]["vocab"].update(a=10**9), "under 4,194,304; 1000000000 is not"),
     "merges that are none": (lambda v: v["model"].update(merges=["a b c"]), "the tokenizers library reports an error"),
     "a merge of what is no token": (
@@ -75,7 +75,7 @@ def test_an_unsupported_tokenizer_json_gives_one_error_line(name: str, tmp_path:
         ({"vocab.json": "{}", "merges.txt": "#version: 0.2\na b c\n"}, "merges.txt: expected two tokens a line"),
         (
             {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "BartTokenizer"}'},
-            "vocab.json: the split pattern of BartTokenizer is not in this file",
+            "vocab.json: this file lacks the split pattern of BartTokenizer",
         ),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "3"}, "tokenizer_config.json: a JSON object expected"),
     ],
@@ -97,7 +97,7 @@ def test_a_character_without_a_token_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("byte_level", [True, False])
 def test_a_text_that_the_library_would_shorten_is_rejected(byte_level: bool, tmp_path: Path) -> None:
-    """Vocabularies trained on few texts lack bytes or letters: of the two bytes of é, one is known."""
+    """A vocabulary trained on few texts lacks bytes or letters. Here, one of the two bytes of é has a token."""
     library = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "Ã": 3}, merges=[("a", "b")]))
     if byte_level:
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

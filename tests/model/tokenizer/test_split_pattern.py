@@ -28,7 +28,7 @@ TRANSLATED = [_CL100K_PATTERN, SPLIT_PATTERN, GPT2_BY_TIKTOKEN]
 
 
 def kept_by_tiktoken(pattern: str, text: str) -> str:
-    """Return the joined matches of the pattern."""
+    """Return the parts of the text that the pattern matches, joined, by tiktoken's regex engine."""
     encoding = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=BYTES, special_tokens={})
     return bytes(encoding.encode_ordinary(text)).decode()
 
@@ -49,7 +49,7 @@ def test_portable_patterns_are_exported_unchanged(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", TRANSLATED)
 def test_patterns_of_tiktoken_are_translated(pattern: str) -> None:
-    """The translated pattern splits like the original in tiktoken; test_export compares with `tokenizers`."""
+    """In tiktoken, the translated pattern splits like the original; test_export.py compares it with `tokenizers`."""
     translated = pattern_for_oniguruma(pattern)
     assert translated is not None
     assert translated != pattern

@@ -1,4 +1,4 @@
-"""Streams of all kinds of tokenizers: the output is what the ids add to the text before them."""
+"""Streams of all kinds of tokenizers: the streamed text is the text that the ids add to the prompt's text."""
 
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ def streamed(ours: Tokenizer, token_ids: list[int]) -> list[str]:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("text", [*ADVERSARIAL[1:], stories()[0]], ids=str.__len__)
 def test_deltas_after_a_prompt_are_what_the_completion_adds(name: str, text: str) -> None:
-    """The ids of a text are split at every index; the next test covers splits inside a character."""
+    """The ids of a text are split into prompt and completion at every index that is not inside a character."""
     ours = tokenizer(name)
     token_ids = ours.encode(text)
     whole = ours.decode(token_ids)
@@ -42,7 +42,7 @@ def test_deltas_after_a_prompt_are_what_the_completion_adds(name: str, text: str
 @pytest.mark.parametrize("name", MAKERS)
 @given(data=st.data())
 def test_any_ids_stream_to_their_bytes(name: str, data: st.DataObject) -> None:
-    """Valid UTF-8 or not: invalid bytes become U+FFFD, and no output is retracted."""
+    """The bytes may be invalid UTF-8: invalid bytes become U+FFFD, and text once returned never changes."""
     ours = tokenizer(name)
     token_ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=30))
     plain = b"".join(map(ours.token_bytes, token_ids))
@@ -54,11 +54,11 @@ def test_any_ids_stream_to_their_bytes(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", ["llama2", "mistral", "gemma"])
 @given(text=any_text())
-def test_byte_fallback_encodes_any_text(name: str, text: str) -> None:
-    """Every text survives a round trip, with three exceptions.
+def test_byte_fallback_encodes_and_decodes_any_text(name: str, text: str) -> None:
+    """Decoding returns every encoded text, with three exceptions.
 
-    They are lone surrogates, a ▁, and with Metaspace a leading space, which is taken for the inserted space and
-    removed.
+    The exceptions are lone surrogates, a ▁, and with Metaspace a leading space, which is removed like the space
+    that encoding inserts.
     """
     ours = tokenizer(name)
     clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("▁", "_")
@@ -87,7 +87,7 @@ def test_a_leading_space_is_kept_in_a_stream_and_stripped_in_a_whole_text() -> N
     assert "".join(streamed(ours, begun)) == " the cat"
 
 
-def test_a_character_tokenizer_round_trips(tmp_path: Path) -> None:
+def test_a_character_tokenizer_decodes_the_encoded_text(tmp_path: Path) -> None:
     ours = load_tokenizer(makers.write(tmp_path, makers.characters()))
     text = stories()[0]
     ids = ours.encode(text)

@@ -1,4 +1,4 @@
-"""Lower bound on tokens: a text has at least length / `longest_token` tokens, or no bound is reported."""
+"""Lower bound on the tokens of a text: its bytes / `longest_token`. Without a bound, `longest_token` is None."""
 
 import sys
 import unicodedata
@@ -17,7 +17,7 @@ RUNS = ["é" * 500, "x" * 500, " " * 500, "K" * 500, "e\u0301" * 500, "a" + " " 
 
 
 def _plain(**options: bool) -> Tokenizer:
-    """A tokenizer of two letters and an unknown token."""
+    """Return a tokenizer of the letter a, the space and an unknown token."""
     made = Tokenizer(models.BPE(vocab={"a": 0, " ": 1, "?": 2}, merges=[], unk_token="?", **options))
     made.decoder = decoders.Fuse()
     return made
@@ -41,7 +41,7 @@ UNBOUNDED: dict[str, Callable[[], Tokenizer]] = {
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_longest_token_is_none_if_a_token_can_cover_any_run(name: str, tmp_path: Path) -> None:
+def test_longest_token_has_no_limit_if_a_token_can_cover_any_run(name: str, tmp_path: Path) -> None:
     assert load_tokenizer(makers.write(tmp_path, UNBOUNDED[name]())).longest_token is None
 
 
@@ -56,7 +56,7 @@ def test_no_token_covers_more_bytes_than_longest_token(name: str, tmp_path: Path
 
 
 def test_nfc_keeps_at_least_a_quarter_of_the_bytes() -> None:
-    """NFC keeps at least a quarter of the length: each part of a decomposition is tested in its longest spelling."""
+    """Each part of a character's decomposition is counted with the bytes of its longest spelling."""
     spellings: dict[str, int] = {}
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
     for character in characters:

@@ -1,4 +1,4 @@
-"""Texts for comparing tokenizers: every line of some stories, and adversarial text."""
+"""Texts for comparing tokenizers: stories, and text that is hard to tokenize."""
 
 import json
 import lzma
@@ -40,7 +40,7 @@ def stories() -> tuple[str, ...]:
 
 @cache
 def all_texts() -> tuple[str, ...]:
-    """Return stories, adversarial text, and seeded noise of characters from all of Unicode."""
+    """Return stories, texts that are hard to tokenize, and random characters of all Unicode (with a fixed seed)."""
     draw = random.Random(1)
     near = " \n\t\r'sSſtREVEll.,!-_09²½éßñ\u0308\u0301你好한글ॐ👩\u200d👧🇩🇪\u00a0\u3000\u0085\x1c\x00\x7fAbcDEF"
     noise = ["".join(draw.choices(near, k=draw.randrange(1, 40))) for _ in range(1500)]
