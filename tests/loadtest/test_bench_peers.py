@@ -92,7 +92,7 @@ def test_a_driver_reports_a_failed_wave_and_serves_the_next() -> None:
 
 
 def test_a_driver_that_does_not_start_is_reported_with_its_last_line() -> None:
-    with pytest.raises(MeasurementFailed, match="the engine ended: ImportError: no engine here"):
+    with pytest.raises(MeasurementFailed, match="the engine's process ended: ImportError: no engine here"):
         DriverProcess([sys.executable, "-c", "raise ImportError('no engine here')"], {})
     with pytest.raises(MeasurementFailed, match="No such file"):
         DriverProcess(["/nowhere/python"], {})
@@ -166,7 +166,7 @@ def test_defaults_are_servers_without_flags(tmp_path: Path) -> None:
 def test_a_failed_command_is_reported_with_its_last_line() -> None:
     with pytest.raises(MeasurementFailed, match="failed with exit code 3: at last"):
         run([sys.executable, "-c", "print('first'); print('at last'); raise SystemExit(3)"])
-    with pytest.raises(MeasurementFailed, match="/nowhere: No such file"):
+    with pytest.raises(MeasurementFailed, match="cannot run /nowhere: No such file"):
         run(["/nowhere"])
 
 
@@ -220,7 +220,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(bench_peers, "OURS", peer("ours", "", "1.0", 3))
     monkeypatch.setattr(bench_peers, "install", install)
     monkeypatch.setattr(bench_peers, "DriverProcess", RecordedDriver)
-    monkeypatch.setattr(bench_peers, "quiet_or_warned", lambda program: 0.0)
+    monkeypatch.setattr(bench_peers, "measure_other_work", lambda program: 0.0)
     monkeypatch.setattr(bench_peers, "ForeignWork", ScriptedWork)
     monkeypatch.setattr(bench_peers, "Roofline", ScriptedProbe)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)

@@ -104,7 +104,7 @@ def test_the_table_of_stored_results_is_printed(tmp_path: Path) -> None:
 
 def test_a_busy_load_test_is_reported() -> None:
     table = report.markdown([summary([outcome(0)]) | {"client_cpu_share": 0.9}])
-    assert "- 2 streams: the load test itself was busy for 90%" in table
+    assert "- 2 streams: the load test itself used 90% of a core" in table
 
 
 def test_a_load_without_a_success_has_a_table() -> None:

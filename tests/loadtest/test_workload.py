@@ -138,7 +138,7 @@ def test_the_body_has_the_fields_of_the_request() -> None:
 
 @pytest.mark.parametrize(("text", "token_strs"), [("too short", ["too short"]), (TALES, TOKEN_STRS[:-1])])
 def test_short_texts_and_tokens_that_do_not_spell_the_text_are_rejected(text: str, token_strs: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"{len(text)} characters and {len(text.split())} words of text"):
+    with pytest.raises(ValueError, match=f"and the text {len(text)} in {len(text.split())} words"):
         Passages(text, token_strs)
 
 
