@@ -1,4 +1,4 @@
-"""docs/attention.md: measured parts from JSON alone, equal to the results in the repository."""
+"""docs/attention.md: its measured parts are generated from JSON results and match those in the repository."""
 
 import copy
 import json

@@ -31,7 +31,7 @@ def test_a_run_writes_every_sweep_and_the_page_shows_it(
         return 2 + 3e-9 * sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
     def write(directory: Path, shape: str) -> Path:
-        """Write one file of as many bytes as the shape says, in place of a checkpoint."""
+        """Write a file of `shape` bytes, in place of a checkpoint."""
         (directory / "model.safetensors").write_bytes(bytes(int(shape)))
         return directory
 
