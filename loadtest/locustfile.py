@@ -122,7 +122,7 @@ def start(environment: Environment, **_: Any) -> None:
             raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
         CompletionUser.session = LoadSession(environment.host, environment.parsed_options)
     except (OSError, ValueError) as error:
-        log.error("%s: %s", environment.host, error)
+        log.error("cannot start a load test of %s: %s", environment.host, error)
         signal.raise_signal(signal.SIGTERM)  # to locust's handler: end now, not when time is up
 
 

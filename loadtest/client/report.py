@@ -114,7 +114,7 @@ def summarize(
     output_tokens = sum(outcome.completion_tokens for outcome in done)
     chunks = np.array([moment for outcome in done for moment in outcome.chunk_seconds])
     tokens_by_second = np.bincount((chunks - chunks.min()).astype(int)) if chunks.size else np.zeros(1)
-    # A departure at the time of an arrival comes first: (time, -1) sorts before (time, +1).
+    # A request that ends when another is sent is not concurrent with it: (time, -1) sorts before (time, +1).
     moves = sorted(move for o in outcomes for move in ((o.sent_seconds, 1), (o.end_seconds, -1)))
     start = min((outcome.intended_seconds for outcome in outcomes), default=0.0)
     result: dict[str, Any] = {

@@ -41,9 +41,9 @@ class Target:
         """Parse `http://host[:port]`, and read `KVASIR_API_KEY`. Raises `ValueError` if the URL or key is invalid."""
         parts, key = urlsplit(url), os.environ.get("KVASIR_API_KEY", "").strip()
         if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
-            raise ValueError(f"the service's address must look like http://127.0.0.1:8000, not {url!r}")
+            raise ValueError(f"the URL of the service must look like http://127.0.0.1:8000, not {url!r}")
         if key and not re.fullmatch(r"[!-~]+", key):
-            raise ValueError("KVASIR_API_KEY: must be one word of visible ASCII characters")
+            raise ValueError("environment variable KVASIR_API_KEY: must be one word of visible ASCII characters")
         return cls(parts.hostname, parts.port or 80, key or None)
 
     @property
@@ -114,7 +114,7 @@ class CompletionReader:
         self.outcome = Outcome(index=request.index, client=request.client, intended_seconds=intended, sent_seconds=now)
         self.status: int | None = None
         self.is_complete = False
-        self.is_reusable = False  # the connection, after the response
+        self.is_reusable = False  # True if the connection can carry another request
         self._http = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._sse: SseParser | None = None

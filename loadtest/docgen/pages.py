@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", choices=sorted(PICTURES), metavar="PAGE", help=text)
     text = "folder of the benchmark results (default: docs/results)"
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help=text)
-    parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="directory of the page (default: docs)")
+    parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="folder of the page (default: docs)")
     text = "write nothing; exit with 1 if the page or a picture does not match the results"
     parser.add_argument("--check", action="store_true", help=text)
     arguments = parser.parse_args(argv)

@@ -45,7 +45,7 @@ from service.config.settings import ModelSettings
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "model" / "training" / "configs" / "attention"
 BASELINE = "multi-head"
-EAGER = "eager"  # the baseline's weights on the unfused attention backend
+EAGER = "eager"  # row with the baseline's model on the unfused attention backend
 # One thread: the machine is shared, and a second thread gains little for a model of this size.
 TRAIN_FLAGS = ("--threads", "1", "--no-compile")
 LAST_FILE = Path("checkpoint", "MODEL_CARD.md")  # the last file of a run that `kvasir train` writes
@@ -285,10 +285,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = benchmark_parser("loadtest.inprocess.bench_attention", "Train and measure every attention mechanism.")
     add = parser.add_argument
     add("phase", choices=("train", "speed"))
-    add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="seeds of the runs; `speed` uses the first")
-    add("--rounds", type=int, default=7, metavar="N", help="repeats of `speed` (default: 7)")
+    add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="training seeds; `speed` uses the first")
+    add("--rounds", type=int, default=7, metavar="N", help="repeats of each measurement of `speed` (default: 7)")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads of `speed` (default: 1)")
-    add("--runs", type=Path, default=Path("runs/attention"), metavar="DIR", help="training runs")
+    add("--runs", type=Path, default=Path("runs/attention"), metavar="DIR", help="training runs (default: %(default)s)")
     parser.set_defaults(out=ROOT / "docs" / "results" / "attention.json")
     arguments = read_arguments(parser, argv)
 

@@ -34,7 +34,7 @@ def _parser() -> _Parser:
         usage="kvasir bench [flags] [-- settings]",
         allow_abbrev=False,
         formatter_class=HELP_FORMATTER,
-        description="Measure the engine in this process, over batch size, context and prompt length.",
+        description="Measure the engine in this process, without a service, by batch size, context and prompt length.",
         epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
     )
     model = parser.add_mutually_exclusive_group()

@@ -147,13 +147,13 @@ def make_points(
                 f"context of {max_context_tokens} tokens; choose other --context or --steps"
             )
     if not points:
-        raise ValueError(f"--steps {arguments.steps} exceeds the model's context of {max_context_tokens} tokens")
+        raise ValueError(f"--steps {arguments.steps} does not fit the model's context of {max_context_tokens} tokens")
     for prompt in arguments.prompt_tokens:
         if prompt < max_context_tokens:
             work = formula.prompt(num_tokens=prompt, tokens_per_step=settings.max_batched_tokens)
             points.append(Point(0, 0, prompt, 1, work))
         elif "prompt_tokens" not in arguments.usual:
-            raise ValueError(f"--prompt-tokens {prompt}: it must be below the model's context of {max_context_tokens}")
+            raise ValueError(f"--prompt-tokens {prompt} must be below the model's context, {max_context_tokens} tokens")
     return points
 
 

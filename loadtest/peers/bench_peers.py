@@ -237,7 +237,7 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     add("--kinds", nargs="+", choices=engines.KINDS, default=list(engines.KINDS), help="kinds of work (default: all)")
     text = f"peers (default: all): {', '.join(names)}"
     add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=text)
-    add("--rounds", type=int, default=3, metavar="N", help="pairs per peer and size (default: 3)")
+    add("--rounds", type=int, default=3, metavar="N", help="measurements of each pair (default: 3)")
     text = "CPU threads per engine (default: one per core)"
     add("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help=text)
     text = "directory of environments, models and stored pairs"

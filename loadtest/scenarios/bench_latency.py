@@ -44,7 +44,11 @@ def gaps_within(streams: Sequence[Sequence[float]], start: float, end: float) ->
 
 
 class PromptArrival(NamedTuple):
-    """Arrival of a prompt while streams decode. before, during: the streams' token gaps in seconds, around its TTFT."""
+    """Latencies of one prompt that was sent while streams decode, and of these streams.
+
+    ttft_seconds, steps: time and engine steps from the send to the first token of the prompt's completion.
+    before, during: gaps between tokens of the streams, in seconds, before the send and from then to this first token.
+    """
 
     ttft_seconds: float
     steps: int

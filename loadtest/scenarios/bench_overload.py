@@ -109,7 +109,7 @@ def measure_loads(
 
     saturation = load("saturation", arguments.saturation_seconds, num_streams=num_slots)
     rate = arguments.times * saturation.requests_per_second
-    # Processes of their own, so that the users of the SDK do not wait for the other clients.
+    # Separate processes, so that the clients with the SDK do not wait for the other clients of the load test.
     with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("spawn")) as pool:
         own_key = pool.submit(call_by_sdk, target.url, other_key, seconds, 2)
         same_key = pool.submit(call_by_sdk, target.url, str(target.api_key), seconds, 10)

@@ -42,7 +42,7 @@ def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool
     client.close()
     for outcome in outcomes:
         if outcome.ending is not Ending.OK:
-            raise MeasurementFailed(f"stream {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
+            raise MeasurementFailed(f"stream {outcome.index} failed with {outcome.ending.value}: {outcome.detail}")
     return outcomes, killed
 
 

@@ -135,7 +135,7 @@ def complete_all(
     client.close()
     for outcome in run.outcomes:
         if outcome.ending is not Ending.OK:
-            raise MeasurementFailed(f"request {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
+            raise MeasurementFailed(f"request {outcome.index} failed with {outcome.ending.value}: {outcome.detail}")
     return run
 
 
