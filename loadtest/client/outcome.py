@@ -28,7 +28,7 @@ class Ending(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True if the service failed the request. A planned disconnect and a 429 are no failures."""
+        """True if the request failed. A planned disconnect and a 429 are no failures."""
         return self not in (Ending.OK, Ending.CANCELLED, Ending.SHED)
 
 
@@ -92,7 +92,7 @@ class LoadRun:
 
     @classmethod
     def ended_now(cls, outcomes: Sequence[Outcome], began_seconds: float, began_cpu_seconds: float) -> Self:
-        """Return the load of these requests. Its CPU share covers the time from these two clock values until now."""
+        """Return the load of these finished requests. `began_...`: wall-clock and CPU seconds at their start."""
         cpu_share = (time.process_time() - began_cpu_seconds) / max(time.perf_counter() - began_seconds, 1e-9)
         first = min((outcome.intended_seconds for outcome in outcomes), default=began_seconds)
         last = max([first + 1e-9, *(outcome.end_seconds for outcome in outcomes)])

@@ -172,7 +172,7 @@ class CompletionReader:
             self._saw_done = True
 
     def read(self, data: bytes) -> None:
-        """Update the outcome from the `data` of one event of a stream, or from the JSON body of another response."""
+        """Update the outcome from the `data` of one event of a stream, or from a JSON body that is not streamed."""
         if data == b"[DONE]":
             self._saw_done = True
             return
@@ -253,7 +253,7 @@ class CompletionClient:
         return self.read(CompletionReader(request, intended_seconds), model=model)
 
     def read(self, reader: CompletionReader, *, model: str | None = None) -> Outcome:
-        """Send the reader's request, and feed it the response. `reader.outcome` has each chunk once it arrives."""
+        """Send the reader's request and feed it the response. The reader's `outcome` has each chunk once it arrives."""
         body = json.dumps(reader.request.body(model)).encode()
         headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
         headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))} | self.target.authorization

@@ -166,7 +166,7 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the table rows of one cell (configuration) of the peer comparison, one per peer with undisturbed figures.
 
     A row has the cell's sizes and the wanted speed of Kvasir relative to the peer. If another peer's figures were
-    disturbed, the row does not say that Kvasir reached this speed.
+    disturbed, the row says "open" instead of "yes" where Kvasir reached this speed.
     """
     sound = {name: figure for name, figure in row["peers"].items() if is_sound(figure)}
     disturbed = [name for name, figure in row["peers"].items() if "ratio" in figure and name not in sound]

@@ -1,4 +1,4 @@
-"""Closed loop over an engine in this process: N sequences run at a time. Its figures are compared with HTTP's."""
+"""Closed loop over an engine in this process: N sequences run at a time, for comparison with HTTP."""
 
 import itertools
 import time
