@@ -1,5 +1,5 @@
 """Load tests and benchmarks.
 
-Modules use the service as a black box over HTTP, unless their name says engine, service, frontend, attention or
-training.
+`client/` and `locustfile.py` send HTTP requests to a running service. `scenarios/` starts a service first. `inprocess/`
+runs Kvasir's engine without a service. `peers/` compares Kvasir with other inference engines.
 """

@@ -1,7 +1,7 @@
 """Load test as locust users, headless or with locust's web page, with an exit code from the objectives.
 
-Rows of locust's table by request type: E2E once per request, TTFT and TPOT once per stream, ITL once per chunk of text
-after the first, SHED for a 429 (not an error) and LEFT for a client that disconnects as planned.
+Request types in locust's table: TTFT and TPOT count once per stream, ITL once per chunk after the first. The whole time
+of a request is SHED after a 429 (not an error), LEFT if the client disconnected as planned, and otherwise E2E.
 """
 
 import itertools
@@ -24,13 +24,13 @@ from loadtest.client import report
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import COMPLETIONS_PATH, CompletionClient, Target, discover
 from loadtest.client.workload import add_workload_arguments, arrivals, spec_from_arguments
-from loadtest.measurement.provenance import provenance, tell
+from loadtest.measurement.provenance import provenance, write_result
 
 log = logging.getLogger("loadtest")
 
 
 class LoadSession:
-    """State that the users of one locust run share: client, workload and outcomes."""
+    """State that the users of one locust run share: HTTP client, workload, and outcomes of requests."""
 
     def __init__(self, host: str, options: Any) -> None:
         target = Target.parse(host)
@@ -44,7 +44,7 @@ class LoadSession:
 
 
 class CompletionUser(User):
-    """Locust user of the service. The workload chooses the behaviour of the client for each request."""
+    """Locust user that sends requests of the workload, which also says if the user streams or disconnects early."""
 
     wait_time = constant(0)
     session: LoadSession | None = None  # set by `start`; None without a service
@@ -53,8 +53,8 @@ class CompletionUser(User):
     def complete(self) -> None:
         """Send the next request of the workload, and record its outcome.
 
-        In a closed loop, a rejected user waits for Retry-After. In an open loop (`--rate`), a user first waits for the
-        arrival of the request. Latency counts from the arrival, even if no user was free in time.
+        In a closed loop, the user waits for Retry-After after a 429. In an open loop (`--rate`), the user first waits
+        until the arrival time of the request. Latency counts from that time, even if all users were busy then.
         """
         session, options, intended = self.session, self.environment.parsed_options, None
         request = None if session is None else next(session.requests, None)
@@ -72,7 +72,7 @@ class CompletionUser(User):
             signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
 
     def record(self, outcome: Outcome) -> None:
-        """Report the latencies of an outcome to locust, as one row of its table each."""
+        """Report the E2E latency, TTFT, TPOT and each ITL of one request to locust, as separate request types."""
         ending = outcome.ending
         failure = RuntimeError(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
         kind = {Ending.SHED: "SHED", Ending.CANCELLED: "LEFT"}.get(ending, "E2E")
@@ -93,27 +93,27 @@ class CompletionUser(User):
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    """Add the load test's options to locust's."""
+    """Add the load test's options to locust's command line."""
     add_workload_arguments(parser.add_argument_group("Workload"))
     report.add_slo_arguments(parser.add_argument_group("Objectives (exit code 1 if one is missed)"))
     add = parser.add_argument_group("Completions").add_argument
-    add("--model", help="model id (default: the first of /v1/models)")
-    text = "open loop with X Poisson arrivals per second, and with as many requests at a time as users"
+    add("--model", help="model id to request (default: the first of /v1/models)")
+    text = "open loop: send X requests per second, at random times; each user has at most one request at a time"
     add("--rate", type=float, metavar="X", help=text)
-    add("--requests", type=int, metavar="N", help="stop after N requests, or when time is up")
+    add("--requests", type=int, metavar="N", help="end the run after N requests, or after --run-time")
     text = "timeout of a request in seconds (default: 120)"
     add("--request-timeout", type=float, default=120.0, metavar="S", help=text)
-    add("--results", metavar="DIR", env_var="LOCUST_RESULTS", help="directory for results.json")
+    add("--results", metavar="DIR", env_var="LOCUST_RESULTS", help="directory in which results.json is written")
 
 
 def three_digits(milliseconds: float) -> float:
-    """Round a response time to three significant digits, because locust's whole milliseconds are too coarse for ITL."""
+    """Round milliseconds to three significant digits, because locust's whole milliseconds are too coarse for ITL."""
     return float(f"{milliseconds:.3g}")
 
 
 @events.test_start.add_listener
 def start(environment: Environment, **_: Any) -> None:
-    """Discover the service once for all users of a run. End locust with an error if the service cannot be reached."""
+    """Get model id and tokenizer of the service for all users. End locust with an error if that fails."""
     locust.stats.bucket_response_time = three_digits  # type: ignore[assignment]  # as locust's documentation suggests
     if not isinstance(environment.runner, LocalRunner):
         log.warning("distributed run: objectives and --results need a single process; only locust's tables are written")
@@ -122,13 +122,13 @@ def start(environment: Environment, **_: Any) -> None:
             raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
         CompletionUser.session = LoadSession(environment.host, environment.parsed_options)
     except (OSError, ValueError) as error:
-        log.error("%s: %s", environment.host, error)
+        log.error("cannot start a load test of %s: %s", environment.host, error)
         signal.raise_signal(signal.SIGTERM)  # to locust's handler: end now, not when time is up
 
 
 @events.quitting.add_listener
 def finish(environment: Environment, **_: Any) -> None:
-    """Report the load, and set locust's exit code: 0; 1 for a missed objective; 2 if nothing was measured."""
+    """Print and save the results. Set locust's exit code: 0; 1 for a missed objective; 2 if nothing was measured."""
     session, options, runner = CompletionUser.session, environment.parsed_options, environment.runner
     if not isinstance(runner, LocalRunner):
         return
@@ -146,5 +146,5 @@ def finish(environment: Environment, **_: Any) -> None:
     print("\n" + report.markdown([result]))
     if options.results:
         facts = provenance("locust", sys.argv[1:]) | {"model_id": session.model}
-        tell(result | facts, Path(options.results, "results.json"))
+        write_result(result | facts, Path(options.results, "results.json"))
     environment.process_exit_code = 1 if result["slo_breaches"] else 0

@@ -50,7 +50,7 @@ _INFO_OPTIONS: Final = {"textMode": "name"}
 
 
 def render() -> str:
-    """Return the dashboard as JSON."""
+    """Return the Grafana dashboard as JSON text."""
     dashboard = {
         "uid": "kvasir",
         "title": "Kvasir",
@@ -88,7 +88,7 @@ def _model_variable() -> dict[str, Any]:
 
 
 def _panels() -> Iterator[dict[str, Any]]:
-    """Yield headings and panels from left to right and top to bottom, numbered in that order."""
+    """Yield the dashboard's row headings and panels as JSON objects, top to bottom, with their ids and positions."""
     ids = itertools.count(1)
     y = 0
     for row in ROWS:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_or_check(path: Path, text: str, *, command: str, argv: Sequence[str] | None = None) -> int:
-    """Write `text` to `path`, or only compare with `--check`. Return the exit code: 1 if the file is out of date."""
+    """Write `text` to the file, or with `--check` only compare. Return the exit code: 0; 1 if they differ."""
     parser = argparse.ArgumentParser(prog=command, description=f"Write {path.name}.")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with code 1 if the file is out of date"

@@ -31,7 +31,7 @@ inter-token latencies are measured. Every counter starts at 0 for each label val
 
 
 def render() -> str:
-    """Return the page as Markdown."""
+    """Return docs/metrics.md as Markdown text."""
     buckets = "".join(
         f"| `{family.exposed_name}` | {' '.join(f'{bound:g}' for bound in family.buckets)} |\n"
         for family in FAMILIES.values()

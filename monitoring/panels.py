@@ -13,7 +13,7 @@ _QUANTILES: Final = (("P99", 0.99), ("P95", 0.95), ("P90", 0.9), ("P50", 0.5))
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """PromQL expression and the legend of its lines."""
+    """PromQL expression of a panel, and the legend of the lines that it draws."""
 
     expr: str
     legend: str
@@ -40,7 +40,7 @@ class Row:
 
 
 def _select(metric: str, **labels: str) -> str:
-    """Return a selector for a metric of the model chosen on the dashboard, restricted to these label values."""
+    """Return a PromQL selector of a metric for the dashboard's chosen model and these label values."""
     matchers = ", ".join(f'{label}="{value}"' for label, value in ({"model_name": "$model_name"} | labels).items())
     return f"{metric}{{{matchers}}}"
 

@@ -1,6 +1,7 @@
-"""Outcomes of measured requests and loads. Times are seconds of `time.perf_counter()`.
+"""Measured times and results of the requests of a load test. Times are seconds of `time.perf_counter()`.
 
-Latency counts from the intended send: in an open loop, a late client must not flatter the server.
+Latency counts from the time at which a request was meant to be sent. A client that sends late would otherwise hide
+latency of the server.
 """
 
 import time
@@ -14,7 +15,7 @@ from loadtest.client.workload import ClientKind
 
 
 class Ending(StrEnum):
-    """Reason for the end of a request. A 429 is a valid response of a full service, not an error."""
+    """Result of one request of a load test. A rejection with 429 by a full service (SHED) is not a failure."""
 
     OK = "ok"
     CANCELLED = "cancelled"  # by the test client, as planned
@@ -27,16 +28,16 @@ class Ending(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True if this end of a request is an error of the service."""
+        """True if the request failed. A planned disconnect and a 429 are no failures."""
         return self not in (Ending.OK, Ending.CANCELLED, Ending.SHED)
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """One measured request, filled in while its response arrives.
+    """Times, token counts and result of one request of a load test, filled in while its response arrives.
 
-    chunk_seconds: arrival of each chunk with text or token ids; empty for a client that does not stream.
-    completion_tokens: as in the server's `usage`; without `usage`, number of chunks.
+    chunk_seconds: arrival time of each streamed chunk with text or token ids; empty if the client does not stream.
+    completion_tokens: number in the response's `usage`; the number of chunks if the response has no `usage`.
     """
 
     index: int
@@ -55,32 +56,33 @@ class Outcome:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Time from the intended send to the first text of the response; None without streamed text."""
+        """Seconds from the intended send to the first chunk of the stream; None without a chunk."""
         return self.chunk_seconds[0] - self.intended_seconds if self.chunk_seconds else None
 
     @property
     def itl_seconds(self) -> list[float]:
-        """Seconds between consecutive chunks of text of the response."""
+        """Seconds between each two consecutive chunks of the stream."""
         return [later - earlier for earlier, later in pairwise(self.chunk_seconds)]
 
     @property
     def tpot_seconds(self) -> float | None:
-        """Time per output token: (E2E - TTFT) / (tokens - 1). None for fewer than two tokens or no streamed text."""
+        """Seconds per output token: (E2E - TTFT) / (tokens - 1). None for fewer than two tokens, or without a chunk."""
         if self.ttft_seconds is None or self.completion_tokens < 2:
             return None
         return (self.e2e_seconds - self.ttft_seconds) / (self.completion_tokens - 1)
 
     @property
     def e2e_seconds(self) -> float:
-        """Time from the intended send to the end of the response."""
+        """Seconds from the intended send to the end of the response."""
         return self.end_seconds - self.intended_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRun:
-    """Load on a service, measured between two times: the first intended send and the last end, or closer ones.
+    """Requests of one load test, and the interval in which requests and tokens are counted.
 
-    client_cpu_share: CPU time of the client's process over wall time; 1 is one core.
+    began_seconds, ended_seconds: the interval; by default, from the first intended send to the last end of a response.
+    client_cpu_share: CPU time of the load test's process over wall time; 1 is one busy core.
     """
 
     outcomes: Sequence[Outcome]
@@ -90,7 +92,7 @@ class LoadRun:
 
     @classmethod
     def ended_now(cls, outcomes: Sequence[Outcome], began_seconds: float, began_cpu_seconds: float) -> Self:
-        """Return a load that ends now and began at these values of `time.perf_counter()` and `time.process_time()`."""
+        """Return the load of these finished requests. `began_...`: wall-clock and CPU seconds at their start."""
         cpu_share = (time.process_time() - began_cpu_seconds) / max(time.perf_counter() - began_seconds, 1e-9)
         first = min((outcome.intended_seconds for outcome in outcomes), default=began_seconds)
         last = max([first + 1e-9, *(outcome.end_seconds for outcome in outcomes)])
@@ -98,25 +100,26 @@ class LoadRun:
 
     @property
     def duration_seconds(self) -> float:
-        """Measured time of the load."""
+        """Length in seconds of the interval in which requests and tokens are counted."""
         return self.ended_seconds - self.began_seconds
 
     @property
     def sent(self) -> list[Outcome]:
-        """Outcomes of the requests that were meant to be sent in the measured time of the load."""
+        """Outcomes of the requests that were meant to be sent within the counted interval."""
         return [outcome for outcome in self.outcomes if self._is_inside(outcome.intended_seconds)]
 
     @property
     def requests_per_second(self) -> float:
-        """Completions that ended successfully in the measured time of the load, per second."""
+        """Number of requests that ended successfully within the counted interval, per second of the interval."""
         done = (outcome for outcome in self.outcomes if outcome.ending is Ending.OK)
         return sum(self._is_inside(outcome.end_seconds) for outcome in done) / self.duration_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of successful completions that arrived in the measured time of the load, per second.
+        """Completion tokens that arrived within the counted interval, per second of the interval.
 
-        A completion that extends beyond the measured time counts by the share of its chunks inside.
+        Only successful requests count. A completion that began before the interval or ended after it counts by the
+        share of its chunks within the interval.
         """
         tokens = 0.0
         for outcome in (outcome for outcome in self.outcomes if outcome.ending is Ending.OK):

@@ -1,8 +1,9 @@
-"""Objectives and summary of load tests, with the keys of `vllm bench serve`, and their Markdown table.
+"""Service level objectives and JSON summary of a load test, with the keys of `vllm bench serve`; Markdown table.
 
     python -m loadtest.client.report results/*.json
 
-prints the table of stored results. vLLM's latencies count from the actual send, ours from the intended send.
+prints the summaries in these files as one table. vLLM counts latencies from the actual send of a request, Kvasir's load
+test from the intended send.
 """
 
 import argparse
@@ -34,7 +35,7 @@ _SLO_HELP = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Service level objectives; None for no limit. A latency limit without a measured value counts as broken."""
+    """Service level objectives of a load test; None: no limit. A latency that no request has counts as missed."""
 
     ttft_p95_ms: float | None = None
     tpot_p95_ms: float | None = None
@@ -50,7 +51,7 @@ class Slo:
         return cls(**{name: getattr(arguments, f"slo_{name}") for name in _SLO_HELP})
 
     def is_good(self, outcome: Outcome) -> bool:
-        """Return True if one request kept the TTFT, TPOT and E2E limits (goodput, as in vLLM)."""
+        """Return True if a request succeeded within the limits of TTFT, TPOT and E2E: goodput, as in vLLM."""
         limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.e2e_p95_ms)
         seconds = (outcome.ttft_seconds, outcome.tpot_seconds, outcome.e2e_seconds)
         pairs = zip(limits, seconds, strict=True)
@@ -58,7 +59,7 @@ class Slo:
         return outcome.ending is Ending.OK and is_kept
 
     def breaches(self, outcomes: Sequence[Outcome], tokens_per_second: float) -> list[str]:
-        """Return a sentence for every objective that the outcomes missed."""
+        """Return a line of text for each objective that the load missed, with the measured value and the limit."""
         if not outcomes:
             return ["no request was sent"]
         lines = []
@@ -83,7 +84,7 @@ class Slo:
 
 
 def add_slo_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare a `--slo-...` option for each objective."""
+    """Add one `--slo-...` command-line option per objective to a parser."""
     for name, text in _SLO_HELP.items():
         option, default = f"--slo-{name.replace('_', '-')}", getattr(Slo(), name)
         text += f" (default: {'no limit' if default is None else default})"
@@ -91,7 +92,7 @@ def add_slo_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup)
 
 
 def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Return the measured latencies of completed requests, by vLLM's names."""
+    """Return the latencies of successful requests in milliseconds, by vLLM's names: ttft, tpot, itl and e2el."""
     seconds: dict[str, Sequence[float | None]] = {
         "ttft": [outcome.ttft_seconds for outcome in done],
         "tpot": [outcome.tpot_seconds for outcome in done],
@@ -104,7 +105,7 @@ def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
 def summarize(
     run: LoadRun, *, label: str, slo: Slo, request_rate: float | None = None, max_concurrency: int | None = None
 ) -> dict[str, Any]:
-    """Return one load as a JSON-ready dictionary with the keys of `vllm bench serve`, and a few more."""
+    """Return the summary of one load test, JSON-ready: the keys of `vllm bench serve`, and a few more."""
     outcomes, seconds = sorted(run.sent, key=lambda outcome: outcome.index), run.duration_seconds
     done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
     endings = Counter(outcome.ending for outcome in outcomes)
@@ -113,7 +114,7 @@ def summarize(
     output_tokens = sum(outcome.completion_tokens for outcome in done)
     chunks = np.array([moment for outcome in done for moment in outcome.chunk_seconds])
     tokens_by_second = np.bincount((chunks - chunks.min()).astype(int)) if chunks.size else np.zeros(1)
-    # A departure at the time of an arrival comes first: (time, -1) sorts before (time, +1).
+    # A request that ends when another is sent is not concurrent with it: (time, -1) sorts before (time, +1).
     moves = sorted(move for o in outcomes for move in ((o.sent_seconds, 1), (o.end_seconds, -1)))
     start = min((outcome.intended_seconds for outcome in outcomes), default=0.0)
     result: dict[str, Any] = {
@@ -178,7 +179,7 @@ _COLUMNS = (
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with a row per load, and below it the failures and broken objectives."""
+    """Return a Markdown table with a row per load test, and below it the failures and the missed objectives."""
     rows, notes = [], []
     for run in results:
         label, texts = run["label"], {}
@@ -189,7 +190,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         notes += [f"- {label}: {count} × {kind}" for kind, count in run["failures"].items()]
         notes += [f"- {label}: broken objective: {breach}" for breach in run["slo_breaches"]]
         if (share := run["client_cpu_share"]) > 0.7:  # of a core: the client itself delays what it measures
-            notes.append(f"- {label}: the load test itself was busy for {share:.0%}; do not trust the times")
+            notes.append(f"- {label}: the load test itself used {share:.0%} of a core; do not trust the latencies")
     return "\n".join([table(_COLUMNS, rows), *notes])
 
 

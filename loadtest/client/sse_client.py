@@ -1,6 +1,6 @@
-"""HTTP client of a completions service that takes the time of each chunk of a stream as `recv` returns its bytes.
+"""HTTP client of `/v1/completions` that records the arrival time of each streamed chunk when `recv` returns its bytes.
 
-Ordinary clients buffer: locust's `iter_lines` waits for 1,024 bytes. The sockets are gevent's, as locust needs.
+Ordinary HTTP clients buffer: locust's `iter_lines` waits for 1,024 bytes. The sockets are gevent's, as locust needs.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of the service, and the API key to send. The key is no flag: flags show in the process list."""
+    """Address of the service under test, and the API key to send: not a flag, because the process list shows flags."""
 
     host: str
     port: int
@@ -38,12 +38,12 @@ class Target:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Read `http://host[:port]`, and the API key in `KVASIR_API_KEY`. Raises `ValueError` if one cannot be used."""
+        """Parse `http://host[:port]`, and read `KVASIR_API_KEY`. Raises `ValueError` if the URL or key is invalid."""
         parts, key = urlsplit(url), os.environ.get("KVASIR_API_KEY", "").strip()
         if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
-            raise ValueError(f"the service's address must look like http://127.0.0.1:8000, not {url!r}")
+            raise ValueError(f"the URL of the service must look like http://127.0.0.1:8000, not {url!r}")
         if key and not re.fullmatch(r"[!-~]+", key):
-            raise ValueError("KVASIR_API_KEY: must be one word of visible ASCII characters")
+            raise ValueError("environment variable KVASIR_API_KEY: must be one word of visible ASCII characters")
         return cls(parts.hostname, parts.port or 80, key or None)
 
     @property
@@ -53,11 +53,11 @@ class Target:
 
     @property
     def authorization(self) -> dict[str, str]:
-        """Authorization header with the API key, empty without a key."""
+        """`Authorization` header with the API key, as a dictionary; empty without a key."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def fetch_json(self, path: str, payload: Any = None) -> Any:
-        """Return the JSON response of the service to a GET, or to a POST with a payload. Raises `OSError`."""
+        """Send a GET, or a POST if there is a payload, and return the JSON response. Raises `OSError` if that fails."""
         body = None if payload is None else json.dumps(payload).encode()
         headers = {"Content-Type": "application/json"} | self.authorization
         request = urllib.request.Request(self.url + path, body, headers)
@@ -66,7 +66,11 @@ class Target:
 
 
 def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
-    """Return the model id of a service, and the workload cut by the service's tokens. Raises `OSError`."""
+    """Return the id of a service's model, and the workload with prompt lengths in tokens of that model.
+
+    The service's `/tokenize` counts the tokens. Without `/tokenize`, a token counts as four characters.
+    Raises `OSError` if the service cannot be reached.
+    """
     listed, text, tokenized = target.fetch_json("/v1/models")["data"][0], tales(), dict[str, Any]()
     with suppress(urllib.error.HTTPError):
         tokenized = target.fetch_json("/tokenize", {"prompt": text, "return_token_strs": True})
@@ -82,14 +86,14 @@ def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
 
 
 class SseParser:
-    """Parser from bytes to the `data` of complete server-sent events (WHATWG HTML, section 9.2.6)."""
+    """Incremental parser of a stream of server-sent events (WHATWG HTML, section 9.2.6)."""
 
     def __init__(self) -> None:
         self._tail = b""
         self._skip_newline = False  # the last bytes ended in CR: skip an LF that follows
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the `data` of each event that these bytes complete."""
+        """Take the next bytes of the stream, and return the `data` of each event that these bytes complete."""
         if self._skip_newline:
             data = data.removeprefix(b"\n")
         self._skip_newline = data.endswith(b"\r")
@@ -101,7 +105,7 @@ class SseParser:
 
 
 class CompletionReader:
-    """Reader of the HTTP response to one completion request. Fills in the outcome as bytes are fed, without I/O."""
+    """Parser of the HTTP response to one completion request, without I/O: takes bytes and fills in the `Outcome`."""
 
     def __init__(self, request: LoadRequest, intended_seconds: float | None = None) -> None:
         now = time.perf_counter()
@@ -110,7 +114,7 @@ class CompletionReader:
         self.outcome = Outcome(index=request.index, client=request.client, intended_seconds=intended, sent_seconds=now)
         self.status: int | None = None
         self.is_complete = False
-        self.is_reusable = False  # the connection, after the response
+        self.is_reusable = False  # True if the connection can carry another request
         self._http = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._sse: SseParser | None = None
@@ -124,17 +128,17 @@ class CompletionReader:
 
     @property
     def is_over(self) -> bool:
-        """True if the response has ended, or if a cancelling client has the chunks after which it disconnects."""
+        """True if the response has ended, or if the client has received the chunks after which it is to disconnect."""
         limit = self.request.cancel_after
         return self.is_complete or (limit is not None and len(self.outcome.chunk_seconds) >= limit)
 
     def feed(self, data: bytes, now: float) -> None:
-        """Read bytes of a response, received at `now`. Raises `httptools.HttpParserError` if they are not HTTP."""
+        """Parse bytes of the response, received at time `now`. Raises `httptools.HttpParserError` if not HTTP."""
         self._now = now
         self._http.feed_data(data)
 
     def end_of_connection(self, now: float) -> None:
-        """Complete a response without a declared length at the end of its connection."""
+        """Handle the end of the connection, which also ends a response without Content-Length and Transfer-Encoding."""
         self._now = now
         is_delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
         if self.status is not None and not is_delimited and not self.is_complete:
@@ -152,7 +156,7 @@ class CompletionReader:
             self._sse = SseParser()
 
     def on_body(self, body: bytes) -> None:
-        """Read a part of the response's body."""
+        """Handle a part of the response's body: parse the events of a stream, or store the part of a JSON body."""
         if self._sse is None:
             self._content.extend(body)
             return
@@ -168,7 +172,7 @@ class CompletionReader:
             self._saw_done = True
 
     def read(self, data: bytes) -> None:
-        """Read the data of one event of a stream, or the body of a response that is not streamed."""
+        """Update the outcome from the `data` of one event of a stream, or from a JSON body that is not streamed."""
         if data == b"[DONE]":
             self._saw_done = True
             return
@@ -194,7 +198,7 @@ class CompletionReader:
             self._broken = f"not a completion: {error}"
 
     def end(self, ending: Ending, detail: str) -> Outcome:
-        """Return the outcome of a request that ends now in this way."""
+        """Return the outcome of the request, which ends now with this result and this explanation."""
         outcome = self.outcome
         outcome.ending, outcome.detail, outcome.end_seconds = ending, detail, time.perf_counter()
         if not self._has_usage:
@@ -205,12 +209,12 @@ class CompletionReader:
         return outcome
 
     def finish(self) -> Outcome:
-        """Return the outcome of a request at the last bytes of its response, or at the end of its connection."""
+        """Return the outcome of the request. Its end is the arrival of the last bytes, or the end of the connection."""
         self.end(*self._ending()).end_seconds = self._now
         return self.outcome
 
     def _ending(self) -> tuple[Ending, str]:
-        """Return the ending of the response, and its reason. A finished completion must keep the API contract."""
+        """Return the result of the request and an explanation. A complete response must also keep the API contract."""
         if not self.is_complete and self.is_over:
             return Ending.CANCELLED, ""
         if not self.is_complete or self.status is None:
@@ -235,7 +239,7 @@ class CompletionReader:
 
 
 class CompletionClient:
-    """Client of one service over kept-alive connections, for any number of concurrent greenlets."""
+    """HTTP client of one service, with reused connections, for any number of concurrent greenlets."""
 
     def __init__(self, target: Target, *, timeout_seconds: float = 120.0) -> None:
         self.target = target
@@ -245,11 +249,11 @@ class CompletionClient:
     def complete(
         self, request: LoadRequest, *, model: str | None = None, intended_seconds: float | None = None
     ) -> Outcome:
-        """Send one completion request and read its response to the end. Every failure of the server is an outcome."""
+        """Send one completion request and read its response to the end. Failures are outcomes, not exceptions."""
         return self.read(CompletionReader(request, intended_seconds), model=model)
 
     def read(self, reader: CompletionReader, *, model: str | None = None) -> Outcome:
-        """Send the request of a reader, which shows the chunks of the stream while they arrive."""
+        """Send the reader's request and feed it the response. The reader's `outcome` has each chunk once it arrives."""
         body = json.dumps(reader.request.body(model)).encode()
         headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
         headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))} | self.target.authorization
@@ -265,7 +269,7 @@ class CompletionClient:
             return reader.end(Ending.CONNECTION, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Close the idle connections. Other connections close when their requests end."""
+        """Close the idle connections. The connection of a request in progress stays open."""
         while self._idle:
             self._idle.pop().close()
 
@@ -281,7 +285,7 @@ class CompletionClient:
         self._exchange(connection, payload, reader)
 
     def _exchange(self, connection: socket.socket, payload: bytes, reader: CompletionReader) -> None:
-        """Send a request and feed its response to the reader, until the response or the connection ends."""
+        """Send a whole request and feed the response to the reader, until the response or the connection ends."""
         try:
             connection.sendall(payload)
             while not reader.is_over:

@@ -1,6 +1,6 @@
-"""Seeded workloads made of real text. Request number i is a pure function of (spec, i).
+"""Workloads of a load test: seeded sequences of completion requests, with prompts cut from Grimm's tales.
 
-Lengths of prompts are approximate, because prompts end at words.
+Request number i depends only on the workload's spec and i. Prompt lengths are approximate, since words are not cut.
 """
 
 import argparse
@@ -39,11 +39,11 @@ class ClientKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSpec:
-    """Complete description of a workload.
+    """Settings of a workload: lengths, behaviour of clients, sampling and seed.
 
-    prompt_tokens, output_tokens: the lengths (fixed), or their medians.
-    sigma: spread of the lognormal lengths; 0.6 puts p95 at 2.7 times the median.
-    whole_share, cancelling_share: shares of the clients; all other clients stream to the end.
+    prompt_tokens, output_tokens: length of each prompt and completion (kind fixed), or a median length.
+    sigma: standard deviation of the logarithm of lengths; with 0.6, p95 is 2.7 times the median.
+    whole_share, cancelling_share: shares of requests with a client of that kind; all other clients stream to the end.
     """
 
     kind: WorkloadKind = WorkloadKind.FIXED
@@ -62,8 +62,8 @@ class WorkloadSpec:
 class LoadRequest:
     """One request to `/v1/completions`, and the behaviour of its client.
 
-    cancel_after: number of text chunks after which a cancelling client disconnects.
-    return_token_ids: ask for the ids, so that every token is an event, even one that ends within a character.
+    cancel_after: number of chunks after which the client disconnects; None: it reads the whole response.
+    return_token_ids: request token ids, so that each token is sent as an event, even if it ends within a character.
     """
 
     index: int
@@ -77,7 +77,7 @@ class LoadRequest:
     return_token_ids: bool = False
 
     def body(self, model: str | None) -> dict[str, Any]:
-        """Return the JSON body of the request. Without a model id, the service uses its own model."""
+        """Return the JSON body of the request. `model` None: the body names no model, and the service uses its own."""
         names = ("prompt", "max_tokens", "temperature", "ignore_eos", "seed")
         body = ({} if model is None else {"model": model}) | {name: getattr(self, name) for name in names}
         if self.client is not ClientKind.WHOLE:
@@ -86,10 +86,10 @@ class LoadRequest:
 
 
 class Passages:
-    """Tokenized text from which passages of a wanted number of tokens are cut, at words.
+    """Tokenized text, from which `cut` takes passages of a requested number of tokens that end with whole words.
 
-    overshoot: how many times longer than wanted a passage may be for the model that reads it.
-    Raises `ValueError` if the tokens do not spell the text, or if the text has fewer than 100 words.
+    overshoot: largest ratio of a passage's real number of tokens to the requested number; 1 if `token_strs` is exact.
+    Raises `ValueError` if the token strings do not spell the text, or if the text has fewer than 100 words.
     """
 
     def __init__(self, text: str, token_strs: Sequence[str], *, overshoot: float = 1.0) -> None:
@@ -97,7 +97,7 @@ class Passages:
         self._words, self._word_tokens, place = text.split(), list[int](), 0
         count = len(self._words)
         if ends[-1] != len(text) or count < 100:
-            raise ValueError(f"{len(text)} characters and {count} words of text, {ends[-1]} characters of tokens")
+            raise ValueError(f"the tokens have {ends[-1]} characters, and the text {len(text)} in {count} words")
         for word in self._words:
             end = text.index(word, place) + len(word)
             self._word_tokens.append(bisect_right(ends, end) - bisect_right(ends, place))
@@ -107,7 +107,7 @@ class Passages:
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     def cut(self, start: int, num_tokens: int) -> str:
-        """Return passage number `start` (any integer) of the text: about `num_tokens` tokens, at least one word."""
+        """Return passage number `start` (any integer) of the text: at least one word, about `num_tokens` tokens."""
         count = len(self._words)
         at = (start * self._stride) % count
         chosen, length = [self._words[at]], self._word_tokens[at] + 1  # a cut may split one more token
@@ -121,7 +121,7 @@ class Passages:
 
 
 def tales() -> str:
-    """Return Grimm's tales with single spaces between words: the text of every prompt."""
+    """Return Grimm's tales with single spaces between words: the text from which all prompts are cut."""
     return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
 
 
@@ -158,7 +158,7 @@ class Workload:
         )
 
     def _lengths(self, rng: random.Random) -> tuple[int, int, int | None]:
-        """Return the tokens of prompt and completion, and the number of the shared prefix, if any."""
+        """Return the number of prompt tokens, of completion tokens, and the index of the shared prefix (None: none)."""
         kind, prompt, output = self.spec.kind, self.spec.prompt_tokens, self.spec.output_tokens
         if kind is WorkloadKind.MIXED:
             part = rng.random()
@@ -184,35 +184,35 @@ class Workload:
 
 
 _HELP = {
-    "prompt_tokens": "approximate tokens of a prompt",
-    "output_tokens": "tokens of a completion",
-    "sigma": "sigma of lognormal lengths",
-    "whole_share": "share of clients that do not stream",
-    "cancelling_share": "share of clients that disconnect early",
+    "prompt_tokens": "approximate number of tokens in a prompt",
+    "output_tokens": "number of tokens in a completion",
+    "sigma": "standard deviation of the logarithm of lengths, if lognormal",
+    "whole_share": "share of requests without streaming, from 0 to 1",
+    "cancelling_share": "share of requests whose client disconnects early, from 0 to 1",
     "temperature": "sampling temperature",
-    "seed": "seed of workload and arrivals",
+    "seed": "seed of the requests and of their arrival times",
 }
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare command-line options for the fields of `WorkloadSpec`."""
-    text = "distribution of lengths (default: %(default)s)"
+    """Add command-line options for the fields of `WorkloadSpec` to a parser."""
+    text = "distribution of prompt and completion lengths (default: %(default)s)"
     parser.add_argument("--workload", choices=[*map(str, WorkloadKind)], default=str(WorkloadKind.FIXED), help=text)
     for name, text in _HELP.items():
         default, option = getattr(WorkloadSpec(), name), "--" + name.replace("_", "-")
         text += " (default: %(default)s)"
         parser.add_argument(option, type=type(default), default=default, metavar="N", help=text)
-    text = "let the model end completions before --output-tokens"
+    text = "let an end-of-text token end a completion before --output-tokens"
     parser.add_argument("--stop-at-end", action="store_true", help=text)
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> WorkloadSpec:
-    """Return the workload of the options that `add_workload_arguments` declared."""
+    """Return the workload settings in the parsed options of `add_workload_arguments`."""
     values = {name: getattr(arguments, name) for name in _HELP}
     return WorkloadSpec(kind=WorkloadKind(arguments.workload), ignore_eos=not arguments.stop_at_end, **values)
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Yield the arrival times of a Poisson process of `rate` per second, in seconds from the start."""
+    """Yield arrival times of requests in seconds from the start: a Poisson process of `rate` requests per second."""
     rng = random.Random(seed)
     return itertools.accumulate(iter(lambda: rng.expovariate(rate), None))

@@ -2,11 +2,12 @@
 
     python -m loadtest.docgen.pages {performance,attention} [--check]
 
-All figures come from docs/results. A template beside this module has three kinds of placeholders:
+All figures come from the JSON files in docs/results. The text of a page is a template, PAGE_template.md in this folder,
+with three kinds of placeholders:
 
     {engine.roofline.gflops:.0f*1e-9}   a figure: path in the results, format, factor
     {service.start_seconds<=10}         "yes", or "**no**" if the figure or its median misses the limit
-    {*engine.decode}| {step_ms} |       a line for each row of a list; paths are looked up in the row first
+    {*engine.decode}| {step_ms} |       a line for each item of a list; paths are looked up in the item first
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any, Final
 from loadtest.docgen import pictures
 from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
 from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
-from loadtest.measurement.provenance import shows
+from loadtest.measurement.provenance import is_picture_of
 from loadtest.measurement.spread import pooled_deviation, ratio_spread, spread
 from loadtest.measurement.tables import Column, cell, table, value_at
 from loadtest.peers.bench_peers import QUIET_CORES, STEADY_SHARE, is_sound
@@ -66,7 +67,7 @@ _KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
 
 
 def fill(template: str, facts: Mapping[str, Any]) -> str:
-    """Return the template with every placeholder replaced. Raises KeyError for an unknown path."""
+    """Return the template with each placeholder replaced by its figure. Raises KeyError if a figure is missing."""
 
     def replacement(match: re.Match[str]) -> str:
         if match["rows"]:
@@ -90,7 +91,7 @@ def _named(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def performance_page(results: Mapping[str, Any]) -> str:
-    """Return docs/performance.md for the results listed in `NAMES`. Raises KeyError as `fill` does."""
+    """Return the text of docs/performance.md with figures from `results`. Raises KeyError if a figure is missing."""
     service, frontend = results["service"], results["frontend"]["levels"]
     memory, starts = results["scaling"]["kv_memory"]["points"], results["scaling"]["starts"]["points"]
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
@@ -162,9 +163,10 @@ def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the undisturbed figures of a compared cell, a row per peer engine, with the cell's sizes and aim.
+    """Return the table rows of one cell (configuration) of the peer comparison, one per peer with undisturbed figures.
 
-    An aim stays open if the figure of another peer was disturbed.
+    A row has the cell's sizes and the wanted speed of Kvasir relative to the peer. If another peer's figures were
+    disturbed, the row says "open" instead of "yes" where Kvasir reached this speed.
     """
     sound = {name: figure for name, figure in row["peers"].items() if is_sound(figure)}
     disturbed = [name for name, figure in row["peers"].items() if "ratio" in figure and name not in sound]
@@ -195,16 +197,16 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def losses(row: Mapping[str, Any]) -> list[float]:
-    """Return the held-out loss of an attention mechanism for each seed, in nats per token."""
+    """Return the held-out losses of an attention mechanism's training runs, one per seed, in nats per token."""
     return [run["nats_per_token"] for run in row["runs"]]
 
 
 def differences(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the difference of each mechanism's held-out loss from the compared mechanism's, with its error.
+    """Return, by attention mechanism, its held-out loss minus that of the mechanism it is compared with, and the error.
 
-    Runs of one seed read the same texts in the same order, so losses are compared seed by seed. The error is twice the
-    standard error of the mean. A few seeds of one mechanism are too few to estimate it, so all mechanisms share one
-    pooled deviation.
+    Runs of one seed read the same texts in the same order, so losses are subtracted seed by seed, then averaged. The
+    error is twice the standard error of this mean. A few seeds are too few to estimate it for one mechanism, so all
+    mechanisms share one pooled deviation.
     """
     by_seed = {
         name: [own - other for own, other in zip(losses(row), losses(rows[row["compared_with"]]), strict=True)]
@@ -224,8 +226,8 @@ def attention_page(page: str, results: Mapping[str, Any]) -> str:
     """Return docs/attention.md with the text between `<!-- measured: NAME -->` and `<!-- end -->` replaced.
 
     Raises:
-        KeyError: a phase of the benchmark has not run.
-        ValueError: only one seed was trained, or page and template have different parts.
+        KeyError: the results lack a phase of the benchmark (`train` or `speed`).
+        ValueError: only one seed was trained, or page and template have different NAMEs.
     """
     training, speed = results["train"], results["speed"]
     settings, found = training["settings"], differences(training["rows"])
@@ -255,12 +257,12 @@ def attention_page(page: str, results: Mapping[str, Any]) -> str:
     parts = {match[2]: match[3] for match in _MEASURED.finditer(filled)}
     named = [match[2] for match in _MEASURED.finditer(page)]
     if sorted(named) != sorted(parts):
-        raise ValueError(f"the page must have each part once: {', '.join(parts)}; the page has {', '.join(named)}")
+        raise ValueError(f"the page must have each measured part once: {', '.join(parts)}; it has {', '.join(named)}")
     return _MEASURED.sub(lambda match: match[1] + parts[match[2]] + match[4], page)
 
 
 def _changes(row: Mapping[str, Any]) -> str:
-    """Return the changed settings of an attention mechanism as text, with fractions shortened."""
+    """Return the model settings that define an attention mechanism as text, with fractions rounded."""
     texts = []
     for key, value in row["changes"].items():
         text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
@@ -270,11 +272,13 @@ def _changes(row: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check a page of docs/ with the page's pictures. Return 0; 1 if a file differs; 2 without results."""
+    """Write or check a page and its pictures. Return the exit code: 0; 1 if `--check` fails; 2 for missing results."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.docgen.pages", description="Write a page of docs/.")
-    parser.add_argument("name", choices=sorted(PICTURES), metavar="PAGE", help="performance or attention")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: docs/results")
-    parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="directory of the page (default: docs)")
+    text = "page to write: performance or attention"
+    parser.add_argument("name", choices=sorted(PICTURES), metavar="PAGE", help=text)
+    text = "folder of the benchmark results (default: docs/results)"
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help=text)
+    parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="folder of the page (default: docs)")
     text = "write nothing; exit with 1 if the page or a picture does not match the results"
     parser.add_argument("--check", action="store_true", help=text)
     arguments = parser.parse_args(argv)
@@ -303,11 +307,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             draw(picture, result)
         print(path, *drawn, sep="\n")
         return 0
-    stale = [picture for picture, (_, result) in drawn.items() if not shows(picture, result)]
+    stale = [picture for picture, (_, result) in drawn.items() if not is_picture_of(picture, result)]
     if not path.is_file() or path.read_text(encoding="utf-8") != page:
         stale.insert(0, path)
     for file in stale:
-        print(f"{file} does not match its results; run {parser.prog} {arguments.name}", file=sys.stderr)
+        print(f"{file} does not match the benchmark results; run {parser.prog} {arguments.name}", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -18,7 +18,7 @@ _FROM_STEP = 150  # before this training step, all loss curves fall steeply and 
 
 
 def draw_engine(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw step time over the number of sequences, a line per context, and the roofline below each line."""
+    """Draw the engine's step time over batch size: a line per context length, and its roofline dotted below."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     points, machine = result["decode"], result["roofline"]
@@ -36,7 +36,7 @@ def draw_engine(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw tokens/s over streams at the short context: a panel per shape and precision, a line per engine."""
+    """Draw decode speed of all compared engines over the number of streams: a panel per model shape and precision."""
     cells = [
         cell for cell in result["cells"] if cell["kind"] == "decode" and any(map(is_sound, cell["peers"].values()))
     ]
@@ -67,7 +67,7 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw how much a long prompt lengthens the ITL of streams, over the prompt's TTFT: a point per limit."""
+    """Draw the factor by which a long prompt raises other streams' ITL p99, over the TTFT: a point per flag value."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for number, (name, label) in enumerate(
@@ -92,7 +92,7 @@ def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw step time, KV-cache memory, TTFT and start time over their sizes, with the fitted power laws."""
+    """Draw step time, KV-cache memory, TTFT and start-up time, each over its size, with the fitted power laws."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     (steps, memory), (prefix, start) = figure.subplots(2, 2)
     for name, key in (("batch", "batch_size"), ("context", "context_length")):
@@ -118,7 +118,7 @@ def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def draw_attention(path: Path, rows: Mapping[str, Any]) -> None:
-    """Draw each mechanism's held-out loss during training, and at the end with the noise between seeds."""
+    """Draw the held-out loss of each attention mechanism: curves over training, and final losses by seed."""
     loss = {name: [run["nats_per_token"] for run in row["runs"]] for name, row in rows.items()}
     noise = pooled_deviation(list(loss.values()))
     ordered = sorted(rows, key=lambda name: statistics.fmean(loss[name]), reverse=True)
@@ -151,7 +151,7 @@ def draw_attention(path: Path, rows: Mapping[str, Any]) -> None:
 def _draw_law(
     axes: Axes, curve: Mapping[str, Any], over: str, value: Callable[[Any], float], name: str, *, scale: float = 1
 ) -> None:
-    """Draw points and their fitted power law. `scale` converts from the unit of the fit."""
+    """Draw measured points and their fitted power law, whose values `scale` converts to the unit of the points."""
     xs = [point[over] for point in curve["points"]]
     law = curve["fits"]["power"]
     (markers,) = axes.plot(xs, [value(point) for point in curve["points"]], "o")
@@ -161,7 +161,7 @@ def _draw_law(
 
 
 def _finish(axes: Axes, x_label: str, y_label: str, ticks: Sequence[int] | None = None) -> None:
-    """Make both axes logarithmic, and add labels, grid and legend."""
+    """Make both axes of a plot logarithmic, and add labels, grid and legend."""
     axes.set_xscale("log", base=10 if ticks is None else 2)
     axes.set_yscale("log")
     if ticks is not None:

@@ -1,1 +1,1 @@
-"""Benchmarks of the engine in this process."""
+"""Benchmarks that run the engine in their own process, without a service."""

@@ -1,10 +1,10 @@
 """Benchmark of every attention mechanism, trained and served: docs/results/attention.json.
 
     python -m loadtest.inprocess.bench_attention train --seeds 1 2    trains missing runs: half an hour per seed
-    python -m loadtest.inprocess.bench_attention speed                trains and serves all mechanisms in turn: minutes
+    python -m loadtest.inprocess.bench_attention speed                measures training and serving speed: minutes
 
-An interrupted `train` continues with the same command. Each round of `speed` runs every mechanism for a moment, so that
-a slow minute of the machine affects all. Ratios compare tokens per second of CPU time, without other processes' work.
+The same command continues an interrupted `train`. Each round of `speed` runs every mechanism for a moment, so that a
+slow minute of the machine affects all. Ratios are of tokens per second of CPU time, without other processes' work.
 """
 
 import itertools
@@ -45,7 +45,7 @@ from service.config.settings import ModelSettings
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "model" / "training" / "configs" / "attention"
 BASELINE = "multi-head"
-EAGER = "eager"  # the baseline's weights on the unfused attention backend
+EAGER = "eager"  # row with the baseline's model on the unfused attention backend
 # One thread: the machine is shared, and a second thread gains little for a model of this size.
 TRAIN_FLAGS = ("--threads", "1", "--no-compile")
 LAST_FILE = Path("checkpoint", "MODEL_CARD.md")  # the last file of a run that `kvasir train` writes
@@ -58,18 +58,18 @@ _KERNEL_HEADS, _KERNEL_HEAD_DIM = 4, 32
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Attention mechanism: name of the recipe, title on the page, and the mechanism that differs by one choice."""
+    """Attention mechanism: name of its recipe, title on the page, and the mechanism that it is compared with."""
 
     name: str
     title: str
     compared_with: str = BASELINE
 
     def recipe(self) -> TrainConfig:
-        """Read the training recipe. Raises ValueError as `load_train_config` does."""
+        """Read the TOML training recipe of the mechanism. Raises ValueError if the recipe is invalid."""
         return load_train_config(RECIPES / f"{self.name}.toml")
 
     def changes(self) -> dict[str, Any]:
-        """Return the model's settings that differ from the compared row, JSON-ready."""
+        """Return the model settings that differ from those of the compared mechanism, JSON-ready."""
         before = load_train_config(RECIPES / f"{self.compared_with}.toml").model.to_dict()
         return {key: value for key, value in self.recipe().model.to_dict().items() if value != before[key]}
 
@@ -95,13 +95,13 @@ ROWS = (
 
 
 def run_result(row: Row, seed: int, run: Path) -> dict[str, Any]:
-    """Return the losses of a training run. Raises MeasurementFailed if the run is unfinished or of another recipe."""
+    """Return the results of a training run. Raises MeasurementFailed if unfinished, or trained by another recipe."""
     if not (run / LAST_FILE).is_file():
-        raise MeasurementFailed(f"{run} is not finished: run bench_attention train --seeds {seed}")
+        raise MeasurementFailed(f"training run {run} is not finished; run bench_attention train --seeds {seed}")
     manifest, recipe = read_manifest(run / "checkpoint"), row.recipe()
     training = manifest.training
     if (manifest.config, training["steps"], training["seed"]) != (recipe.model, recipe.steps, seed):
-        raise MeasurementFailed(f"{run} was trained with another recipe than {row.name}.toml; delete it")
+        raise MeasurementFailed(f"{run} was trained with another recipe than {row.name}.toml; delete this run")
     (nats,) = training["held_out_nats_per_token"].values()
     log = [line for line in read_log(run / "log.jsonl") if "held_out_loss" in line]
     return {
@@ -116,10 +116,10 @@ def run_result(row: Row, seed: int, run: Path) -> dict[str, Any]:
 
 
 def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """Train the unfinished runs, seed by seed, and return the results of all runs, JSON-ready.
+    """Train every attention mechanism with every seed, except finished runs. Return all results, JSON-ready.
 
     Raises:
-        MeasurementFailed: a run failed, has another recipe, or has another tokenizer than the other runs.
+        MeasurementFailed: a training run failed, used another recipe, or used another tokenizer than the other runs.
     """
     done = {}
     for seed, row in itertools.product(seeds, ROWS):
@@ -130,10 +130,10 @@ def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
             paths = ["--run-directory", str(run), "--out", str(run / "checkpoint")]
             command = [sys.executable, "-m", "service.cli", "train", *recipe, *paths, *TRAIN_FLAGS]
             if code := subprocess.run(command, check=False).returncode:
-                raise MeasurementFailed(f"{' '.join(command)}: exit code {code}; repeat the command to continue")
+                raise MeasurementFailed(f"exit code {code} of {' '.join(command)}; repeat the benchmark to continue")
         done[row.name, seed] = run_result(row, seed, run)
     if len({run["tokenizer"] for run in done.values()}) > 1:
-        raise MeasurementFailed(f"the runs in {runs} have different tokenizers, so losses differ; delete the runs")
+        raise MeasurementFailed(f"the training runs in {runs} have different tokenizers; delete them and train again")
     config = ROWS[0].recipe()
     return {
         "settings": {
@@ -157,7 +157,7 @@ def train(runs: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def speed(runs: Path, seed: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Measure training and serving speed of each mechanism, and the fused kernel's speedup, in rounds.
+    """Measure training and serving speed of each attention mechanism, and the fused backend's speedup over eager.
 
     Raises:
         MeasurementFailed: a training run of this seed is missing.
@@ -196,7 +196,7 @@ Rates = list[tuple[float, float]]  # of each round: tokens or calls per second, 
 
 
 def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) -> dict[str, Rates]:
-    """Run all functions in turn in each round, after a warm-up round. A function returns its tokens or calls."""
+    """Run every function once per round, after a warm-up round, and return the rates of its tokens or calls."""
     rates: dict[str, Rates] = {name: [] for name in works}
     for number in range(rounds + 1):
         show(f"{label}, round {number} of {rounds}")
@@ -209,7 +209,7 @@ def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) 
 
 
 def _speeds(label: str, rates: Mapping[str, Rates], name: str) -> dict[str, Any]:
-    """Return the tokens/s of an attention mechanism, and the ratio to the baseline within each round."""
+    """Return an attention mechanism's tokens/s, and the ratio to the baseline's in the same round."""
     own, baseline = ([by_cpu for _, by_cpu in rates[side]] for side in (name, BASELINE))
     return {
         f"{label}_tokens_per_second": spread(rate for rate, _ in rates[name]),
@@ -218,7 +218,7 @@ def _speeds(label: str, rates: Mapping[str, Rates], name: str) -> dict[str, Any]
 
 
 def _trainer(row: Row, attention: str, corpus: Corpus, scratch: Path) -> Callable[[], int]:
-    """Return a function that trains a mechanism for a few steps and returns the number of tokens."""
+    """Return a function that trains an attention mechanism for a few steps and returns the number of tokens."""
     recipe = row.recipe()
     deterministic(recipe.seed)
     settings = RunSettings(
@@ -241,7 +241,7 @@ def _trainer(row: Row, attention: str, corpus: Corpus, scratch: Path) -> Callabl
 
 
 def _server(run: Path, attention: str, threads: int) -> Callable[[], int]:
-    """Return a function that completes one wave of prompts from a run's checkpoint and returns the number of tokens."""
+    """Return a function that completes a batch of prompts with a trained model and returns the number of tokens."""
     settings = {"dtype": "float32", "attention": attention, "threads": threads, "max_num_running": STREAMS}
     checkpoint = {"checkpoint": run / "checkpoint", "device": "cpu"}
     served = InProcess.open(ModelSettings.model_validate(checkpoint | settings))
@@ -256,7 +256,7 @@ def _server(run: Path, attention: str, threads: int) -> Callable[[], int]:
 
 
 def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
-    """Measure causal attention over one sequence on the eager and the fused backend: CPU milliseconds per call."""
+    """Return CPU milliseconds per call of causal attention over one sequence, on the eager and the fused backend."""
     qkv = torch.randn(3, length, _KERNEL_HEADS, _KERNEL_HEAD_DIM).unbind()
     form = AttentionForm(layer=0, scale=_KERNEL_HEAD_DIM**-0.5, window=None, bias=None)
     metadata = AttentionMetadata.uncached((length,))
@@ -281,14 +281,14 @@ def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `train` or `speed` and write that part of the JSON. Return the exit code: 0; 1 after a failure."""
+    """Run `train` or `speed` and replace that field of the JSON file. Return the exit code: 0; 1 after a failure."""
     parser = benchmark_parser("loadtest.inprocess.bench_attention", "Train and measure every attention mechanism.")
     add = parser.add_argument
     add("phase", choices=("train", "speed"))
-    add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="seeds to train; `speed` uses the first")
-    add("--rounds", type=int, default=7, metavar="N", help="repeats of `speed` (default: 7)")
+    add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="training seeds; `speed` uses the first")
+    add("--rounds", type=int, default=7, metavar="N", help="repeats of each measurement of `speed` (default: 7)")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads of `speed` (default: 1)")
-    add("--runs", type=Path, default=Path("runs/attention"), metavar="DIR", help="default: runs/attention")
+    add("--runs", type=Path, default=Path("runs/attention"), metavar="DIR", help="training runs (default: %(default)s)")
     parser.set_defaults(out=ROOT / "docs" / "results" / "attention.json")
     arguments = read_arguments(parser, argv)
 

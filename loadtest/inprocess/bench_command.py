@@ -14,9 +14,9 @@ from service.config.settings import ModelSettings, SettingsError, read_settings
 _OPTIONS: Final[dict[str, tuple[str, list[int] | int, list[int] | int]]] = {
     "batch": ("batch sizes, in sequences", [1, 4, 16, 64], [1, 16]),
     "context": ("context lengths, in tokens", [128, 512, 1024], [128]),
-    "prompt_tokens": ("lengths of a prompt alone in the engine, in tokens", [64, 256, 1024], [256]),
-    "steps": ("steps per timed run of a batch", 32, 16),
-    "repeats": ("repeats of the sweep", 5, 3),
+    "prompt_tokens": ("lengths of prompts that run alone, in tokens", [64, 256, 1024], [256]),
+    "steps": ("decode steps per timed run of a batch", 32, 16),
+    "repeats": ("repeats of every measurement", 5, 3),
 }
 
 
@@ -34,16 +34,16 @@ def _parser() -> _Parser:
         usage="kvasir bench [flags] [-- settings]",
         allow_abbrev=False,
         formatter_class=HELP_FORMATTER,
-        description="Measure the engine in this process, over batch size, context and prompt length.",
+        description="Measure the engine in this process, without a service, by batch size, context and prompt length.",
         epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
     )
     model = parser.add_mutually_exclusive_group()
     text = "checkpoint directory (default: checkpoints/kvasir-9m in the working directory, else beside the package)"
     model.add_argument("--checkpoint", metavar="DIR", help=text)
-    text = "random weights of a shape instead; S has 28, M 109, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters"
+    text = "measure random weights instead: S has 28, M 109, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters"
     model.add_argument("--shape", choices=sorted(SHAPE_SIZES), help=text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
-    text = "default to batch 1 and 16, context 128, one prompt, 16 steps, 3 repeats"
+    text = "change the defaults to batch 1 and 16, context 128, one prompt length, 16 steps, 3 repeats"
     parser.add_argument("--quick", action="store_true", help=text)
     for name, (text, usual, _) in _OPTIONS.items():
         values = " ".join(map(str, usual)) if isinstance(usual, list) else usual
@@ -60,14 +60,14 @@ def _parser() -> _Parser:
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+        raise argparse.ArgumentTypeError("each number must be at least 1")
     return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print tables, write JSON. Return the exit code: 0; 2 for arguments that cannot be measured.
+    """Run `kvasir bench`: measure, print tables, write JSON to `--out`. Return the exit code: 0; 2: invalid arguments.
 
-    `arguments.usual` holds the lists that were not given: their values that do not fit the model are left out.
+    `arguments.usual` holds the options without a given value: default lengths that do not fit the model are left out.
     """
     parser = _parser()
     arguments = read_arguments(parser, argv)

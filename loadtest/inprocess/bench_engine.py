@@ -1,9 +1,9 @@
-"""Sweep of the engine in this process over batch size, context and prompt length.
+"""Benchmark of the engine in this process: decode steps by batch size and context length, prefill by prompt length.
 
 Decode: `batch` sequences of `context` tokens each, which share no KV-cache block, are timed over a few steps. Their
-prompts are computed once and then come from the prefix cache. Prompts: each length alone in the engine, without a
-cached prefix, until its first token. Each repeat goes round the whole sweep, so that a slow minute of the machine
-affects every point alike.
+prompts are computed once and then come from the prefix cache. Prefill: one prompt alone in the engine, without a
+cached prefix, is timed until its first token. Each repeat measures all sizes once, so that a slow minute of the machine
+affects all sizes alike.
 """
 
 import argparse
@@ -45,14 +45,14 @@ PROMPT_COLUMNS = (
 
 
 class Prompts:
-    """Prompts of an exact number of tokens, cut from the tales. No two share their first block."""
+    """Prompts of an exact number of tokens, cut from Grimm's tales. No two share their first KV-cache block."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
         self._starts = itertools.count()
 
     def next(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the next prompt. A stride by a prime keeps the starts of prompts apart."""
+        """Return the next prompt, which starts 7,919 tokens (a prime) after the start of the previous prompt."""
         count = len(self._token_ids)
         start = next(self._starts) * 7919 % count
         return tuple(self._token_ids[(start + offset) % count] for offset in range(num_tokens))
@@ -60,11 +60,11 @@ class Prompts:
 
 @dataclass(slots=True)
 class Point:
-    """One size of the sweep: a batch of sequences at a context, or a prompt alone (batch size 0).
+    """One measured size: decode steps of a batch at a context length, or prefill of one prompt (batch size 0).
 
     context_length: mean tokens of a sequence over the timed steps.
-    work: bytes and FLOPs of one step, or of the prompt.
-    seconds, bounds: time of each repeat, and its least time by the probe of that repeat.
+    work: bytes and FLOPs of one decode step, or of the prompt's prefill.
+    seconds, bounds: per repeat, the time of a step or prefill, and its lower bound by the machine's measured limits.
     """
 
     batch_size: int
@@ -76,7 +76,7 @@ class Point:
     bounds: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return sizes and figures, JSON-ready."""
+        """Return the sizes, and the measured time, tokens/s and share of the roofline, JSON-ready."""
         sizes = {"batch_size": self.batch_size, "context_length": self.context_length}
         num_tokens = self.batch_size or self.prompt_tokens
         return {
@@ -89,7 +89,7 @@ class Point:
 
 
 class Sweep:
-    """Runner of timed decode steps and prompts on one engine in this process."""
+    """Runner of timed decode steps and timed prefills on one engine in this process."""
 
     def __init__(self, contestant: InProcess) -> None:
         self._engine = contestant.engine
@@ -98,7 +98,7 @@ class Sweep:
         self._uids = (f"bench-{number}" for number in itertools.count())
 
     def warm_up(self, points: Sequence[Point]) -> None:
-        """Compute the longest prompts once, and a few steps of every batch, because first runs are slower."""
+        """Run a few steps of every decode point: first runs are slower, and the prefix cache gets the prompts."""
         decode = [point for point in points if point.batch_size]
         longest = max(point.prompt_tokens for point in decode)
         self._held = [self._prompts.next(longest) for _ in range(max(point.batch_size for point in decode))]
@@ -106,7 +106,7 @@ class Sweep:
             self._decode(point, 4)
 
     def measure(self, point: Point, machine: Machine) -> None:
-        """Time one repeat of a point of the sweep. Raises ValueError if the sequences never ran at the same time."""
+        """Measure one repeat of a point. Raises ValueError if the sequences of its batch never ran at the same time."""
         if point.batch_size:
             seconds = self._decode(point, point.output_tokens).full_step_seconds
         else:
@@ -125,14 +125,14 @@ class Sweep:
 def make_points(
     arguments: argparse.Namespace, settings: ModelSettings, formula: WorkFormula, max_context_tokens: int
 ) -> list[Point]:
-    """Return the requested points. Raises ValueError if a requested size does not fit the model or the engine.
+    """Return a point for each batch size at each context length, and for each prompt length.
 
-    Default sizes that do not fit are left out.
+    Raises ValueError if a size does not fit the model or the engine. Default lengths that do not fit are left out.
     """
     points = []
     for context, batch in itertools.product(arguments.context, arguments.batch):
         if batch > settings.max_num_running:
-            raise ValueError(f"a batch of {batch} needs -- --max-num-running {batch}")
+            raise ValueError(f"--batch {batch} exceeds --max-num-running; add -- --max-num-running {batch}")
         # All of a prompt but one block comes from the cache. This many steps pass until the last sequence has its
         # first token.
         output = arguments.steps + 1 + batch * (settings.block_size + 1) // settings.max_batched_tokens
@@ -143,22 +143,22 @@ def make_points(
             points.append(Point(batch, length, prompt, output, work))
         elif "context" not in arguments.usual:
             raise ValueError(
-                f"{arguments.steps} steps at a context of {context} tokens do not fit the model's "
-                f"{max_context_tokens}, or are more than {context}; choose other --context or --steps"
+                f"--steps {arguments.steps} at --context {context} leaves no prompt tokens, or exceeds the model's "
+                f"context of {max_context_tokens} tokens; choose other --context or --steps"
             )
     if not points:
-        raise ValueError(f"{arguments.steps} steps do not fit the model's context of {max_context_tokens}")
+        raise ValueError(f"--steps {arguments.steps} does not fit the model's context of {max_context_tokens} tokens")
     for prompt in arguments.prompt_tokens:
         if prompt < max_context_tokens:
             work = formula.prompt(num_tokens=prompt, tokens_per_step=settings.max_batched_tokens)
             points.append(Point(0, 0, prompt, 1, work))
         elif "prompt_tokens" not in arguments.usual:
-            raise ValueError(f"a prompt of {prompt} tokens does not fit the model's context of {max_context_tokens}")
+            raise ValueError(f"--prompt-tokens {prompt} must be below the model's context, {max_context_tokens} tokens")
     return points
 
 
 def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
-    """Run the sweep. Raises `ValueError` if the sweep or the checkpoint cannot be used."""
+    """Measure all points and return the results. Raises `ValueError` if a size or the checkpoint cannot be used."""
     contestant = InProcess.open(settings)
     facts = contestant.facts
     kv_value_bytes = WEIGHT_BYTES[facts["kv_cache_dtype"]]
@@ -188,7 +188,7 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
 
 
 def run(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
-    """Run the sweep on a checkpoint, or on a temporary checkpoint of a shape, and print the tables."""
+    """Measure a checkpoint, or a temporary checkpoint of random weights, print the tables and return the results."""
     with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as scratch:
         if arguments.shape is not None:
             dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"

@@ -1,4 +1,4 @@
-"""Benchmark of decode attention: the native kernel against PyTorch's in one run, and against memory bandwidth.
+"""Benchmark of the native decode attention kernel, compared with PyTorch's and with the memory bandwidth.
 
     python -m loadtest.inprocess.bench_kernels --shape S --batch 1 4 16 64 --context 128 512 1024
 
@@ -52,7 +52,7 @@ COLUMNS = (
 
 
 class DecodeCase:
-    """KV-cache with scattered blocks and many layers, and the inputs of one decode step: a row of the table."""
+    """One measured size: a KV-cache with scattered blocks and many layers, and the inputs of one decode step."""
 
     def __init__(self, shape: str, dtype_name: str, batch: int, context: int) -> None:
         self.name = f"{shape} {dtype_name} B{batch} T{context}"
@@ -72,7 +72,7 @@ class DecodeCase:
 
     @torch.inference_mode()
     def run(self, backend: AttentionBackend) -> None:
-        """Run all layers by an attention backend."""
+        """Compute the attention of one decode step in every layer with this backend."""
         last = self.context - 1
         metadata = AttentionMetadata(
             query_lengths=(1,) * self.batch,
@@ -87,7 +87,7 @@ class DecodeCase:
 
 
 def memory_probe(library: KernelLibrary, threads: int) -> Callable[[], float]:
-    """Return a function that reads a large array once by the native kernels and returns bytes per second."""
+    """Return a function that measures memory bandwidth in bytes per second, by one read of a large array in C++."""
     words = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
     read = library.function("kvasir_read", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, result=ctypes.c_uint64)
     return lambda: words.nbytes / _seconds(lambda: read(words.data_ptr(), words.numel(), threads))
@@ -100,7 +100,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def measure(case: DecodeCase, library: KernelLibrary, repeats: int, probe: Callable[[], float]) -> dict[str, Any]:
-    """Measure both attention backends and the memory read, in turn."""
+    """Time decode attention per layer on the native and the PyTorch backend, in turn with a read of memory."""
     backends: dict[str, AttentionBackend] = {"native": NativeAttention(library), "sdpa": SdpaAttention()}
     seconds: dict[str, list[float]] = {name: [] for name in backends}
     bandwidth = []
@@ -138,7 +138,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return the exit code: 0; 1 if the kernels cannot be loaded."""
+    """Run the benchmark and return the exit code: 0; 1 if the native kernels cannot be loaded."""
     parser = benchmark_parser("loadtest.inprocess.bench_kernels", "Measure the native decode attention kernel.")
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPE_SIZES, default=["S", "M"])

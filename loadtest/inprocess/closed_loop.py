@@ -1,4 +1,4 @@
-"""Closed loop of N clients over an engine in this process: the counterpart of figures over HTTP."""
+"""Closed loop over an engine in this process: N sequences run at a time, for comparison with HTTP."""
 
 import itertools
 import time
@@ -12,7 +12,7 @@ from service.ipc.messages import FinishReason, Submit
 
 
 def submit_of(uid: str, token_ids: Sequence[int], params: SamplingParams) -> Submit:
-    """Return the command that the API process would send to the engine for a prompt."""
+    """Return the `Submit` command that the API process would send to the engine for this prompt."""
     return Submit(
         uid=uid,
         attempt=0,
@@ -31,9 +31,9 @@ def greedy(uid: str, token_ids: Sequence[int], max_tokens: int) -> Submit:
 
 @dataclass(kw_only=True, slots=True)
 class EngineRun:
-    """Figures of an engine run, in `time.perf_counter()` seconds, sequence by sequence.
+    """Times and tokens of a closed loop. Lists have one item per sequence; times are `time.perf_counter()` seconds.
 
-    token_seconds: end of the step of each token. num_cached_tokens: prompt tokens found in the prefix cache.
+    token_seconds: end of each token's engine step. num_cached_tokens: prompt tokens found in the prefix cache.
     """
 
     began_seconds: float
@@ -45,37 +45,37 @@ class EngineRun:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Completion tokens of all sequences."""
+        """Number of completion tokens of all sequences together."""
         return sum(map(len, self.token_seconds))
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens per second of the whole run, prefill included."""
+        """Completion tokens of all sequences per second of the whole loop, which includes prefill."""
         return self.num_completion_tokens / (self.ended_seconds - self.began_seconds)
 
     @property
     def full_step_seconds(self) -> float:
-        """Mean time of a step in which every sequence got a token. Raises ValueError without two such steps."""
+        """Mean seconds of a step in which every sequence got a token. Raises ValueError without two such steps."""
         tokens_at = Counter(seconds for times in self.token_seconds for seconds in times)
         ends = [seconds for seconds, count in sorted(tokens_at.items()) if count == len(self.token_seconds)]
         if len(ends) < 2:
             raise ValueError(
-                f"{len(self.token_seconds)} sequences never ran all at once; allow more tokens per step, or more steps"
+                f"{len(self.token_seconds)} sequences never ran all at once; raise --max-batched-tokens or --steps"
             )
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
     @property
     def ttft_seconds(self) -> tuple[float, ...]:
-        """Time from submission to first token of each sequence."""
+        """Seconds from submission to first token, for each sequence."""
         pairs = zip(self.submitted_seconds, self.token_seconds, strict=True)
         return tuple(times[0] - submitted for submitted, times in pairs)
 
 
 def run_closed(engine: Any, submits: Iterable[Submit], *, num_streams: int) -> EngineRun:
-    """Keep `num_streams` sequences in a `service.engine.engine.Engine` until all are done.
+    """Run all these sequences in an engine, `num_streams` at a time, and return their times and tokens.
 
     Raises:
-        RuntimeError: a sequence ended in error, or the engine stopped before its sequences did.
+        RuntimeError: a sequence ended with an error, or the engine is idle while sequences are unfinished.
     """
     waiting = iter(submits)
     numbers: dict[str, int] = {}
@@ -83,7 +83,7 @@ def run_closed(engine: Any, submits: Iterable[Submit], *, num_streams: int) -> E
     run = EngineRun(began_seconds=began, ended_seconds=began)
 
     def submit_next(count: int) -> int:
-        """Submit up to `count` waiting sequences and return their number."""
+        """Submit the next sequences to the engine, at most `count`, and return their number."""
         submits = list(itertools.islice(waiting, count))
         for submit in submits:
             numbers[submit.uid] = len(numbers)

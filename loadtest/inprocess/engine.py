@@ -1,4 +1,4 @@
-"""Engine of the service in this process."""
+"""Engine of the service, built in the benchmark's own process."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -33,7 +33,7 @@ class InProcess:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of the model and the engine, JSON-ready."""
+        """Name, size, dtypes, limits and KV-cache size of model and engine, JSON-ready."""
         built = asdict(self.built)
         return built | {
             "name": self.manifest.name,
@@ -45,5 +45,5 @@ class InProcess:
         }
 
     def token_ids(self, text: str) -> list[int]:
-        """Encode a text by the model's tokenizer."""
+        """Return the token ids of a text, by the model's tokenizer."""
         return load_tokenizer(self.manifest.directory).encode(text)

@@ -1,4 +1,4 @@
-"""Frame of every benchmark program: arguments, provenance, duration, JSON and exit code."""
+"""Common parts of all benchmark programs: arguments, provenance, duration, JSON output and exit code."""
 
 import argparse
 import json
@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.measurement.provenance import provenance, quiet_or_warned, tell
+from loadtest.measurement.provenance import measure_other_work, provenance, write_result
 
 
 class MeasurementFailed(RuntimeError):
-    """A measured program failed. The message says how."""
+    """Failure of the engine, service or other program under measurement. The message is the reason."""
 
 
 def benchmark_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of `python -m MODULE`, with `--out`."""
+    """Return an argument parser for `python -m MODULE`, with the option `--out`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=description,
@@ -27,7 +27,7 @@ def benchmark_parser(module: str, description: str) -> argparse.ArgumentParser:
 
 
 def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. `serve` holds the arguments after `--`, and `given` holds all arguments."""
+    """Parse a command line. Adds `serve`, the arguments after `--`, and `given`, all arguments, to the result."""
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     arguments = parser.parse_args(given[:split])
@@ -43,13 +43,14 @@ def run_benchmark(
     prints_json: bool = True,
     part: str | None = None,
 ) -> int:
-    """Measure, and write the figures with their provenance as JSON: to `--out`, or to standard output.
+    """Call `measure`, and write its figures with their provenance as JSON to the file `--out` or to standard output.
 
-    part: field of the file at `--out` that is replaced; None replaces the file.
+    prints_json: print the JSON if `--out` is missing.
+    part: field of the JSON file that is replaced; None replaces the whole file.
 
     Returns the exit code: 0; 1 after `MeasurementFailed`. A `ValueError` exits with 2, as invalid arguments do.
     """
-    facts = provenance(parser.prog, arguments.given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+    facts = provenance(parser.prog, arguments.given) | {"other_work_cores": measure_other_work(parser.prog)}
     began = time.perf_counter()
     try:
         result = measure()
@@ -62,10 +63,10 @@ def run_benchmark(
     if part is not None:
         result = (json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}) | {part: result}
     if prints_json or arguments.out is not None:
-        tell(result, arguments.out)
+        write_result(result, arguments.out)
     return 0
 
 
 def show(label: str) -> None:
-    """Print the name of the measurement that begins, on standard error."""
+    """Print the name of the measurement that begins now to standard error."""
     print(f"measuring: {label}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
-Torch is imported only to write a checkpoint. S and M have Llama's architecture.
+Torch is imported only to write a checkpoint. The shapes S and M have Llama's architecture, the other shapes Qwen's.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]
 
 
 def shape_config(name: str) -> ModelConfig:
-    """Return the config of a shape, a key of `SHAPE_SIZES`."""
+    """Return the model config of a shape, given by its name in `SHAPE_SIZES`."""
     is_qwen = name.startswith("qwen")
     sizes: dict[str, Any] = SHAPE_SIZES[name]
     return ModelConfig(
@@ -50,9 +50,9 @@ def shape_config(name: str) -> ModelConfig:
 
 
 def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
-    """Return a tokenizer of bytes, then pairs and triples of printable characters, so that completions are text.
+    """Return a tokenizer whose tokens are all bytes, then pairs and triples of printable ASCII characters.
 
-    The last token is the end of text.
+    A model of random weights then generates text. The last token of the vocabulary is the end-of-text token.
     """
     pairs = (first + second for first, second in itertools.product(_PRINTABLE, repeat=2))
     triples = (b"".join(three) for three in itertools.product(_PRINTABLE, repeat=3))
@@ -70,9 +70,9 @@ def shape_tokenizer(vocab_size: int) -> ByteLevelTokenizer:
 def write_random_checkpoint(
     directory: Path, name: str, *, max_context_length: int | None = None, dtype: str = "float32"
 ) -> Path:
-    """Write a complete checkpoint of a shape, always with the same weights, and return the directory.
+    """Write a complete checkpoint of a shape with random weights, the same in every call, and return the directory.
 
-    max_context_length: replaces the shape's. dtype: torch's name of the dtype of the weights in the file.
+    max_context_length: replaces the shape's; None keeps it. dtype: torch's name of the dtype of the stored weights.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Provenance of a figure: commit, machine, versions, time, command, and the work of other processes."""
+"""Provenance of benchmark results: commit, machine, versions, date, command, and CPU use of other processes."""
 
 import hashlib
 import importlib.metadata
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return commit, machine, versions, date and command of this run, JSON-ready."""
+    """Return the command, date, Git commit, machine and package versions of this benchmark run, JSON-ready."""
     named = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     packages = (package for name in _PACKAGES for package in list(importlib.metadata.distributions(name=name))[:1])
     return {
@@ -41,7 +41,7 @@ def provenance(program: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit of the working tree, marked if files outside docs/ differ; 'unknown' outside a checkout."""
+    """Return the Git commit of the checkout, marked if files outside docs/ have changes; 'unknown' without Git."""
     try:
         head, changed = (
             subprocess.check_output(["git", *arguments], cwd=_ROOT, text=True, stderr=subprocess.DEVNULL).strip()
@@ -55,8 +55,8 @@ def _commit() -> str:
     return f"{head} with local changes" if changed else head
 
 
-def tell(result: dict[str, Any], out: Path | None) -> None:
-    """Write a result as JSON to a file and print the file's name, or print the JSON if there is no file."""
+def write_result(result: dict[str, Any], out: Path | None) -> None:
+    """Write a benchmark result as JSON to the file `out` and print its path; without `out`, print the JSON."""
     text = json.dumps(result, indent=1) + "\n"
     if out is None:
         print(text, end="")
@@ -67,19 +67,19 @@ def tell(result: dict[str, Any], out: Path | None) -> None:
 
 
 class ForeignWork:
-    """Meter of the CPU time that other processes use: work of all cores minus that of this process and its children."""
+    """Meter of CPU use by other processes: CPU time of all cores minus that of this process and its children."""
 
     def __init__(self) -> None:
         self._began = self._now()
 
     def cores(self) -> float:
-        """Return the cores that other processes kept busy since the meter was created, on average; never below 0."""
+        """Return the mean number of cores that other processes kept busy since this meter was created, at least 0."""
         seconds, busy, own = (now - began for now, began in zip(self._now(), self._began, strict=True))
         return max(0.0, (busy - own) / seconds)
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Return the time, CPU seconds of all cores, and CPU seconds of this process tree (ended children included)."""
+        """Return clock time, CPU seconds of all cores, and those of this process and its children, ended or not."""
         counts = [os.times()[:4]]
         for process in psutil.Process().children(recursive=True):
             try:
@@ -90,26 +90,26 @@ class ForeignWork:
 
 
 def _busy_seconds() -> float:
-    """Return the CPU time of all cores spent on work since boot (proc(5), /proc/stat)."""
+    """Return the seconds since boot that all cores together were not idle (proc(5), /proc/stat)."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def quiet_or_warned(program: str) -> float:
-    """Return the cores that other processes keep busy for a second, and warn on standard error above 0.2 cores."""
+def measure_other_work(program: str) -> float:
+    """Return the number of cores that other processes keep busy, measured for one second. Warn if above 0.2 cores."""
     foreign = ForeignWork()
     time.sleep(1.0)
     if (cores := foreign.cores()) > _QUIET_CORES:
-        warning = f"warning: other processes keep {cores:.1f} cores busy; do not trust the figures"
+        warning = f"warning: other processes keep {cores:.1f} cores busy; do not trust the figures of this run"
         print(f"{program}: {warning}", file=sys.stderr)
     return round(cores, 2)
 
 
 def digest(result: object) -> str:
-    """Return a digest of a result, which its picture stores, so that an outdated picture is detected."""
+    """Return a SHA-256 digest of a benchmark result. A picture stores it, so that an outdated picture is detected."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
-def shows(path: Path, result: object) -> bool:
-    """Return True if the file is a picture that stores the digest of this result."""
+def is_picture_of(path: Path, result: object) -> bool:
+    """Return True if the file is a picture that was drawn from this benchmark result, by the stored digest."""
     return path.is_file() and digest(result).encode() in path.read_bytes()

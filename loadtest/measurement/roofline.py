@@ -2,17 +2,17 @@
 
     bytes of a decode step      W w + B C k          (every weight once, every sequence's keys and values once)
     FLOPs of a decode step      2 W B + 4 B C A
-    bytes of a prompt of n      W w s                (s steps of at most --max-batched-tokens tokens)
-    FLOPs of a prompt of n      2 (W - H) n + 2 H + 2 n (n + 1) A
+    bytes of a prefill          W w s                (n tokens, in s steps of at most --max-batched-tokens tokens)
+    FLOPs of a prefill          2 (W - H) n + 2 H + 2 n (n + 1) A
 
-    W  numbers in all matrices that multiply, H of them in the output head
-    w  bytes of such a number
+    W  weights of all matrix products, H of them in the output head
+    w  bytes of one weight
     B  sequences, of C tokens each
     k  bytes of KV-cache per token
     A  sum over layers of h d (h query heads of d numbers)
 
-Activations, norms and written keys are left out: they are under a percent. A layer with a sliding window reads no
-more than its window. Source of the bound: Williams et al. 2009, "Roofline".
+Activations, norms, and writes to the KV-cache are left out: they are under a percent. A layer with a sliding window
+reads no more than its window. Source of the bound: Williams et al. 2009, "Roofline".
 """
 
 import math
@@ -34,7 +34,7 @@ WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measured limits of a device: bytes/s of memory reads, and FLOP/s of matrix products in the weights' type."""
+    """Measured limits of a device: bytes/s of memory reads, and FLOP/s of matrix products in the weights' dtype."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -42,18 +42,18 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes and FLOPs that an engine step cannot avoid."""
+    """Bytes that an engine step has to read, and FLOPs that it has to compute."""
 
     bytes: int
     flops: int
 
     def bound_seconds(self, machine: Machine) -> float:
-        """Return the least time of the work, with reading and multiplying in parallel."""
+        """Return the least seconds in which the machine can do this work, if memory reads and products overlap."""
         return max(self.bytes / machine.bytes_per_second, self.flops / machine.flops_per_second)
 
 
 class WorkFormula:
-    """Formula of the bytes and FLOPs of a step of one model, whose weights have a type of `WEIGHT_BYTES`."""
+    """Formulas of the bytes and FLOPs of one model's engine steps. The weight type is a key of `WEIGHT_BYTES`."""
 
     def __init__(self, config: ModelConfig, weight_type: str, kv_value_bytes: int) -> None:
         shapes = config.parameter_shapes()
@@ -67,7 +67,7 @@ class WorkFormula:
         self._query_size = config.num_heads * config.head_dim
 
     def decode(self, *, batch_size: int, context_length: float) -> Work:
-        """Return the work of a step that decodes `batch_size` sequences of `context_length` tokens on average."""
+        """Return the work of a decode step of `batch_size` sequences with a mean length of `context_length` tokens."""
         windows = map(self._config.window, range(self._config.num_layers))
         seen = sum(context_length if window is None else min(context_length, window) for window in windows)
         return Work(
@@ -76,7 +76,7 @@ class WorkFormula:
         )
 
     def prompt(self, *, num_tokens: int, tokens_per_step: int) -> Work:
-        """Return the work until the first token of a prompt without a cached prefix, alone in the engine."""
+        """Return the work of the steps that prefill one prompt, alone in the engine and without a cached prefix."""
         steps = -(-num_tokens // tokens_per_step)
         windows = (self._config.window(layer) or num_tokens for layer in range(self._config.num_layers))
         pairs = sum(sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows)
@@ -85,9 +85,9 @@ class WorkFormula:
 
 
 class Roofline:
-    """Probe of a device's limits: a sum over a large array, and products of matrices of the given weight type.
+    """Measurement of a device's limits, by a sum over a large array and by matrix products of the given weight type.
 
-    The best of several tries counts.
+    Each limit is the fastest of several tries.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Roofline:
 
     @torch.inference_mode()
     def probe(self) -> Machine:
-        """Measure both limits now."""
+        """Measure memory bandwidth and FLOP/s of the device now."""
         read = self._array.nbytes / _best_seconds(self._array.sum)
         return Machine(read, max(flops / _best_seconds(way) for flops, way in self._products))
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
-    """Return functions that multiply two square matrices of a type (float32, bfloat16, float64, int8 or fp8)."""
+    """Return a function for each way to multiply square matrices of a type (float32, float64, bfloat16, int8, fp8)."""
     if weight_type == "int8":
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]
@@ -122,7 +122,7 @@ def products(weight_type: str, side: int, device: str) -> list[Callable[[], torc
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
-    """Return the least time of several calls of a function, after one warm-up call."""
+    """Return the shortest time in seconds of several calls of a function, after one warm-up call."""
     seconds = []
     for _ in range(_TRIES + 1):
         began = time.perf_counter()

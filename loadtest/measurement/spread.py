@@ -1,4 +1,4 @@
-"""Median and spread of a figure that was measured several times."""
+"""Statistics of repeated measurements: median and range, ratios of pairs, and deviation within groups."""
 
 import math
 import statistics
@@ -13,13 +13,13 @@ def spread(values: Iterable[float]) -> dict[str, Any]:
 
 
 def ratio_spread(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """Return the spread of the ratios pair by pair. Drift of the machine affects both values alike."""
+    """Return median, range and all ratios of value pairs. Both values of a pair were measured one after the other."""
     return spread(top / bottom for top, bottom in zip(numerators, denominators, strict=True))
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
-    """Return the root of the mean variance within groups. Raises ValueError if no group has two values."""
+    """Return the pooled standard deviation of values within groups. Raises ValueError if no group has two values."""
     freedom = sum(len(values) - 1 for values in groups)
     if freedom < 1:
-        raise ValueError("one seed shows no noise; train a second seed by bench_attention train --seeds 1 2")
+        raise ValueError("the noise between seeds needs at least two seeds; run bench_attention train --seeds 1 2")
     return math.sqrt(sum((len(values) - 1) * statistics.variance(values) for values in groups) / freedom)

@@ -1,13 +1,13 @@
-"""Markdown tables of JSON results. Columns are data: heading, key of the value, format."""
+"""Markdown tables of JSON results, by a description of each column: heading, path of the value, format."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """One column of a table.
+    """Description of one column of a Markdown table whose rows are JSON objects.
 
-    key: dotted path of the value in a row, for example "step_ms.median".
+    head: heading. key: dotted path of the value in a row, for example "step_ms.median".
     form: format specification of numbers. scale: factor for numbers. unit: text after the value.
     """
 
@@ -19,7 +19,7 @@ class Column(NamedTuple):
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted path of a row. A number in the path is an index of a list."""
+    """Return the value at a dotted path in a JSON object. A number in the path is an index of a list."""
     value: Any = row
     for name in key.split("."):
         value = value[int(name) if isinstance(value, list) else name]
@@ -27,7 +27,7 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def cell(row: Mapping[str, Any], column: Column) -> str:
-    """Return the text of one table cell. A spread becomes its median, with minimum and maximum in brackets."""
+    """Return a row's text for one column. Repeated measurements become their median, with the range in brackets."""
     value = value_at(row, column.key)
     if isinstance(value, Mapping):
         low, median, high = (f"{column.scale * value[name]:{column.form}}" for name in ("min", "median", "max"))
@@ -42,11 +42,11 @@ def cell(row: Mapping[str, Any], column: Column) -> str:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a Markdown table that ends in a line break."""
+    """Return JSON rows as a Markdown table, which ends in a line break."""
     return text_table([column.head for column in columns], ([cell(row, c) for c in columns] for row in rows))
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table of finished cells that ends in a line break."""
+    """Return rows of texts as a Markdown table, which ends in a line break."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -1,1 +1,1 @@
-"""Comparison with other engines. A driver runs in the environment of a peer, whose packages NAME.txt pins."""
+"""Comparison with other inference engines (peers). NAME.txt pins the packages of a peer's Python environment."""

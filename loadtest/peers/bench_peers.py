@@ -24,7 +24,7 @@ import torch
 
 from loadtest.measurement.benchmark_program import MeasurementFailed, benchmark_parser, read_arguments, show
 from loadtest.measurement.model_shapes import SHAPE_SIZES
-from loadtest.measurement.provenance import ForeignWork, provenance, quiet_or_warned, tell
+from loadtest.measurement.provenance import ForeignWork, measure_other_work, provenance, write_result
 from loadtest.measurement.roofline import Roofline
 from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.peers import engines
@@ -37,10 +37,10 @@ STEADY_SHARE: Final = 0.85
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedPair:
-    """Figures of Kvasir and a peer engine in one cell, measured one after the other, or the peer's error.
+    """Figures of Kvasir and a peer engine in one cell, measured one after the other, or the error of either engine.
 
     ours, theirs: figures by name; "tokens_per_second" is compared.
-    gflops: probes of all processors before, between and after the two sides.
+    gflops: speed of all processors, measured before, between and after the two engines.
     """
 
     cell: str
@@ -55,7 +55,7 @@ class ComparedPair:
 
 
 class PairStore:
-    """Append-only file of measured pairs, from which an interrupted comparison continues. Skips a cut-off last line."""
+    """Append-only file of measured pairs, from which an interrupted comparison continues. Skips an incomplete line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,14 +63,14 @@ class PairStore:
         self.pairs = [ComparedPair(**json.loads(line)) for line in lines]
 
     def add(self, pair: ComparedPair) -> None:
-        """Store a pair, in memory and in the file."""
+        """Store a measured pair, in memory and in the file."""
         self.pairs.append(pair)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(pair)) + "\n")
 
     def has(self, cell: Cell, peer: str, number: int) -> bool:
-        """Return True if the pair of this round was measured undisturbed."""
+        """Return True if the file has an undisturbed pair of this cell, peer and round number."""
         return any(
             (pair.cell, pair.peer, pair.round, pair.error) == (cell.key, peer, number, None)
             and is_quiet([pair.other_work_cores], [self._speed_share(pair)])
@@ -88,7 +88,7 @@ class PairStore:
             yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
 
     def _speed_share(self, pair: ComparedPair) -> float:
-        """Return the lowest processor probe of a pair relative to the median of all probes; 1 without probes."""
+        """Return a pair's lowest measured processor speed relative to the median of all pairs; 1 if not measured."""
         probes = [probe for each in self.pairs for probe in each.gflops]
         return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
 
@@ -117,12 +117,12 @@ def _spreads(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float]) -> bool:
-    """Return True if neither other processes nor slow processors disturbed a measurement."""
+    """Return True if measurements were not disturbed by other processes or by slow processors."""
     return max(other_work_cores) <= QUIET_CORES and min(processors_share) >= STEADY_SHARE
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Return True if a row of the results has figures of a peer, and none of the peer's pairs was disturbed."""
+    """Return True if a peer has figures in a cell of the results, and none of their pairs was disturbed."""
     return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 
@@ -139,7 +139,7 @@ class Comparison:
         self._warm: set[tuple[str, str, int]] = set()
 
     def run(self, cells: Sequence[Cell], peers: Sequence[Peer], num_rounds: int) -> None:
-        """Measure all pairs that are not stored, model by model. The engines are stopped at the end."""
+        """Measure the pairs of all cells, peers and rounds that are not stored yet, and stop the engines at the end."""
         try:
             for _, group in itertools.groupby(cells, key=lambda cell: (cell.shape, cell.precision)):
                 for number, cell, peer in itertools.product(range(num_rounds), list(group), peers):
@@ -150,7 +150,7 @@ class Comparison:
             self._stop_all()
 
     def _pair(self, cell: Cell, peer: Peer, number: int) -> ComparedPair:
-        """Measure both sides with the same fresh prompts. The side that goes first alternates between rounds."""
+        """Measure Kvasir and a peer with the same new prompts. The engine that goes first alternates between rounds."""
         prompts = self._prompts(cell, f"{peer.name} {number}")
         pair = partial(ComparedPair, cell=cell.key, peer=peer.name, round=number)
         try:
@@ -178,7 +178,7 @@ class Comparison:
         return round(self._processors.probe().flops_per_second / 1e9, 1)
 
     def _start(self, cell: Cell, side: Peer) -> None:
-        """Start the engine of one side unless it runs, and warm it up: the first wave of a size is slower."""
+        """Start one engine unless it runs, and warm it up: the first run with a number of streams is slower."""
         key = (side.name, cell.kind == "http")
         if key not in self._running:
             if cell.kind == "http":
@@ -192,7 +192,7 @@ class Comparison:
             self._warm.add(warm)
 
     def _figures(self, cell: Cell, side: Peer, prompts: list[list[int]]) -> dict[str, Any]:
-        """Measure one engine with these prompts, and stop the engine if the measurement fails."""
+        """Return one engine's figures for these prompts. Stop the engine if the measurement fails."""
         key = (side.name, cell.kind == "http")
         try:
             return self._running[key].measure(cell, prompts)
@@ -226,7 +226,7 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     add = parser.add_argument
     names = [peer.name for peer in PEERS]
     add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="model shapes (default: S M)")
-    text = f"default: all except {engines.DEFAULTS} (a bfloat16 file served without flags)"
+    text = f"precisions (default: all except {engines.DEFAULTS}: a bfloat16 file, served without flags)"
     add(
         "--precisions",
         nargs="+",
@@ -234,11 +234,11 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
         default=list(engines.PRECISIONS),
         help=text,
     )
-    add("--kinds", nargs="+", choices=engines.KINDS, default=list(engines.KINDS), help="kinds of cells (default: all)")
+    add("--kinds", nargs="+", choices=engines.KINDS, default=list(engines.KINDS), help="kinds of work (default: all)")
     text = f"peers (default: all): {', '.join(names)}"
     add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=text)
-    add("--rounds", type=int, default=3, metavar="N", help="pairs per cell and peer (default: 3)")
-    text = "threads per engine (default: one per core)"
+    add("--rounds", type=int, default=3, metavar="N", help="measurements of each pair (default: 3)")
+    text = "CPU threads per engine (default: one per core)"
     add("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help=text)
     text = "directory of environments, models and stored pairs"
     add("--directory", type=Path, default=engines.ROOT / ".venv-peers", metavar="DIR", help=text)
@@ -249,7 +249,7 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install, measure, write JSON. Return the exit code: 0; 1 if the run was interrupted, also with JSON."""
+    """Install the peers, compare, write JSON. Return the exit code: 0; 1 after an interruption, also with JSON."""
     parser, arguments = _arguments(argv)
     files, peers = PeerFiles(arguments.directory), [peer for peer in PEERS if peer.name in arguments.peers]
     unavailable = {}
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             install(files, peer.environment)
         except MeasurementFailed as error:
             unavailable[peer.name] = str(error)
-    facts = provenance(parser.prog, arguments.given) | {"other_work_cores": quiet_or_warned(parser.prog)}
+    facts = provenance(parser.prog, arguments.given) | {"other_work_cores": measure_other_work(parser.prog)}
     cells = engines.make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
     kept = PairStore(files.directory / "progress.jsonl")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         "cells": list(kept.summarize(cells, arguments.peers)),
     }
-    tell(facts | result, arguments.out)
+    write_result(facts | result, arguments.out)
     return code
 
 

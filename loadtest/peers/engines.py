@@ -1,4 +1,4 @@
-"""Engines of the comparison and the cells that they run: installation, model files, commands, and child processes.
+"""Engines of the comparison and the cells (configurations) that they run: installation, model files, processes.
 
 `install.sh` creates the environments in `.venv-peers/NAME`. Model files are in `.venv-peers/models/SHAPE`.
 """
@@ -52,10 +52,10 @@ _STOP_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row of the comparison.
+    """Configuration in which the engines are compared: model shape, precision, kind of work, streams and lengths.
 
-    kind: decode (tokens/s after all first tokens), prompt (prompt tokens/s until the first token), or http
-    (tokens/s over a whole run of streaming clients).
+    kind: decode (tokens/s after every sequence has its first token), prompt (prompt tokens/s until the first token), or
+    http (tokens/s of all streaming clients, from the first request to the last response).
     """
 
     shape: str
@@ -67,12 +67,12 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Name of the cell in the file of measured pairs."""
+        """Name that identifies the cell in the file of measured pairs."""
         return "/".join(map(str, asdict(self).values()))
 
     @property
     def context_length(self) -> int:
-        """Length of a sequence in the middle of the completion, in tokens."""
+        """Tokens of a sequence when half of its completion is generated."""
         return self.prompt_tokens + self.output_tokens // 2
 
     @property
@@ -85,7 +85,7 @@ class Cell:
 
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
-    """Return the requested cells, shape by shape. The precision `DEFAULTS` has cells of kind http only."""
+    """Return the cells of these model shapes, precisions and kinds. `DEFAULTS` has cells of kind http only."""
     return [
         Cell(shape, precision, *size)
         for shape, precision in itertools.product(shapes, precisions)
@@ -104,15 +104,15 @@ def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command and wait for its end. Raises MeasurementFailed with the command's last line of output."""
+    """Run a command to its end. Raises MeasurementFailed with the last line of output if the command fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
     except OSError as error:
-        raise MeasurementFailed(f"{command[0]}: {error.strerror}") from error
+        raise MeasurementFailed(f"cannot run {command[0]}: {error.strerror}") from error
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         name = " ".join([Path(command[0]).name, *command[1:4]])
-        raise MeasurementFailed(f"{name} ... failed with exit code {done.returncode}: {lines[-1] if lines else ''}")
+        raise MeasurementFailed(f"`{name} ...` failed with exit code {done.returncode}: {lines[-1] if lines else ''}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +122,21 @@ class PeerFiles:
     directory: Path
 
     def program(self, environment: str, name: str = "python") -> str:
-        """Return the interpreter of an environment, or another program of the environment."""
+        """Return the path of a program in a peer's Python environment, by default of its interpreter."""
         return str(self.directory / environment / "bin" / name)
 
     def model(self, cell: Cell, kind: str) -> Path:
-        """Return a model's file or directory, for example of kind ours, hugging_face or llama_cpp_int8.gguf."""
+        """Return the path of the cell's model in a format, for example ours, hugging_face or llama_cpp_int8.gguf."""
         return self.directory / "models" / cell.shape / kind
 
 
 def install(files: PeerFiles, environment: str) -> None:
-    """Create the Python environment of a peer engine unless it exists. Raises MeasurementFailed as `run`."""
+    """Create the Python environment of a peer engine unless it exists. Raises MeasurementFailed if that fails."""
     run(["bash", str(PINS / "install.sh"), str(files.directory), environment, sys.executable])
 
 
 def _our_weights(files: PeerFiles, cell: Cell) -> Path:
-    """Return Kvasir's checkpoint. Only `DEFAULTS` stores bfloat16; other precisions are converted at load."""
+    """Return the path of Kvasir's checkpoint: bfloat16 for `DEFAULTS`, else float32, which is converted at load."""
     return files.model(cell, "ours_bfloat16" if cell.precision == DEFAULTS else "ours")
 
 
@@ -151,7 +151,7 @@ def _write_our_model(files: PeerFiles, cell: Cell) -> None:
 
 
 def _our_settings(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    """Return flags for precision, threads, and a KV-cache for the largest cell, with 2-byte values as in the peers."""
+    """Return Kvasir's flags: precision, threads, KV-cache for the largest cell, with 2-byte values like the peers."""
     sizes = SHAPE_SIZES[cell.shape]
     dtype = "float32" if cell.precision == "float32" else "bfloat16"
     token_bytes = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"] * 2
@@ -167,7 +167,7 @@ def _our_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
 
 
 def _our_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    """Return the service's command. Queueing is unlimited, as in the peers' servers, except for `DEFAULTS`."""
+    """Return the command of Kvasir's service. Except for `DEFAULTS`, its queue is unlimited, like the peers' queues."""
     settings = [*_our_settings(files, cell, threads), "--target-queue-seconds", "0"]
     return kvasir_serve(_our_weights(files, cell), [] if cell.precision == DEFAULTS else settings)
 
@@ -205,7 +205,7 @@ def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
 
 
 def _openvino_weights(files: PeerFiles, cell: Cell) -> Path:
-    """Return OpenVINO's model. For bfloat16, float32 weights are rounded when the model is compiled."""
+    """Return the path of OpenVINO's model: int8, or float32 weights, which OpenVINO may round to bfloat16 at load."""
     return files.model(cell, "openvino_int8" if cell.precision == "int8" else "openvino_float32")
 
 
@@ -233,9 +233,11 @@ Command = Callable[[PeerFiles, Cell, int], list[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """One engine of the comparison: a command of its driver, and of its completions server if the engine has one.
+    """One engine of the comparison.
 
+    environment: name of its Python environment. variables: environment variables of its driver.
     write_model: function that creates the model's files unless they exist.
+    engine, server: functions that return the command of the driver and of the HTTP server; None: no HTTP server.
     """
 
     name: str
@@ -248,7 +250,7 @@ class Peer:
     note: str
 
     def supports(self, cell: Cell) -> bool:
-        """Return True if the peer can run the cell."""
+        """Return True if the engine can run the cell: its precision, and HTTP if needed."""
         return cell.precision in self.precisions and (cell.kind != "http" or self.server is not None)
 
 
@@ -299,7 +301,7 @@ class DriverProcess:
             )
         except OSError as error:
             self._log.close()
-            raise MeasurementFailed(f"{command[0]}: {error.strerror}") from error
+            raise MeasurementFailed(f"cannot run {command[0]}: {error.strerror}") from error
         try:
             self._read()
         except MeasurementFailed:
@@ -307,7 +309,7 @@ class DriverProcess:
             raise
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """Run one wave of prompts and return tokens/s. Raises MeasurementFailed if the engine fails."""
+        """Run all prompts at once and return tokens/s and times. Raises MeasurementFailed if the engine fails."""
         try:
             line = json.dumps({"prompts": prompts, "output_tokens": cell.output_tokens})
             print(line, file=self.child.stdin, flush=True)
@@ -338,11 +340,11 @@ class DriverProcess:
                 return response
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
-        raise MeasurementFailed(f"the engine ended: {lines[-1] if lines else 'no output'}")
+        raise MeasurementFailed(f"the engine's process ended: {lines[-1] if lines else 'no output'}")
 
 
 class PeerServer:
-    """Server with OpenAI's completions API. Raises MeasurementFailed if the server does not start."""
+    """HTTP server of a compared engine, in child processes. Raises MeasurementFailed if the server does not start."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._service = ServiceProcess(command).__enter__()
@@ -354,7 +356,7 @@ class PeerServer:
             raise
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """Send all prompts from `cell.streams` closed-loop clients. Raises MeasurementFailed if a request fails."""
+        """Send all prompts from N clients and return tokens/s and TTFT. Raises MeasurementFailed if a request fails."""
         requests = [
             LoadRequest(index=index, prompt=prompt, max_tokens=cell.output_tokens, temperature=0.0)
             for index, prompt in zip(self._indexes, prompts, strict=False)
@@ -370,5 +372,5 @@ class PeerServer:
         }
 
     def close(self) -> None:
-        """Stop the server."""
+        """Stop the server's processes."""
         self._service.__exit__()

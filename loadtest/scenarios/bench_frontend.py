@@ -37,11 +37,11 @@ class InstantEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if a sequence of the engine is unfinished."""
+        """True if the engine has an unfinished sequence."""
         return bool(self._live)
 
     def submit(self, submit: Submit) -> None:
-        """Add a sequence to the engine. It gets at least one token."""
+        """Add a sequence to the engine. The sequence gets at least one token."""
         self._live[submit.uid] = (submit, len(submit.prior_token_ids))
 
     def cancel(self, uid: str) -> None:
@@ -49,7 +49,7 @@ class InstantEngine:
         self._live.pop(uid, None)
 
     def step(self, **_: Any) -> SimpleNamespace:
-        """Return a token for every sequence of the engine, and statistics of zeros."""
+        """Return one token for every unfinished sequence, and step statistics that are all 0."""
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
         self._next_step_seconds = time.monotonic() + self._step_seconds
         events = [self._next_token(submit, done) for submit, done in list(self._live.values())]
@@ -72,7 +72,7 @@ class InstantWorker(Worker):
     """Worker process with the instant engine in place of the service's engine."""
 
     def build(self) -> Any:
-        """Return the instant engine and its facts, see `Worker.build`."""
+        """Return an `InstantEngine` and made-up facts about it, in place of the service's engine."""
         from service.worker.engine_factory import EngineFacts  # imports torch, which the API process must not hold
 
         values: dict[str, Any] = dict.fromkeys(("device", "attention", "dtype", "matrices", "kv_cache_dtype"), "none")
@@ -84,7 +84,7 @@ class InstantWorker(Worker):
 def measure_level(
     service: ServiceProcess, num_streams: int, arguments: argparse.Namespace, repeats: int
 ) -> dict[str, Any]:
-    """Return the API process's CPU time and throughput for a number of streams, measured `repeats` times."""
+    """Return the API process's CPU time per token, and tokens/s, for a number of streams, measured `repeats` times."""
     count, num_tokens = num_streams * arguments.requests_per_stream, arguments.output_tokens
     requests = [
         LoadRequest(index=index, prompt="Once upon a time", max_tokens=num_tokens, temperature=0.0)
@@ -108,7 +108,7 @@ def measure_level(
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the API process with every number of streams at every pace of the engine, after a warm-up load."""
+    """Measure the API process for every number of streams and every time between engine steps (`--step-ms`)."""
     levels = []
     for step_ms in arguments.step_ms:
         command = ["env", f"{_STEP_MS}={step_ms}", sys.executable, "-m", "loadtest.scenarios.bench_frontend", "serve"]
@@ -122,7 +122,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark program. With `serve` as first argument, run its service with the instant engine."""
+    """Run the benchmark. With `serve` as first argument, run the service under test, with the instant engine."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"]:
         settings = read_settings(ServeSettings, given[1:], command="serve", summary="")
@@ -132,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "streams": ([1, 16, 64], "concurrent streams"),
         "step-ms": ([0.0, 4.0], "milliseconds between steps; 0: instant, several tokens are written at a time"),
         "requests-per-stream": (8, "requests per stream"),
-        "output-tokens": (200, "tokens of a completion"),
-        "repeats": (3, "repeats of each load"),
+        "output-tokens": (200, "number of tokens in a completion"),
+        "repeats": (3, "repeats of each measurement"),
     }
     return run_scenario("bench_frontend", "Measure the API process's CPU time per token.", options, measure, given)
 

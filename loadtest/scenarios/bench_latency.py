@@ -1,4 +1,4 @@
-"""Benchmark of latency: TTFT of a short prompt among streams, and ITL of streams during a long prompt."""
+"""Benchmark of latency: TTFT of a short prompt while streams decode, and ITL of streams while a long prompt runs."""
 
 import argparse
 import gc
@@ -28,23 +28,27 @@ _SHAPE, _CONTEXT = "S", 8192
 _SHORT_TOKENS = 16
 _DEFAULT_BUDGET: int = ModelSettings.model_fields["max_batched_tokens"].default
 _DEFAULT_SLOWDOWN: float = ModelSettings.model_fields["prompt_slowdown"].default
-# Time for which the streams run alone before each arrival.
+# Time for which the streams run alone before each prompt arrives.
 _QUIET_SECONDS = 0.5
 
 
 def steps_between(streams: Sequence[Sequence[float]], start: float, end: float) -> int:
-    """Return the number of engine steps after `start` and until `end`: tokens of the stream with most tokens."""
+    """Return the number of engine steps between two times: the most tokens that any stream received between them."""
     return max(sum(start < at <= end for at in seconds) for seconds in streams)
 
 
 def gaps_within(streams: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """Return the gaps between tokens of all streams, for gaps that end after `start` and begin before `end`."""
+    """Return the seconds between tokens of all streams, for gaps that end after `start` and begin before `end`."""
     pairs = (pair for seconds in streams for pair in itertools.pairwise(seconds))
     return [later - earlier for earlier, later in pairs if later > start and earlier < end]
 
 
 class PromptArrival(NamedTuple):
-    """Arrival of a prompt while streams decode. before, during: seconds between tokens of the streams."""
+    """Latencies of one prompt that was sent while streams decode, and of these streams.
+
+    ttft_seconds, steps: time and engine steps from the send to the first token of the prompt's completion.
+    before, during: gaps between tokens of the streams, in seconds, before the send and from then to this first token.
+    """
 
     ttft_seconds: float
     steps: int
@@ -53,7 +57,7 @@ class PromptArrival(NamedTuple):
 
 
 def summarize(arrivals: Sequence[PromptArrival]) -> dict[str, Any]:
-    """Return the figures of all prompt arrivals, JSON-ready. Gaps become their 99th percentiles (nearest rank)."""
+    """Return the statistics of prompt arrivals, JSON-ready. Gaps become 99th percentiles per arrival (nearest rank)."""
     sides = ([arrival.before for arrival in arrivals], [arrival.during for arrival in arrivals])
     before, during = ([1e3 * float(np.percentile(gaps, 99, method="inverted_cdf")) for gaps in side] for side in sides)
     return {
@@ -69,7 +73,7 @@ def summarize(arrivals: Sequence[PromptArrival]) -> dict[str, Any]:
 def measure(
     target: Target, vocab_size: int, *, streams: int, prompt_tokens: int, num_arrivals: int, seed: int
 ) -> list[PromptArrival]:
-    """Send prompts one after the other while streams decode, at random moments of an engine step."""
+    """Send prompts one by one while streams decode, at random times within a step. Return latencies of each arrival."""
     rng, seen = random.Random(seed), []
     client = CompletionClient(target, timeout_seconds=3600)
 
@@ -87,7 +91,7 @@ def measure(
             times.append(reader.outcome.chunk_seconds)
             while not times[-1]:
                 if greenlets[-1].ready():
-                    raise MeasurementFailed(f"a stream ended without a token: {reader.outcome.detail}")
+                    raise MeasurementFailed(f"a stream ended before its first token: {reader.outcome.detail}")
                 gevent.sleep(0.005)
         for _ in range(num_arrivals):
             began = time.perf_counter()
@@ -108,7 +112,7 @@ def measure(
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure short prompts with the default settings, then long prompts with each limit."""
+    """Measure short prompts with default settings, and long prompts with each limit on the tokens or time of a step."""
     if min(arguments.budgets) <= arguments.long_streams:
         raise ValueError("--budgets: each value must be above --long-streams, to leave tokens for the prompt")
 
@@ -144,11 +148,11 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
     options = {
-        "short-streams": (63, "streams during a short prompt"),
+        "short-streams": (63, "streams that decode while a short prompt arrives"),
         "short-arrivals": (12, "number of short prompts"),
-        "long-streams": (16, "streams during a long prompt"),
-        "arrivals": (3, "long prompts per limit"),
-        "prompt-tokens": (4096, "tokens of a long prompt"),
+        "long-streams": (16, "streams that decode while a long prompt arrives"),
+        "arrivals": (3, "number of long prompts per value of a flag"),
+        "prompt-tokens": (4096, "number of tokens in a long prompt"),
         "seed": (0, "seed of prompts and arrival times"),
         "budgets": ([64, 128, 256, 512, 1024], "values of --max-batched-tokens, each above --long-streams"),
         "slowdowns": ([_DEFAULT_SLOWDOWN], f"values of --prompt-slowdown, with --max-batched-tokens {_DEFAULT_BUDGET}"),

@@ -1,7 +1,7 @@
 """Benchmark of a service that receives four times the requests it can serve.
 
-Saturation, a closed loop with a stream for each slot, is measured before and after the overload, so that drift of the
-machine's speed cancels. Two users of OpenAI's Python SDK run beside the overload's Poisson arrivals.
+Saturation, a closed loop of --max-num-running streams, is measured before and after the overload, so that drift of the
+machine's speed cancels. The overload has Poisson arrivals, and two clients that use OpenAI's Python SDK.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from loadtest.measurement.benchmark_program import show
 from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, run_open, run_scenario
 from service.config.settings import ServeSettings, read_settings
 
-# Samples of memory that do not count, one per second: caches and pools fill.
+# Number of memory samples, one per second, that do not count, because caches and pools still fill.
 _MEMORY_SETTLES = 20
 
 
 def watch_memory(service: ServiceProcess, seconds: float) -> dict[str, Any]:
-    """Sample the resident memory of the API process and the worker once a second. Return its growth and last value."""
+    """Sample resident memory of API process and worker every second. Return its growth per minute and last value."""
     parts, end = {part: service.processes(part) for part in ("api", "worker")}, time.perf_counter() + seconds
     samples: dict[str, list[tuple[float, float]]] = {part: [] for part in parts}
     while (now := time.perf_counter()) < end:
@@ -52,13 +52,13 @@ def watch_memory(service: ServiceProcess, seconds: float) -> dict[str, Any]:
 
 
 def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
-    """Return the least-squares slope of values over seconds, per minute; 0 for fewer than two samples."""
+    """Return the least-squares growth per minute of (seconds, value) samples; 0 for fewer than two samples."""
     seconds, values = np.array(samples, dtype=np.float64).T
     return 60.0 * float(np.polyfit(seconds, values, 1)[0]) if len(samples) > 1 else 0.0
 
 
 def retry_after_errors(metrics: str) -> dict[str, Any]:
-    """Return the share of Retry-After headers that were right within 0.5 s, from the text of `/metrics`."""
+    """Return the share of Retry-After values within 0.5 s of when a request had room, from the text of `/metrics`."""
     samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
     buckets = (sample for sample in samples if sample.name == "llm_retry_after_error_seconds_bucket")
     counts = {float(sample.labels["le"]): round(sample.value) for sample in buckets}
@@ -68,7 +68,7 @@ def retry_after_errors(metrics: str) -> dict[str, Any]:
 
 
 def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[str, Any]:
-    """Request one streamed completion after the other by OpenAI's SDK. Return their rate, and the SDK's errors."""
+    """Request streamed completions one by one with OpenAI's SDK. Return their number, tokens/s and the SDK's errors."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=max_retries)
     model, prompt = client.models.list().data[0].id, "Once upon a time, in a kingdom by the sea,"
     result, errors = {"max_retries": max_retries, "completions": 0, "tokens_per_second": 0.0}, Counter[str]()
@@ -86,7 +86,7 @@ def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[st
 def measure_loads(
     arguments: argparse.Namespace, service: ServiceProcess, other_key: str, num_slots: int
 ) -> dict[str, Any]:
-    """Run saturation, overload and saturation again on the service. Return their figures."""
+    """Measure saturation, overload, and saturation again on the service. Return the figures of the three loads."""
     target, seconds = service.target, arguments.seconds
     sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "output_tokens", "seed")}
     # Requests of one length that begin together also end together, and the load would come in waves.
@@ -95,7 +95,7 @@ def measure_loads(
     client = CompletionClient(target)
 
     def load(label: str, seconds: float, *, num_streams: int = 0, rate: float = 0.0) -> LoadRun:
-        """Run a closed loop of the streams, or an open loop with the rate, and measure the last `seconds` of it."""
+        """Run a closed loop of `num_streams`, or an open loop with `rate` per second. Count its last `seconds`."""
         show(label)
         start = time.perf_counter()
         began, ended = start + arguments.settle_seconds, start + arguments.settle_seconds + seconds
@@ -109,7 +109,7 @@ def measure_loads(
 
     saturation = load("saturation", arguments.saturation_seconds, num_streams=num_slots)
     rate = arguments.times * saturation.requests_per_second
-    # Processes of their own, so that the users of the SDK do not wait for the other clients.
+    # Separate processes, so that the clients with the SDK do not wait for the other clients of the load test.
     with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("spawn")) as pool:
         own_key = pool.submit(call_by_sdk, target.url, other_key, seconds, 2)
         same_key = pool.submit(call_by_sdk, target.url, str(target.api_key), seconds, 10)
@@ -140,7 +140,7 @@ def measure_loads(
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run all loads on a service with two API keys. The service has all processors but one, which the clients use."""
+    """Measure all loads on a service with two API keys. The clients use one processor, and the service all others."""
     flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
     num_slots = read_settings(ServeSettings, flags, command="serve", summary="").max_num_running
     cores = sorted(os.sched_getaffinity(0))
@@ -164,13 +164,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
     options = {
         "checkpoint": (Path, "checkpoint directory"),
-        "seconds": (300.0, "length of the overload"),
-        "times": (4.0, "overload rate relative to the rate at saturation"),
-        "saturation-seconds": (60.0, "length of each of the two saturation loads"),
-        "settle-seconds": (5.0, "start of each load that does not count"),
-        "prompt-tokens": (64, "approximate tokens of a prompt"),
-        "output-tokens": (64, "tokens of a completion"),
-        "seed": (0, "seed of workload and arrivals"),
+        "seconds": (300.0, "seconds of overload"),
+        "times": (4.0, "request rate of the overload, as a multiple of the rate at saturation"),
+        "saturation-seconds": (60.0, "seconds of each of the two saturation loads"),
+        "settle-seconds": (5.0, "seconds at the start of each load that do not count"),
+        "prompt-tokens": (64, "approximate number of tokens in a prompt"),
+        "output-tokens": (64, "number of tokens in a completion"),
+        "seed": (0, "seed of the requests and of their arrival times"),
     }
     return run_scenario("bench_overload", "Send a service more requests than it can serve.", options, measure, argv)
 

@@ -1,4 +1,4 @@
-"""Benchmark of the pause of streams after the worker is killed: SIGKILL to next token, with and without standby."""
+"""Benchmark of recovery: the pause of streams after SIGKILL of the worker, with and without a standby worker."""
 
 import argparse
 import itertools
@@ -16,14 +16,14 @@ from loadtest.measurement.benchmark_program import MeasurementFailed, show
 from loadtest.measurement.spread import spread
 from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_scenario
 
-# Wait for processes that start after the service is ready, such as a standby.
+# Time for processes that start after the service is ready, such as a standby worker.
 _SETTLE_SECONDS = 4.0
 
 
 def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool) -> tuple[list[Outcome], float]:
-    """Return the outcomes of `count` streams, and the time at which all have a third of their tokens.
+    """Run `count` streams. Return their outcomes, and the time at which every stream had a third of its tokens.
 
-    With `kills`, the worker is killed at that time.
+    kills: kill the worker process at that time.
     """
     client = CompletionClient(service.target, timeout_seconds=300)
     prompts = [f"There was a dog {number}" for number in range(count)]
@@ -42,21 +42,21 @@ def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool
     client.close()
     for outcome in outcomes:
         if outcome.ending is not Ending.OK:
-            raise MeasurementFailed(f"stream {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
+            raise MeasurementFailed(f"stream {outcome.index} failed with {outcome.ending.value}: {outcome.detail}")
     return outcomes, killed
 
 
 def pause_after(killed: float, chunk_seconds: Sequence[float]) -> float:
-    """Return the seconds from the kill to the token that ends the stream's longest gap after the kill."""
+    """Return the seconds from the kill of the worker to the token that ends the stream's longest gap after it."""
     later = [killed, *(moment for moment in chunk_seconds if moment > killed)]
     gaps = {after - before: after - killed for before, after in itertools.pairwise(later)}
     return gaps[max(gaps)]
 
 
 def measure(arguments: argparse.Namespace, flag: str) -> dict[str, Any]:
-    """Measure the service with one flag: pauses for each number of streams, and the standby's memory.
+    """Measure a service with one flag: pauses for each number of streams, and memory of the standby worker.
 
-    The service exits after more than five worker deaths in a minute: keep levels times repeats below that.
+    Each value of --streams has --repeats kills. The service exits after more than five worker deaths in a minute.
     """
     levels = []
     with ServiceProcess(kvasir_serve(arguments.checkpoint, [flag, *arguments.serve])) as service:
@@ -86,7 +86,7 @@ def measure(arguments: argparse.Namespace, flag: str) -> dict[str, Any]:
 
 
 def measure_both(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the pauses of streams of a service with and without a standby worker."""
+    """Measure the pauses of streams after a kill of the worker, with and without a standby worker."""
     return {"kind": "recovery", "settings": [measure(arguments, flag) for flag in ("--standby", "--no-standby")]}
 
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {
         "checkpoint": (Path, "checkpoint directory"),
         "streams": ([1, 64], "concurrent streams"),
-        "output-tokens": (200, "tokens of a completion"),
+        "output-tokens": (200, "number of tokens in a completion"),
         "repeats": (2, "worker deaths for each number of streams"),
     }
     return run_scenario("bench_recovery", "Measure the pause after a worker's death.", options, measure_both, argv)

@@ -42,7 +42,7 @@ _READ_BYTES = 2**24
 def fits(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
     """Return two least-squares fits: y = factor x^exponent in logarithms, and y = fixed + each x in relative errors.
 
-    `last` is the exponent between the two largest x.
+    `last` is the exponent between the points with the two largest x.
     """
     x, y = np.array(sorted(zip(xs, ys, strict=True)), dtype=np.float64).T
     exponent, constant = np.polyfit(np.log(x), np.log(y), 1)
@@ -55,12 +55,12 @@ def fits(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
 
 
 def _curve(points: Sequence[dict[str, Any]], over: str, value: str) -> dict[str, Any]:
-    """Return measured points, with fits of the points' value `value` over their value `over`."""
+    """Return measured points, and the fits of their field `value` as a function of their field `over`."""
     return {"points": points, "fits": fits([point[over] for point in points], [value_at(p, value) for p in points])}
 
 
 def decode_steps(settings: ServeSettings, repeats: int, batches: Sequence[int], contexts: Sequence[int]) -> Any:
-    """Return step times of the engine, as `kvasir bench` measures them, without contexts that do not fit the model."""
+    """Return decode step times as `kvasir bench` measures them, without contexts that do not fit the model."""
     sweep = Namespace(
         batch=batches, context=contexts, prompt_tokens=(), steps=_STEPS, repeats=repeats, usual=("context",)
     )
@@ -68,7 +68,7 @@ def decode_steps(settings: ServeSettings, repeats: int, batches: Sequence[int], 
 
 
 def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]:
-    """Return TTFT of prompts with a cached prefix, beside TTFT of uncached prompts as long as the other tokens."""
+    """Return TTFT of prompts with a cached prefix, and of uncached prompts with as many tokens as follow the prefix."""
     rng, uids = random.Random(0), itertools.count()
 
     def fresh(num_tokens: int) -> list[int]:
@@ -102,7 +102,7 @@ def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]
 
 
 def resident_bytes(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the resident memory of a KV-cache for each number of written tokens, beside the formula's value."""
+    """Return the resident bytes of a KV-cache for each number of written tokens, and the bytes by formula."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     counts = (-(-max(tokens) // _BLOCK), 1)
     cache, small = (KVCache(config, num_blocks=n, block_size=_BLOCK, dtype=dtype, device="cpu") for n in counts)
@@ -121,7 +121,7 @@ def resident_bytes(config: ModelConfig, dtype_name: str, tokens: Sequence[int]) 
 
 
 def read_seconds(paths: Sequence[Path]) -> float:
-    """Return the seconds to read the files once, one after the other, into one buffer."""
+    """Return the seconds that it takes to read the files once, one after the other, into a small buffer."""
     buffer, began = bytearray(_READ_BYTES), time.perf_counter()
     for path in paths:
         with path.open("rb", buffering=0) as file:
@@ -130,7 +130,7 @@ def read_seconds(paths: Sequence[Path]) -> float:
     return time.perf_counter() - began
 
 
-def forget(paths: Sequence[Path]) -> None:
+def drop_from_page_cache(paths: Sequence[Path]) -> None:
     """Drop the files from the kernel's page cache. The host of a virtual machine may still keep them."""
     for path in paths:
         with path.open("rb") as file:
@@ -139,13 +139,13 @@ def forget(paths: Sequence[Path]) -> None:
 
 
 def measure_starts(directory: Path, repeats: int, serve: Sequence[str]) -> dict[str, Any]:
-    """Start the service and read its weights in turn, with the files in the page cache (warm) and not (cold)."""
+    """Measure start-up time and read time of weight files, with the files in the page cache (warm) or not (cold)."""
     paths = sorted(directory.glob("*.safetensors"))
     runs = {"read": partial(read_seconds, paths), "start": partial(measure_start, directory, serve)}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(("cold", "warm"), runs)}
     for _, (kind, name) in itertools.product(range(repeats), seconds):
         if kind == "cold":
-            forget(paths)
+            drop_from_page_cache(paths)
         seconds[kind, name].append(runs[name]())
     point: dict[str, Any] = {"bytes": sum(path.stat().st_size for path in paths)}
     for kind in ("warm", "cold"):
@@ -155,7 +155,7 @@ def measure_starts(directory: Path, repeats: int, serve: Sequence[str]) -> dict[
 
 
 def measure(arguments: Namespace) -> dict[str, Any]:
-    """Run all measurements of scaling. Start-up times come last, because nothing else may run meanwhile."""
+    """Run all measurements of scaling. Start-up times come last, because nothing else may run beside them."""
     flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
     settings, repeats = read_settings(ServeSettings, flags, command="serve", summary=""), arguments.repeats
     over_batch = decode_steps(settings, repeats, _BATCHES, (_CONTEXT,))
@@ -196,10 +196,10 @@ def measure(arguments: Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
     options = {
-        "checkpoint": (Path, "checkpoint of the engine's measurements"),
-        "repeats": (5, "repeats of the engine's measurements"),
-        "start-repeats": (3, "starts per checkpoint size"),
-        "shapes": (["S", "M", "qwen3-0.6b"], "shapes of temporary checkpoints in TMPDIR, at least two"),
+        "checkpoint": (Path, "checkpoint for all measurements except starts"),
+        "repeats": (5, "repeats of all measurements except starts"),
+        "start-repeats": (3, "starts per shape, with warm and with cold files"),
+        "shapes": (["S", "M", "qwen3-0.6b"], "shapes of the started checkpoints, written to TMPDIR; at least two"),
     }
     return run_scenario("bench_scaling", "Measure the service's scaling and fit exponents.", options, measure, argv)
 

@@ -1,4 +1,4 @@
-"""Benchmark of the whole service: start, idle cost, footprint, and HTTP throughput relative to the engine alone."""
+"""Benchmark of the whole service: start-up time, idle CPU, memory, and HTTP throughput relative to the engine alone."""
 
 import argparse
 import itertools
@@ -32,7 +32,7 @@ def measure_start(checkpoint: Path, serve: Sequence[str]) -> float:
 
 
 def measure_idle(service: ServiceProcess, seconds: float) -> dict[str, Any]:
-    """Return the CPU use of an idle service in percent of a core: of the worker, and of all its processes."""
+    """Return the CPU use of an idle service in percent of one core: of its worker, and of all its processes."""
     time.sleep(_SETTLE_SECONDS)
     parts = {"worker": service.processes("worker"), "service": service.processes()}
     shares: dict[str, list[float]] = {part: [] for part in parts}
@@ -47,7 +47,7 @@ def measure_idle(service: ServiceProcess, seconds: float) -> dict[str, Any]:
 
 
 def measure_footprint(service: ServiceProcess) -> list[dict[str, Any]]:
-    """Return name, resident memory in MB (10^6 bytes), threads, and use of torch of each process of the service."""
+    """Return, per process of the service: name, resident MB (10^6 bytes), number of threads, and if torch is loaded."""
     return [
         {
             "part": process.name().removeprefix("kvasir-"),
@@ -60,7 +60,7 @@ def measure_footprint(service: ServiceProcess) -> list[dict[str, Any]]:
 
 
 def summarize(num_streams: int, http: Sequence[LoadRun], engine: Sequence[EngineRun]) -> dict[str, Any]:
-    """Return the figures of repeated loads with one number of streams. Latencies are pooled over the repeats."""
+    """Return the statistics of repeated loads with one number of streams. Latencies are pooled over the repeats."""
     http_rates, engine_rates = ([run.tokens_per_second for run in runs] for runs in (http, engine))
     outcomes = [outcome for run in http for outcome in run.outcomes]
     return {
@@ -81,7 +81,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the service and the engine, in the order in which the measurements disturb each other least."""
+    """Measure starts, idle CPU, throughput of service and engine in turn, and memory; return the figures."""
     flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
     settings = read_settings(ServeSettings, flags, command="serve", summary="")
     show("start")
@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         numbered = map(discover(service.target, WorkloadSpec(**workload))[1].request, itertools.count())
 
         def run_engine(requests: Sequence[LoadRequest], num_streams: int) -> EngineRun:
-            """Run requests in the engine, as the API process would submit them. The service tokenizes the prompts."""
+            """Run requests in this process's engine, without HTTP. The service's `/tokenize` tokenizes the prompts."""
             submits = []
             for request in requests:
                 token_ids = service.target.fetch_json("/tokenize", {"prompt": request.prompt})["tokens"]
@@ -105,7 +105,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             return run_closed(contestant.engine, submits, num_streams=num_streams)
 
         def measure_both(num_streams: int, num_requests: int) -> tuple[LoadRun, EngineRun]:
-            """Measure service and engine once, with the same new requests."""
+            """Run the same new requests over HTTP in the service and without HTTP in the engine, once each."""
             requests = list(itertools.islice(numbered, num_requests))
             http = complete_all(service.target, requests, num_streams=num_streams)
             return http, run_engine(requests, num_streams)
@@ -134,11 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "checkpoint": (Path, "checkpoint directory"),
         "streams": ([1, 4, 16, 64], "concurrent streams"),
         "repeats": (5, "repeats of each throughput measurement"),
-        "start-repeats": (5, "repeats of the start"),
+        "start-repeats": (5, "starts of the service"),
         "requests-per-stream": (2, "requests per stream"),
-        "min-requests": (4, "minimum requests"),
-        "prompt-tokens": (64, "approximate tokens of a prompt"),
-        "output-tokens": (64, "tokens of a completion"),
+        "min-requests": (4, "minimum number of requests per measurement"),
+        "prompt-tokens": (64, "approximate number of tokens in a prompt"),
+        "output-tokens": (64, "number of tokens in a completion"),
         "seed": (0, "seed of the workload"),
         "temperature": (0.0, "sampling temperature"),
         "idle-seconds": (10.0, "length of the idle measurement in seconds"),

@@ -1,4 +1,4 @@
-"""Frame of the benchmarks that start a service: command line, server process, closed and open loop of requests."""
+"""Common parts of the benchmarks that start a service: command line, server process, closed and open loop."""
 
 import argparse
 import socket
@@ -26,7 +26,7 @@ _FIRST_REQUEST = LoadRequest(index=0, prompt="Once upon a time", max_tokens=1, t
 
 
 def kvasir_serve(checkpoint: Path, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the command line of `kvasir serve`, without a port."""
+    """Return the command of `kvasir serve` for this checkpoint, without `--port`."""
     kvasir = Path(sys.executable).with_name("kvasir")
     return [str(kvasir), "serve", "--checkpoint", str(checkpoint), *arguments]
 
@@ -45,7 +45,7 @@ class ServiceProcess:
             self._main = psutil.Popen([*command, "--port", str(port)], stdout=self._log, stderr=subprocess.STDOUT)
         except OSError as error:
             self._log.close()
-            raise MeasurementFailed(f"{command[0]}: {error.strerror}") from error
+            raise MeasurementFailed(f"cannot run {command[0]}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +82,7 @@ class ServiceProcess:
             raise MeasurementFailed("\n".join([fault, *self._log.read().splitlines()[-20:]]))
 
     def processes(self, part: str | None = None) -> list[psutil.Process]:
-        """Return the processes of the server: all, or those of one part: "main", "api", "worker" or "standby"."""
+        """Return the server's processes: all, or those that are kvasir-main, -api, -worker or -standby by `part`."""
         if not self._main.is_running():
             return []
         processes = [self._main, *self._main.children(recursive=True)]
@@ -90,12 +90,12 @@ class ServiceProcess:
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    """Return the user and system CPU time that the processes have used so far."""
+    """Return the seconds of user and system CPU time that these processes together have used so far."""
     return float(sum(sum(process.cpu_times()[:2]) for process in processes))
 
 
 def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num_streams: int) -> LoadRun:
-    """Send requests from N clients. Each client waits for the end of its last request, and for its Retry-After."""
+    """Send requests from N clients. Each client waits for the end of its previous request, and for its Retry-After."""
     queue, outcomes = iter(requests), list[Outcome]()
 
     def stream() -> None:
@@ -108,7 +108,7 @@ def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num
 
 
 def run_open(client: CompletionClient, requests: Iterable[LoadRequest], *, offsets: Iterable[float]) -> LoadRun:
-    """Send each request at its offset, in seconds from now. Rejected requests are not sent again."""
+    """Send each request at its offset in seconds from now, and return the load. A rejected request is not repeated."""
     outcomes, start = list[Outcome](), time.perf_counter()
 
     def send(request: LoadRequest, intended: float) -> None:
@@ -120,7 +120,7 @@ def run_open(client: CompletionClient, requests: Iterable[LoadRequest], *, offse
 
 
 def _join(outcomes: list[Outcome], greenlets: list[Any]) -> LoadRun:
-    """Run the greenlets, which begin only now, to their ends. Return the load that they made."""
+    """Run the given greenlets to their ends, and return the load of the requests that they sent."""
     began = time.perf_counter(), time.process_time()
     gevent.joinall(greenlets, raise_error=True)
     return LoadRun.ended_now(outcomes, *began)
@@ -129,13 +129,13 @@ def _join(outcomes: list[Outcome], greenlets: list[Any]) -> LoadRun:
 def complete_all(
     target: Target, requests: Iterable[LoadRequest], *, num_streams: int, timeout_seconds: float = 120.0
 ) -> LoadRun:
-    """Send requests to a service in a closed loop. Raises `MeasurementFailed` if a completion is not complete."""
+    """Send requests to a service in a closed loop. Raises `MeasurementFailed` if a request does not succeed."""
     client = CompletionClient(target, timeout_seconds=timeout_seconds)
     run = run_closed(client, requests, num_streams=num_streams)
     client.close()
     for outcome in run.outcomes:
         if outcome.ending is not Ending.OK:
-            raise MeasurementFailed(f"request {outcome.index} ended with {outcome.ending.value}: {outcome.detail}")
+            raise MeasurementFailed(f"request {outcome.index} failed with {outcome.ending.value}: {outcome.detail}")
     return run
 
 
@@ -149,7 +149,7 @@ def run_scenario(
     """Run a benchmark program with its command line, and write the results of `measure` as JSON. Return the exit code.
 
     Exit codes: 0; 1 if the service failed; 2 for invalid arguments, or a `ValueError` of `measure`.
-    options: default and help by name. The default is a list for several values, or a type if the option is required.
+    options: default and help by name. A list as default allows several values; a type means a required option.
     """
     parser = benchmark_parser(f"loadtest.scenarios.{name}", description)
     for option, (default, text) in options.items():

@@ -1,1 +1,1 @@
-"""The load test under test: reader, workloads, reports, locust and benches."""
+"""Tests of the load test: SSE reader, workloads, reports, locustfile and benchmarks."""

@@ -1,4 +1,4 @@
-"""Outcomes made by hand, for reports and objectives."""
+"""Outcomes of simulated requests, for tests of reports and objectives."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from loadtest.client.workload import ClientKind
 
 
 def outcome(index: int = 0, **changes: Any) -> Outcome:
-    """A stream sent at second `index`: first token after 100 ms, three more 20 ms apart, end 10 ms later."""
+    """Return a stream sent at second `index`: first token after 100 ms, three more 20 ms apart, end 10 ms later."""
     start = float(index)
     values: dict[str, Any] = {
         "index": index,
@@ -27,7 +27,7 @@ def outcome(index: int = 0, **changes: Any) -> Outcome:
 
 
 def failed(index: int, ending: Ending, detail: str = "") -> Outcome:
-    """A request that came to nothing after 50 ms."""
+    """Return a request that failed after 50 ms without a token."""
     return outcome(
         index,
         ending=ending,

@@ -1,8 +1,8 @@
-"""A completions server of known behaviour, in a thread of the test's own process.
+"""Stub of a completions server, in a thread of the test's process.
 
-It speaks just enough HTTP: one `Script` a request says what to send and when. `Server.chunks` has, for every
-request, when each chunk was about to be written, on the clock the client uses. Run as a program it serves a
-default script until it is killed, for trying the load test without a model.
+A `Script` per request says what the server sends and when. `Received.chunk_seconds` holds the time at which each chunk
+was about to be written, by the clock that the client uses. As a program, the server runs one script until standard
+input ends, to try the load test without a model.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ PROMPT_TOKENS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What the server does with one request.
+    """Response of the stub server to one request.
 
-    first_seconds, gap_seconds: pauses before the first and before every later chunk (at least these).
+    first_seconds, gap_seconds: least pauses before the first chunk and before every later chunk.
     num_tokens: chunks of text; None for the request's max_tokens.
-    cut_after, error_after: after so many chunks drop the connection, or send an error event and end.
-    finish_reasons: how many times a finish reason is given; 1 is right.
+    cut_after, error_after: number of chunks after which the connection is dropped, or an error event ends the stream.
+    finish_reasons: number of finish reasons in the response; 1 is correct.
     """
 
     status: int = 200
@@ -46,7 +46,7 @@ class Script:
 
 @dataclass
 class Received:
-    """A request as it came, and what was sent for it."""
+    """Request that the stub server received, and the times of the chunks that it sent in response."""
 
     path: str
     body: dict[str, Any]
@@ -63,7 +63,7 @@ async def _open_gate(chunk: int) -> None:
 
 
 class StubServer:
-    """Context manager: serves on a free port of 127.0.0.1 until the block ends."""
+    """Context manager of a stub server on a free port of 127.0.0.1."""
 
     def __init__(self, script: Script | Callable[[int], Script] = Script(), gate: Gate = _open_gate) -> None:
         self._script = script if callable(script) else lambda ordinal: script
@@ -75,7 +75,7 @@ class StubServer:
         self._num_connections = 0
         self.port = 0
         self.requests: list[Received] = []
-        self.keys: list[str | None] = []  # of every request, completions or not
+        self.keys: list[str | None] = []  # Authorization header of every request, to any route
 
     @property
     def url(self) -> str:
@@ -174,7 +174,7 @@ class StubServer:
             writer.write(data if script.close_delimited else b"%x\r\n%s\r\n" % (len(data), data))
             await writer.drain()
             if writer.transport.is_closing():
-                raise ConnectionResetError("the client left")
+                raise ConnectionResetError("the client disconnected")
 
         await send(": keep-alive")
         for index, word in enumerate(_words(num_tokens)):
@@ -201,7 +201,7 @@ class StubServer:
 
 
 def _tokenized(body: dict[str, Any]) -> dict[str, Any]:
-    """Tokens of four characters."""
+    """Return the response of `/tokenize` with tokens of four characters."""
     prompt = body["prompt"]
     pieces = [prompt[start : start + 4] for start in range(0, len(prompt), 4)]
     strings = {"token_strs": pieces} if body.get("return_token_strs") else {}

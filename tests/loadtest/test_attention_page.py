@@ -1,4 +1,4 @@
-"""docs/attention.md: measured parts from JSON alone, equal to the results in the repository."""
+"""docs/attention.md: its measured parts are generated from JSON results and match those in the repository."""
 
 import copy
 import json
@@ -125,7 +125,7 @@ def test_measured_parts_are_replaced_and_prose_is_kept() -> None:
     assert attention_page(page, RESULTS) == page
     assert "| the baseline | – | 1,000,000 | 3.010 | 10,000 | 1,000 | 4,096 |" in page
     assert "| simple average | of learned: `attention=average` | 1,000,000 | 3.910 | 12,000 | 1,200 | 4,096 |" in page
-    assert "| the baseline, attention written out | 8,000 (7,200–8,800) | 0.80 (0.72–0.88) | 800 (720–880) |" in page
+    assert "| the baseline with unfused attention | 8,000 (7,200–8,800) | 0.80 (0.72–0.88) | 800 (720–880) |" in page
     assert "| 2,048 | 64.0 MiB | 60.00 (54.00–66.00) | 20.00 (18.00–22.00) | 3.0 (2.7–3.3) |" in page
     assert "600 steps of 8 x 256 tokens (1.2 million)" in page
     assert "seeds 1, 2, bfloat16" in page
@@ -144,7 +144,7 @@ def test_a_difference_counts_only_beyond_its_error() -> None:
     assert all(difference["error"] == pytest.approx(error) for difference in found.values())
     page = attention_page(EMPTY, RESULTS)
     assert f"| linear biases | 3.010 / 2.990 | the baseline | -0.010 ± {error:.3f} | within the noise |" in page
-    assert f"differ by {(4 * 2 * 0.01**2 / 4) ** 0.5:.3f} (standard deviation" in page
+    assert f"vary by {(4 * 2 * 0.01**2 / 4) ** 0.5:.3f} between seeds (standard deviation" in page
 
 
 def test_page_and_picture_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +154,7 @@ def test_page_and_picture_are_written_and_checked(tmp_path: Path, capsys: pytest
     results.write_text(json.dumps(RESULTS))
     page.write_text("no parts")
     assert pages.main(options) == 2
-    assert "must have each part once" in capsys.readouterr().err
+    assert "must have each measured part once" in capsys.readouterr().err
     page.write_text(EMPTY)
     assert pages.main([*options, "--check"]) == 1
     assert pages.main(options) == 0
@@ -186,7 +186,7 @@ def test_missing_results_are_named_with_the_remedy(tmp_path: Path, capsys: pytes
         del row["runs"][1:]
     results.write_text(json.dumps(one_seed))
     assert pages.main(options) == 2
-    assert "one seed shows no noise; train a second seed" in capsys.readouterr().err
+    assert "the noise between seeds needs at least two seeds; run bench_attention train" in capsys.readouterr().err
 
 
 def test_the_repositorys_page_matches_its_results() -> None:

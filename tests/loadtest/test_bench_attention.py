@@ -72,7 +72,7 @@ def test_from_recipes_to_the_page(recipes: Path, capsys: pytest.CaptureFixture[s
     out, runs = recipes / "attention.json", recipes / "runs"
     paths = ["--runs", str(runs), "--out", str(out)]
     assert bench_attention.main(["speed", *paths]) == 1
-    assert "multi-head-1 is not finished: run bench_attention train --seeds 1" in capsys.readouterr().err
+    assert "multi-head-1 is not finished; run bench_attention train --seeds 1" in capsys.readouterr().err
     assert bench_attention.main(["train", "--seeds", "1", "2", *paths]) == 0
     logs = {path: path.read_bytes() for path in runs.glob("*/log.jsonl")}
     assert len(logs) == 4

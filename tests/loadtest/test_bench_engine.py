@@ -102,14 +102,14 @@ def test_a_random_checkpoint_is_complete_and_its_tokens_are_text(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", "129"], "a context of 129 tokens do not fit the model's 128"),
-        (["--context", "8", "--steps", "20"], "20 steps at a context of 8 tokens do not fit"),
-        (["--steps", "128"], "128 steps do not fit the model's context of 128"),
-        (["--prompt-tokens", "128"], "a prompt of 128 tokens does not fit"),
-        (["--batch", "65"], "a batch of 65 needs -- --max-num-running 65"),
-        (["--batch", "0"], "--batch: must be at least 1"),
+        (["--context", "129"], "--context 129 leaves no prompt tokens, or exceeds the model's context of 128"),
+        (["--context", "8", "--steps", "20"], "--steps 20 at --context 8 leaves no prompt tokens"),
+        (["--steps", "128"], "--steps 128 does not fit the model's context of 128 tokens"),
+        (["--prompt-tokens", "128"], "--prompt-tokens 128 must be below the model's context, 128 tokens"),
+        (["--batch", "65"], "--batch 65 exceeds --max-num-running; add -- --max-num-running 65"),
+        (["--batch", "0"], "--batch: each number must be at least 1"),
         (["--steps", "1"], "--steps must be at least 2"),
-        (["--repeats", "0"], "--repeats: must be at least 1"),
+        (["--repeats", "0"], "--repeats: each number must be at least 1"),
         (["--", "--no-such-flag"], "--no-such-flag"),
     ],
 )

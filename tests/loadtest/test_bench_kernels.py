@@ -19,7 +19,7 @@ ASKED = ["--shape", "S", "--batch", "2", "--context", "48", "--repeats", "2", "-
 def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_kernels, "_COLD_BYTES", 1)
     monkeypatch.setattr(bench_kernels, "_READ_BYTES", 2**20)
-    monkeypatch.setattr(benchmark_program, "quiet_or_warned", lambda _: 0.0)
+    monkeypatch.setattr(benchmark_program, "measure_other_work", lambda _: 0.0)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
 

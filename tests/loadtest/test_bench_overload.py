@@ -10,7 +10,7 @@ def test_growth_is_the_least_squares_slope_per_minute() -> None:
     assert growth_per_minute([(1.0, 5.0)]) == 0.0
 
 
-def test_the_share_of_right_retry_after_announcements_is_read_from_the_histogram() -> None:
+def test_the_share_of_accurate_retry_after_values_is_read_from_the_histogram() -> None:
     name = "llm_retry_after_error_seconds"
     buckets = {"-0.5": 1, "0.5": 7, "+Inf": 8}
     lines = [f'{name}_bucket{{engine="0",le="{bound}"}} {count}' for bound, count in buckets.items()]

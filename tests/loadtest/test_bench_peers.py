@@ -1,4 +1,4 @@
-"""The comparison with other engines, on drivers that compute nothing."""
+"""Comparison with other engines, on drivers that compute nothing."""
 
 import collections
 import dataclasses
@@ -33,7 +33,7 @@ from loadtest.scenarios.service_benchmark import ServiceProcess
 from tests.loadtest.stub_server import Script, StubServer
 from tests.loadtest.test_bench_peers_cells import cell
 
-# Driver whose waves take as many seconds as its first argument says.
+# Driver that reports, for each request, the number of seconds in its first argument.
 STUB = """
 import sys
 from pathlib import Path
@@ -51,7 +51,7 @@ serve(measure)
 
 
 class RecordedDriver(DriverProcess):
-    """Driver that records the prompts of each wave, with the label of its stub."""
+    """Driver process that records the prompts of each request, with the label of its stub engine."""
 
     waves: ClassVar[list[tuple[str, list[list[int]], str]]] = []
 
@@ -60,7 +60,7 @@ class RecordedDriver(DriverProcess):
         self.side = command[-1]
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
-        """Record the wave and measure it."""
+        """Record the prompts, then measure them."""
         self.waves.append((cell.key, prompts, self.side))
         return super().measure(cell, prompts)
 
@@ -92,7 +92,7 @@ def test_a_driver_reports_a_failed_wave_and_serves_the_next() -> None:
 
 
 def test_a_driver_that_does_not_start_is_reported_with_its_last_line() -> None:
-    with pytest.raises(MeasurementFailed, match="the engine ended: ImportError: no engine here"):
+    with pytest.raises(MeasurementFailed, match="the engine's process ended: ImportError: no engine here"):
         DriverProcess([sys.executable, "-c", "raise ImportError('no engine here')"], {})
     with pytest.raises(MeasurementFailed, match="No such file"):
         DriverProcess(["/nowhere/python"], {})
@@ -133,7 +133,7 @@ def test_a_server_is_loaded_by_one_client_per_stream(served: Callable[[StubServe
 def test_a_failed_request_fails_the_measurement(served: Callable[[StubServer], PeerServer]) -> None:
     with StubServer(Script(status=500)) as stub:
         server = served(stub)
-        with pytest.raises(MeasurementFailed, match="request 0 ended with http_error"):
+        with pytest.raises(MeasurementFailed, match="request 0 failed with http_error"):
             server.measure(cell("http", streams=1), [[1, 2, 3]])
         server.close()
 
@@ -166,17 +166,17 @@ def test_defaults_are_servers_without_flags(tmp_path: Path) -> None:
 def test_a_failed_command_is_reported_with_its_last_line() -> None:
     with pytest.raises(MeasurementFailed, match="failed with exit code 3: at last"):
         run([sys.executable, "-c", "print('first'); print('at last'); raise SystemExit(3)"])
-    with pytest.raises(MeasurementFailed, match="/nowhere: No such file"):
+    with pytest.raises(MeasurementFailed, match="cannot run /nowhere: No such file"):
         run(["/nowhere"])
 
 
 class ScriptedWork:
-    """Replacement of `ForeignWork`: cores of other processes during one pair after the other."""
+    """Replacement of `ForeignWork` with a scripted number of busy cores for each pair."""
 
     cores_of_pairs: ClassVar[Iterator[float]]
 
     def cores(self) -> float:
-        """Return the cores of the next pair."""
+        """Return the number of busy cores for the next pair."""
         return next(self.cores_of_pairs)
 
 
@@ -189,13 +189,13 @@ class ScriptedProbe:
         assert (weight_type, device) == ("bfloat16", "cpu")
 
     def probe(self) -> Machine:
-        """Return the next speed."""
+        """Return the next speed of the script."""
         return Machine(1.0, 1e9 * next(self.speeds))
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Use two peers, one half as fast as Kvasir and one that cannot be installed. Return the engines started."""
+    """Replace the peers by one half as fast as Kvasir and one that cannot be installed. Return the started engines."""
     names: list[str] = []
 
     def peer(name: str, environment: str, seconds: str, side: int) -> Peer:
@@ -220,7 +220,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(bench_peers, "OURS", peer("ours", "", "1.0", 3))
     monkeypatch.setattr(bench_peers, "install", install)
     monkeypatch.setattr(bench_peers, "DriverProcess", RecordedDriver)
-    monkeypatch.setattr(bench_peers, "quiet_or_warned", lambda program: 0.0)
+    monkeypatch.setattr(bench_peers, "measure_other_work", lambda program: 0.0)
     monkeypatch.setattr(bench_peers, "ForeignWork", ScriptedWork)
     monkeypatch.setattr(bench_peers, "Roofline", ScriptedProbe)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)

@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.docgen.pages import NAMES, RESULTS, performance_page
 from loadtest.docgen.pictures import draw_scaling
-from loadtest.measurement.provenance import shows
+from loadtest.measurement.provenance import is_picture_of
 from loadtest.scenarios import bench_scaling
 from loadtest.scenarios.bench_scaling import fits
 from model.checkpoint.manifest import read_manifest
@@ -31,7 +31,7 @@ def test_a_run_writes_every_sweep_and_the_page_shows_it(
         return 2 + 3e-9 * sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
     def write(directory: Path, shape: str) -> Path:
-        """Write one file of as many bytes as the shape says, in place of a checkpoint."""
+        """Write a file of `shape` bytes, in place of a checkpoint."""
         (directory / "model.safetensors").write_bytes(bytes(int(shape)))
         return directory
 
@@ -68,5 +68,5 @@ def test_a_run_writes_every_sweep_and_the_page_shows_it(
     assert "| 80 | 80 | 16 |" in page
     picture = tmp_path / "scaling.png"
     draw_scaling(picture, result)
-    assert shows(picture, result)
-    assert not shows(picture, {**result, "command": "another"})
+    assert is_picture_of(picture, result)
+    assert not is_picture_of(picture, {**result, "command": "another"})

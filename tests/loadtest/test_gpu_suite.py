@@ -1,4 +1,4 @@
-"""The GPU suite without a GPU: the script with stub parts."""
+"""loadtest/gpu/suite.sh, run without a GPU and with stubs in place of the tests and benchmarks."""
 
 import subprocess
 from pathlib import Path

@@ -10,7 +10,7 @@ from loadtest.client.sse_client import Target
 from loadtest.docgen import pictures
 from loadtest.docgen.pages import NAMES, RESULTS, performance_page
 from loadtest.measurement.benchmark_program import MeasurementFailed
-from loadtest.measurement.provenance import shows
+from loadtest.measurement.provenance import is_picture_of
 from loadtest.scenarios import bench_latency
 from loadtest.scenarios.bench_latency import PromptArrival, gaps_within, measure, steps_between, summarize
 from tests.loadtest.stub_server import Script, StubServer
@@ -82,8 +82,8 @@ def test_the_picture_stores_the_digest_of_its_result(tmp_path: Path) -> None:
     path, other = tmp_path / "latency.png", result()
     other["long"]["streams"] = 17
     pictures.draw_latency(path, result())
-    assert shows(path, result())
-    assert not shows(path, other)
+    assert is_picture_of(path, result())
+    assert not is_picture_of(path, other)
 
 
 def test_a_budget_without_room_for_a_prompt_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ class Writer:
         self.written: list[str] = []
 
     def add_tensor(self, name: str, array: np.ndarray) -> None:
-        """Record a tensor."""
+        """Record a tensor by name."""
         assert array.dtype == np.float32
         assert array.flags.c_contiguous
         self.tensors[name] = array
@@ -51,7 +51,7 @@ class Writer:
 
 @pytest.fixture
 def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
-    """Run the module on an export, return the writer."""
+    """Convert an export to GGUF and return the stub writer."""
     writers: list[Writer] = []
 
     def make(path: Path, architecture: str) -> Writer:
@@ -79,7 +79,7 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
 
 
 def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> Path:
-    """An export of a tiny model of the shape's architecture."""
+    """Return the export of a tiny model with the architecture of a shape."""
     monkeypatch.setitem(model_shapes.SHAPE_SIZES, shape, TINY)
     export_checkpoint(model_shapes.write_random_checkpoint(tmp_path / "ours", shape), tmp_path / "exported")
     return tmp_path / "exported"

@@ -1,4 +1,4 @@
-"""The locustfile, run as a program, because locust patches the standard library."""
+"""Load test by locust, run as a program, because locust patches the standard library."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def test_rows_and_results_count_every_request_and_a_failure_exits_with_one(tmp_p
     assert set(seen) == {"TTFT", "ITL", "TPOT", "E2E", "SHED", "LEFT"}
     assert seen["E2E"]["num_failures"] > 0
     assert all(row["num_failures"] == 0 for kind, row in seen.items() if kind != "E2E")
-    # What the server waits is the least that can be reported, whatever the machine.
+    # The server's pause is the least latency that can be reported, on any machine.
     assert seen["TTFT"]["min_response_time"] >= 60
 
     result = json.loads((tmp_path / "results.json").read_text())
@@ -53,7 +53,7 @@ def test_rows_and_results_count_every_request_and_a_failure_exits_with_one(tmp_p
     assert result["command"].startswith("locust -f loadtest/locustfile.py")
     streams = zip(result["ttfts"], result["latencies"], result["endings"], strict=True)
     gaps = [latency - first for first, latency, ending in streams if first is not None and ending == "ok"]
-    # A reader that buffers reports every stream's first token with its last; one that was held up, now and then one's.
+    # A client that buffers reports the first token of every stream with the last; a delayed client does so at times.
     assert max(gaps) > 0.04
 
 
@@ -69,7 +69,7 @@ def test_exit_code_is_zero_for_met_objectives_and_one_for_missed() -> None:
 
 
 def test_an_open_loop_counts_latency_from_the_arrival_of_a_request(tmp_path: Path) -> None:
-    """Four users serve 40 requests per second of a server that takes 0.1 s, and 200 arrive."""
+    """Four users can send 40 requests per second to a server that takes 0.1 s, and 200 requests arrive per second."""
     with StubServer(Script(first_seconds=0.1)) as server:
         done = locust(
             server.url, "-t", "200s", "--requests", "20", "--rate", "200", "--seed", "3", "--results", str(tmp_path)

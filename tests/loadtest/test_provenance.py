@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from loadtest.measurement import provenance
-from loadtest.measurement.provenance import ForeignWork, quiet_or_warned
+from loadtest.measurement.provenance import ForeignWork, measure_other_work
 
 
 def test_the_command_is_quoted_for_a_shell() -> None:
@@ -59,7 +59,7 @@ def test_busy_cores_are_measured_with_a_warning(
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(ForeignWork, "cores", lambda self: cores)
-    assert quiet_or_warned("bench") == round(cores, 2)
+    assert measure_other_work("bench") == round(cores, 2)
     shown = capsys.readouterr().err
     assert warning in shown if warning else shown == ""
 

@@ -14,8 +14,8 @@ from loadtest.client.report import Slo
 from loadtest.client.workload import ClientKind
 from tests.loadtest.outcomes import failed, outcome
 
-# What `vllm bench serve --save-result --save-detailed` (0.33) writes for a completions endpoint, and its readers
-# use; not ours: backend, label of the harness, tokenizer, generated texts, audio's rtfx.
+# Keys that `vllm bench serve --save-result --save-detailed` (0.33) writes for a completions endpoint. Kvasir leaves out
+# backend, label of the harness, tokenizer, generated texts, and rtfx, which is for audio.
 VLLM_KEYS = {
     "date", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration", "completed",
     "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput",
@@ -35,7 +35,7 @@ def summary(outcomes: list[Outcome], seconds: float = 2.0) -> dict[str, Any]:
 
 
 def test_results_have_the_keys_of_vllm_bench_serve() -> None:
-    assert set(summary([outcome(0)])) >= VLLM_KEYS - {"date", "model_id"}  # those two: provenance and service
+    assert set(summary([outcome(0)])) >= VLLM_KEYS - {"date", "model_id"}  # provenance and service add these two
 
 
 def test_figures_follow_from_the_outcomes() -> None:
@@ -45,7 +45,7 @@ def test_figures_follow_from_the_outcomes() -> None:
     assert result["output_throughput"] == pytest.approx(4.0)
     assert result["total_token_throughput"] == pytest.approx(14.0)
     assert result["request_throughput"] == pytest.approx(1.0)
-    assert result["request_goodput"] == pytest.approx(0.5)  # the second was sent late: 200 ms to its first token
+    assert result["request_goodput"] == pytest.approx(0.5)  # the second request was sent late: its TTFT is 200 ms
     assert result["median_ttft_ms"] == pytest.approx(150.0)
     assert result["p99_ttft_ms"] == pytest.approx(199.0)
     assert result["mean_itl_ms"] == pytest.approx(20.0)
@@ -77,7 +77,7 @@ def test_failures_are_counted_by_kind_and_shed_load_is_not_a_failure() -> None:
     assert (result["sent"], result["completed"], result["failed"]) == (6, 1, 3)
     assert (result["shed"], result["cancelled"]) == (1, 1)
     assert result["failures"] == {"timeout: no end within 5 s": 2, "http_error: 503 draining": 1}
-    assert result["total_output_tokens"] == 4  # what was cancelled is not throughput
+    assert result["total_output_tokens"] == 4  # tokens of cancelled requests do not count
     assert result["slo_breaches"] == ["failed: 50.00% of the requests sent, limit 0.00%"]
     assert result["endings"][1] == "shed"
     table = report.markdown([result])
@@ -104,7 +104,7 @@ def test_the_table_of_stored_results_is_printed(tmp_path: Path) -> None:
 
 def test_a_busy_load_test_is_reported() -> None:
     table = report.markdown([summary([outcome(0)]) | {"client_cpu_share": 0.9}])
-    assert "- 2 streams: the load test itself was busy for 90%" in table
+    assert "- 2 streams: the load test itself used 90% of a core" in table
 
 
 def test_a_load_without_a_success_has_a_table() -> None:

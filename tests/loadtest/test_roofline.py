@@ -1,4 +1,4 @@
-"""Roofline: probes of every weight type, and bytes and FLOPs of a step against sums done by hand."""
+"""Roofline: probes of every weight type, and bytes and FLOPs of a step compared with sums computed by hand."""
 
 import dataclasses
 

@@ -67,7 +67,7 @@ def test_bench_service_measures_start_idle_processes_and_both_throughputs(checkp
 
 @pytest.mark.slow
 def test_bench_recovery_kills_the_worker_and_streams_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The streams are long, so that they run when the worker is killed, on a slow machine too."""
+    """Streams are long, so that they still run when the worker is killed, even on a slow machine."""
     checkpoint = save_tiny_checkpoint(tmp_path / "long", max_context_length=2048)
     monkeypatch.setattr(bench_recovery, "_SETTLE_SECONDS", 0.5)
     arguments = ["--streams", "2", "--output-tokens", "1200", "--repeats", "1", "--", "--threads", "1"]

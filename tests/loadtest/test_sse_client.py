@@ -1,4 +1,4 @@
-"""The completion reader and the client against a scripted server."""
+"""Completion reader and client, tested with a scripted server."""
 
 import asyncio
 import itertools
@@ -29,10 +29,10 @@ def streaming(max_tokens: int = 5, **changes: Any) -> LoadRequest:
 
 
 class Handshake:
-    """Lets the server write chunk i + 1 only after the client has reported chunk i.
+    """Gate that lets the server write chunk i + 1 only after the client has reported chunk i.
 
-    A reader that buffers would wait for ever, so reporting at once is shown by the order of events, and every
-    time stamp is bracketed by the server's own, whatever the machine's speed.
+    A client that buffers would wait for ever. So the order of events shows that chunks are reported at once, and each
+    time lies between two times of the server, at any speed of the machine.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_known_delays_are_never_reported_shorter() -> None:
         outcome = drive(server, streaming(6))
     assert outcome.ttft_seconds is not None
     assert outcome.ttft_seconds >= 0.08
-    # A gap is the server's pause less what the chunk before it lost on its way: only their sum is bounded.
+    # A delay of one chunk on its way shortens the gap after it, so only the sum of the gaps has a lower bound.
     assert outcome.e2e_seconds >= 0.08 + 5 * 0.02
     assert outcome.tpot_seconds == pytest.approx((outcome.e2e_seconds - outcome.ttft_seconds) / 5)
     assert sum(outcome.itl_seconds) == pytest.approx(outcome.chunk_seconds[-1] - outcome.chunk_seconds[0])
@@ -94,7 +94,7 @@ def test_a_response_that_is_not_streamed_has_no_ttft() -> None:
 
 def test_a_cancelling_client_disconnects_after_its_chunks() -> None:
     async def gate(chunk: int) -> None:
-        if chunk == 3:  # nothing more is sent: only the client's own leaving can end this reader
+        if chunk == 3:  # the server sends no more: only the client's disconnect ends the stream
             await asyncio.sleep(3600.0)
 
     with StubServer(gate=gate) as server:
@@ -191,7 +191,7 @@ def test_an_invalid_address_is_rejected(url: str) -> None:
 
 def test_an_api_key_of_several_words_is_rejected_without_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret\r\nX-Evil: 1")
-    with pytest.raises(ValueError, match="KVASIR_API_KEY: must be one word") as raised:
+    with pytest.raises(ValueError, match="environment variable KVASIR_API_KEY: must be one word") as raised:
         Target.parse("http://127.0.0.1:1")
     assert "sk-" not in str(raised.value)
     monkeypatch.setenv("KVASIR_API_KEY", "")

@@ -50,7 +50,7 @@ def requests(spec: WorkloadSpec, count: int = 400) -> list[LoadRequest]:
 @given(spec=SPECS, index=st.integers(0, 1 << 30))
 def test_a_request_is_a_function_of_spec_and_index(spec: WorkloadSpec, index: int) -> None:
     first, second = Workload(spec, PASSAGES), Workload(spec, Passages(TALES, TOKEN_STRS, overshoot=2.5))
-    second.request(index + 1)  # whatever was asked for before
+    second.request(index + 1)  # an earlier call must not change the result
     assert first.request(index) == second.request(index)
 
 
@@ -60,7 +60,7 @@ def test_every_request_fits_the_context(spec: WorkloadSpec, index: int) -> None:
     request = Workload(spec, PASSAGES).request(index)
     assert request.prompt
     assert 1 <= request.max_tokens <= spec.max_context_tokens // 2
-    # One word is the least a part of a prompt can be, and the text's longest word is 20 characters.
+    # Each part of a prompt has at least one word, and the longest word of the text has 20 characters.
     assert len(request.prompt) <= max(4.0 * (spec.max_context_tokens - request.max_tokens), 2 * 20 + 1)
     assert (request.cancel_after is not None) == (request.client is ClientKind.CANCELLING)
     assert request.cancel_after is None or 1 <= request.cancel_after <= request.max_tokens
@@ -74,7 +74,7 @@ def test_requests_differ_by_seed_and_index() -> None:
 
 
 def test_passages_begin_differently_until_the_text_is_used_up() -> None:
-    # A block of the KV-cache, 16 tokens, is the least a prefix cache can share. Tales have refrains.
+    # A prefix cache shares at least a block of 16 tokens. The tales repeat some phrases.
     beginnings = {PASSAGES.cut(start, 16) for start in range(5000)}
     assert len(beginnings) >= 4990
 
@@ -90,7 +90,7 @@ def test_lognormal_lengths_have_the_requested_median_and_sigma() -> None:
         kind=WorkloadKind.LOGNORMAL, prompt_tokens=100, output_tokens=50, sigma=0.5, max_context_tokens=100_000
     )
     lengths = [math.log(request.max_tokens) for request in requests(spec, 2000)]
-    # 2,000 draws: mean within 5 standard errors (0.5 / sqrt(2000) = 0.011), false alarm below 1e-6 by design,
+    # 2,000 samples: mean within 5 standard errors (0.5 / sqrt(2000) = 0.011), false alarm below 1e-6 by design,
     # and none in fact, because the seed is fixed.
     assert statistics.mean(lengths) == pytest.approx(math.log(50), abs=0.056)
     assert statistics.stdev(lengths) == pytest.approx(0.5, rel=0.08)
@@ -114,7 +114,7 @@ def test_mixed_has_short_and_long_prompts_and_completions() -> None:
 @pytest.mark.parametrize(("whole", "cancelling"), [(0.0, 0.0), (0.25, 0.5), (1.0, 0.0), (0.0, 1.0)])
 def test_clients_have_the_requested_shares(whole: float, cancelling: float) -> None:
     clients = [r.client for r in requests(WorkloadSpec(whole_share=whole, cancelling_share=cancelling), 1000)]
-    # 1,000 draws of a fixed seed; 5 standard errors of a share are at most 0.08.
+    # 1,000 samples of a fixed seed; 5 standard errors of a share are at most 0.08.
     assert clients.count(ClientKind.WHOLE) / 1000 == pytest.approx(whole, abs=0.08)
     assert clients.count(ClientKind.CANCELLING) / 1000 == pytest.approx(cancelling, abs=0.08)
     if whole + cancelling == 1.0:
@@ -138,14 +138,14 @@ def test_the_body_has_the_fields_of_the_request() -> None:
 
 @pytest.mark.parametrize(("text", "token_strs"), [("too short", ["too short"]), (TALES, TOKEN_STRS[:-1])])
 def test_short_texts_and_tokens_that_do_not_spell_the_text_are_rejected(text: str, token_strs: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"{len(text)} characters and {len(text.split())} words of text"):
+    with pytest.raises(ValueError, match=f"and the text {len(text)} in {len(text.split())} words"):
         Passages(text, token_strs)
 
 
 def test_a_tokenized_text_gives_prompts_of_the_requested_length() -> None:
     tokenizer = tiny_tokenizer()
     pieces = [tokenizer.token_bytes(token_id).decode("latin-1") for token_id in tokenizer.encode(TALES)]
-    # The tales have a dash or two beyond ASCII, of three bytes each.
+    # The tales have a few dashes that are not ASCII, of three bytes each.
     text = TALES.encode().decode("latin-1")
     passages = Passages(text, pieces)
     for start in range(300):

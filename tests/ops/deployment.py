@@ -24,7 +24,7 @@ def compose_variables() -> dict[str, str | None]:
 
 
 def with_defaults(value: str) -> str:
-    """Resolve `value` as Compose does in an empty environment."""
+    """Replace the variables in `value` by their defaults, as Compose does in an empty environment."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
 
 

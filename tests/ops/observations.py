@@ -1,4 +1,4 @@
-"""Every metric observation of a service, with the expected change of a scrape."""
+"""All calls that record metrics of a service, with the expected changes of the samples in `/metrics`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ STEP = StepStats(
 
 
 def finish(reason: FinishReason, *, num_completion_tokens: int = 9) -> Finish:
-    """An ending whose phases all differ, so that no phase can be mistaken for another."""
+    """Return the end of a completion with a different duration for each phase, so that a mix-up of phases fails."""
     return Finish(
         reason=reason,
         stop_reason=None,
@@ -67,7 +67,7 @@ def finished(
     e2e_seconds: float = 0.5,
     ttft_seconds: float | None = 0.25,
 ) -> None:
-    """Observe an ending, by default with 8 inter-token gaps in a quarter of a second."""
+    """Record the end of a completion, by default with 8 gaps between tokens in a quarter of a second."""
     metrics.observe_finish(
         finish(reason, num_completion_tokens=num_completion_tokens),
         e2e_seconds=e2e_seconds,
@@ -78,7 +78,7 @@ def finished(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """One call, and the change of every sample that it may change, except buckets."""
+    """One call that records metrics, and the change of every sample that it may change, except buckets."""
 
     name: str
     make: Callable[[Metrics], None]
@@ -220,6 +220,6 @@ def scrape(metrics: Metrics, prefix: str = "llm_", *, model_name: str = MODEL, e
 
 
 def observe_everything(metrics: Metrics) -> None:
-    """Make every observation once."""
+    """Call every observation once."""
     for observation in OBSERVATIONS:
         observation.make(metrics)

@@ -27,7 +27,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def questions() -> list[str]:
-    """Return the expressions of rules and dashboard."""
+    """Return the PromQL expressions of all rules and dashboard panels."""
     asked = [rule["expr"] for rule in rules()]
     return asked + [target["expr"] for panel in panels() for target in panel["targets"]]
 
@@ -41,7 +41,7 @@ class Matcher:
     is_pattern: bool
 
     def matches(self, value: str | None) -> bool:
-        """Return whether a label value satisfies the matcher."""
+        """Return True if a label value satisfies the matcher."""
         if value is None:
             return False
         if self.value == MODEL_VARIABLE:
@@ -58,12 +58,12 @@ class Selection:
     groupings: frozenset[str]
 
     def means(self, labels: dict[str, str]) -> bool:
-        """Return whether a series with these labels is selected."""
+        """Return True if a series with these labels is selected."""
         return all(matcher.matches(labels.get(matcher.label)) for matcher in self.matchers)
 
 
 def selections(expr: str) -> list[Selection]:
-    """Return the selections of an expression. Raises `ValueError` for invalid PromQL."""
+    """Return the metrics that an expression reads. Raises `ValueError` for invalid PromQL."""
     found: list[Selection] = []
     around: list[list[str]] = []  # the enclosing groupings
 

@@ -1,4 +1,4 @@
-"""Dockerfile and docker-compose.yml agree with their schema, the repository, the settings and each other."""
+"""Dockerfile and docker-compose.yml: they match their schema, the repository, the settings and each other."""
 
 import json
 import re
@@ -40,13 +40,13 @@ def environment(stage: str) -> dict[str, str]:
 # Compose.
 
 
-def test_compose_is_what_the_specification_says() -> None:
+def test_compose_file_conforms_to_the_compose_specification() -> None:
     schema = get_builtin_schema("vendor.compose-spec")
     validator = validator_for(schema)(schema)
     assert [error.message for error in validator.iter_errors(COMPOSE)] == []
 
 
-def test_a_plain_up_starts_the_cpu_service() -> None:
+def test_compose_up_without_a_profile_starts_the_cpu_service() -> None:
     assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
     profiles = {name: service["profiles"] for name, service in SERVICES.items()}
     assert profiles == {
@@ -59,7 +59,7 @@ def test_a_plain_up_starts_the_cpu_service() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_container_has_no_rights_it_does_not_use(name: str) -> None:
+def test_containers_have_minimal_privileges_and_limits(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -76,7 +76,7 @@ def test_every_container_has_no_rights_it_does_not_use(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(KVASIR | {"loadtest"}))
-def test_our_containers_are_nobody(name: str) -> None:
+def test_kvasir_containers_run_as_an_unprivileged_user(name: str) -> None:
     assert SERVICES[name]["user"] == "10001:10001"
     assert [tmpfs.partition(":")[0] for tmpfs in SERVICES[name]["tmpfs"]] == ["/tmp"]
 
@@ -114,14 +114,14 @@ def test_only_the_gpu_service_reserves_a_gpu() -> None:
     assert SERVICES["kvasir-gpu"]["networks"]["default"]["aliases"] == ["kvasir"]
 
 
-def test_every_setting_that_is_passed_exists() -> None:
+def test_variables_passed_to_the_container_are_settings() -> None:
     known = {PREFIX + name.upper() for name in ServeSettings.model_fields}
     passed = {name for service in KVASIR for name in SERVICES[service]["environment"]}
     baked = {name for name in environment("service") if name.startswith(PREFIX)}
     assert passed | baked <= known
 
 
-def test_what_is_passed_makes_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_containers_environment_gives_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**environment("service"), **SERVICES["kvasir"]["environment"]}.items():
         if value is not None:
             monkeypatch.setenv(name, str(value))
@@ -129,7 +129,7 @@ def test_what_is_passed_makes_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.host, settings.port, str(settings.checkpoint)) == ("0.0.0.0", 8000, "/checkpoint")
 
 
-def test_images_of_others_are_pinned() -> None:
+def test_third_party_images_are_pinned() -> None:
     for service in SERVICES.values():
         if "build" not in service:
             assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), service["image"]
@@ -152,7 +152,7 @@ def test_every_path_that_compose_names_exists() -> None:
             assert service["build"]["target"] in {instruction.stage for instruction in DOCKERFILE}
 
 
-def test_the_files_need_no_newer_docker_than_the_page_says() -> None:
+def test_the_files_work_with_the_documented_docker_versions() -> None:
     """docs/operations.md requires Docker Engine 20.10, Podman 4.3 and Compose 2.20."""
     text = (ROOT / "Dockerfile").read_text()
     assert "# syntax" not in text, "names an image of Docker's registry"
@@ -179,7 +179,7 @@ def test_every_variable_is_documented() -> None:
 # Dockerfile.
 
 
-def test_the_service_is_started_as_nobody_and_without_a_shell() -> None:
+def test_the_service_starts_without_a_shell_as_an_unprivileged_user() -> None:
     (command,) = instructions("CMD", "service")
     assert command.exec_form() == ["kvasir", "serve"]
     assert "kvasir" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -187,7 +187,7 @@ def test_the_service_is_started_as_nobody_and_without_a_shell() -> None:
         assert instructions("USER", stage)[-1].value == "10001:10001"
 
 
-def test_no_compiler_comes_along() -> None:
+def test_only_the_build_and_service_stages_install_debian_packages() -> None:
     for instruction in DOCKERFILE:
         # Except for the native kernels, where the wheel is built, and for GPUs: Triton needs a compiler at
         # the first launch.
@@ -196,7 +196,7 @@ def test_no_compiler_comes_along() -> None:
             assert instruction.value.count("pip install") == instruction.value.count("--only-binary=:all:")
 
 
-def test_sources_come_after_dependencies() -> None:
+def test_dependencies_are_installed_before_sources_are_copied() -> None:
     order = [f"{each.name} {each.value}" for each in DOCKERFILE if each.stage == "build"]
     installed = next(i for i, text in enumerate(order) if "--requirement service.txt" in text)
     first_source = next(i for i, text in enumerate(order) if text.startswith("COPY model"))
@@ -205,18 +205,18 @@ def test_sources_come_after_dependencies() -> None:
     assert copied[:2] == ["pyproject.toml constraints.txt ./", "--from=requirements /src ./"]
 
 
-def test_the_wheel_carries_our_kernels() -> None:
+def test_the_wheel_contains_the_native_kernels() -> None:
     """The native kernels are built before the wheel, and listed as its package data."""
     build = [each.value for each in DOCKERFILE if each.stage == "build"]
     built = next(i for i, text in enumerate(build) if text == "python -m model.kernels.build")
     assert any("pip wheel" in text for text in build[built:])
     sent = (ROOT / ".dockerignore").read_text().splitlines()
-    assert sent.index("model/kernels/built") > sent.index("!model"), "not those that somebody has built here"
+    assert sent.index("model/kernels/built") > sent.index("!model"), "kernels built on this machine are not copied"
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["model.kernels"]
     assert {f"built/*{Path(library_name(LEVELS[0])).suffix}", "src/*.cpp", "src/*.h"} == set(data)
 
 
-def test_what_is_copied_exists_and_is_sent() -> None:
+def test_copied_paths_exist_and_are_not_ignored() -> None:
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     sent = {line.removeprefix("!") for line in ignore if line.startswith("!")}
     assert "*" in ignore
@@ -227,7 +227,7 @@ def test_what_is_copied_exists_and_is_sent() -> None:
                 assert (ROOT / source).exists(), f"{source} does not exist"
 
 
-def test_the_default_is_an_image_of_a_python_we_support() -> None:
+def test_the_default_python_version_is_supported() -> None:
     arguments = {name: value for each in instructions("ARG", "") for name, value in each.pairs().items()}
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert tuple(map(int, arguments["PYTHON_VERSION"].split("."))) >= tuple(
@@ -235,7 +235,7 @@ def test_the_default_is_an_image_of_a_python_we_support() -> None:
     )
 
 
-def test_torch_comes_from_an_index_that_is_named() -> None:
+def test_torch_is_installed_from_an_explicit_index() -> None:
     """PyPI's Linux wheel would bring CUDA into the CPU image."""
     (install,) = [each.value for each in DOCKERFILE if "download.pytorch.org" in each.value]
     builds = dict(re.findall(r"(\w+)\) build=(\w+) ;;", install))
@@ -253,7 +253,7 @@ def test_the_default_target_is_the_service() -> None:
     assert DOCKERFILE[-1].stage == "service"
 
 
-def test_bytecode_is_written_for_what_a_start_imports_alone() -> None:
+def test_bytecode_is_compiled_only_for_modules_imported_at_start() -> None:
     """All bytecode would be 115 MB. Without any, every start would compile, since the root file system is read-only."""
     build = [each.value for each in DOCKERFILE if each.stage == "build" and each.name == "RUN"]
     installs = [part for value in build for part in value.split("&&") if "pip install" in part]
@@ -293,7 +293,7 @@ def locust_environment() -> dict[str, str]:
 def test_an_argument_of_the_load_test_replaces_one_default() -> None:
     (entrypoint,) = instructions("ENTRYPOINT", "loadtest")
     assert entrypoint.exec_form() == ["locust"]
-    assert instructions("CMD", "loadtest") == [], "arguments of `docker run` would replace all of it"
+    assert instructions("CMD", "loadtest") == [], "arguments of `docker run` would replace the whole command"
     defaults = locust_options(locust_environment())
     expected = {
         "host": "http://kvasir:8000",
@@ -315,8 +315,8 @@ def test_an_argument_of_the_load_test_replaces_one_default() -> None:
         assert locust_options(locust_environment(), *arguments) == defaults | {name: value}
 
 
-def test_the_load_tests_image_holds_what_locust_imports_and_no_torch() -> None:
-    """The locustfile runs without the packages that only serving needs."""
+def test_the_locustfile_runs_without_serving_packages() -> None:
+    """The image of the load test does not contain the packages that only serving needs."""
     blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'litserve', 'pydantic', 'service', 'model'))); "
     done = subprocess.run(
         [sys.executable, "-c", blocked + "import loadtest.locustfile"], cwd=ROOT, capture_output=True, timeout=300
@@ -373,7 +373,7 @@ def answering(status: int, *, key: str | None = None) -> Iterator[int]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
-def test_the_health_check_asks_whether_the_service_is_ready(host: str, status: int, healthy: bool) -> None:
+def test_the_health_check_succeeds_if_the_service_is_ready(host: str, status: int, healthy: bool) -> None:
     """The check uses the port of the settings, and an address that accepts connections."""
     with answering(status) as port:
         done = check_health(KVASIR_HOST=host, KVASIR_PORT=str(port))
@@ -390,7 +390,7 @@ def test_the_health_check_sends_the_api_key() -> None:
     assert "401; with --no-open-probes" in without.stdout
 
 
-def test_nobody_listening_is_unhealthy() -> None:
+def test_a_closed_port_is_unhealthy() -> None:
     with answering(200) as port:
         pass
     done = check_health(KVASIR_PORT=str(port))
@@ -405,7 +405,7 @@ def test_the_health_check_has_the_defaults_of_the_settings() -> None:
     assert defaults["port"].default == int(healthcheck.DEFAULT_PORT)
 
 
-def test_the_health_check_is_cheap_to_start() -> None:
+def test_the_health_check_imports_no_slow_modules() -> None:
     code = "import sys, service.cli.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
     # -S: the finder of an editable installation imports many modules.
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -413,7 +413,7 @@ def test_the_health_check_is_cheap_to_start() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(KVASIR))
-def test_the_health_check_is_the_images_alone(name: str) -> None:
+def test_only_the_image_defines_a_health_check(name: str) -> None:
     """A second health check in docker-compose.yml could differ."""
     assert "healthcheck" not in SERVICES[name]
     (instruction,) = instructions("HEALTHCHECK", "service")

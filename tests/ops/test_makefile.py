@@ -53,7 +53,7 @@ def test_each_target_installs_what_it_lacks(
     assert installed("test", here) == to_test
 
 
-def test_an_installation_says_that_it_takes_a_while(here: Path) -> None:
+def test_an_installation_prints_that_it_takes_a_while(here: Path) -> None:
     done = subprocess.run(["make", "-n", "serve"], cwd=here, capture_output=True, text=True, check=True)
     said, begun = done.stdout.index("some minutes, once"), done.stdout.index("pip install")
     assert said < begun
@@ -75,7 +75,7 @@ def test_every_declared_dependency_is_locked() -> None:
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    """A package that another package happens to install may be gone with its next version."""
+    """Packages that are only installed as dependencies of others may be missing after an update."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {canonical(requirement) for requirement in project["dependencies"]}
     distributions = packages_distributions()

@@ -63,7 +63,7 @@ def test_an_observation_changes_its_samples_and_no_other(metrics: Metrics, obser
     assert changes(metrics, before) == pytest.approx(observation.changes)
 
 
-def test_every_family_moves_in_some_observation(metrics: Metrics) -> None:
+def test_every_metric_family_is_changed_by_an_observation(metrics: Metrics) -> None:
     nothing: dict[str, float] = {}
     observe_everything(metrics)
     moved = {name.partition("{")[0] for name in changes(metrics, nothing)}
@@ -172,7 +172,7 @@ def test_time_per_output_token_needs_two_tokens(
     ],
     ids=["good", "late", "slow"],
 )
-def test_a_choice_meets_an_objective_or_not(
+def test_choices_are_counted_by_objective_met_or_missed(
     metrics: Metrics, ttft_seconds: float, e2e_seconds: float, met: dict[str, bool]
 ) -> None:
     finished(metrics, ttft_seconds=ttft_seconds, e2e_seconds=e2e_seconds)
@@ -252,7 +252,7 @@ def test_every_error_class_is_a_known_label_value() -> None:
     assert {(str(error.status), error.type) for error in failing} == set(failures)
 
 
-def test_help_is_a_sentence_of_plain_words() -> None:
+def test_metric_help_texts_are_sentences() -> None:
     for family in FAMILIES.values():
         assert family.help.endswith("."), family.name
         assert "\n" not in family.help, family.name

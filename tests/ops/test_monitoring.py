@@ -1,4 +1,4 @@
-"""Dashboards and alerts query only exported metrics, and every alert is documented."""
+"""Dashboard, rules and alerts: they query only exported metrics, and every alert is documented."""
 
 import re
 import subprocess
@@ -64,14 +64,14 @@ def _recorded(rule: dict[str, Any], known: dict[str, list[dict[str, str]]]) -> l
 
 
 @pytest.mark.parametrize("module", ["monitoring.dashboard", "monitoring.metrics_page"])
-def test_written_files_are_current(module: str) -> None:
+def test_generated_files_are_current(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_that_is_out_of_date_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_outdated_generated_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     assert write_or_check(page, "new", command="python -m page", argv=[]) == 0
     assert write_or_check(page, "new", command="python -m page", argv=["--check"]) == 0
@@ -83,7 +83,7 @@ def test_a_file_that_is_out_of_date_is_told(tmp_path: Path, capsys: pytest.Captu
 # Queries and the series that they select.
 
 
-def test_every_question_has_an_answer(series: dict[str, list[dict[str, str]]]) -> None:
+def test_every_query_selects_an_exported_series(series: dict[str, list[dict[str, str]]]) -> None:
     asked = questions()
     assert len(asked) > 100
     for expr in asked:
@@ -109,7 +109,7 @@ def _check(selection: Selection, series: dict[str, list[dict[str, str]]], expr: 
         'up{job="other"}',
     ],
 )
-def test_a_dead_question_would_be_found(series: dict[str, list[dict[str, str]]], expr: str) -> None:
+def test_a_query_without_series_is_detected(series: dict[str, list[dict[str, str]]], expr: str) -> None:
     (selection,) = selections(expr)
     with pytest.raises(AssertionError):
         _check(selection, series, expr)
@@ -126,7 +126,7 @@ def test_sums_of_histograms_are_divided_by_their_counts() -> None:
                 assert [each.metric for each in selections(tree.rhs.prettify())] == [count]
 
 
-def test_vllms_names_answer_vllms_questions(series: dict[str, list[dict[str, str]]]) -> None:
+def test_queries_made_for_vllm_select_series(series: dict[str, list[dict[str, str]]]) -> None:
     # Queries of vLLM's dashboard, KEDA's vLLM example and llm-d's endpoint picker.
     for expr in (
         'histogram_quantile(0.99, sum by(le) (rate(vllm:e2e_request_latency_seconds_bucket{model_name="tales"}[1m])))',
@@ -162,7 +162,7 @@ def test_prometheus_reads_its_rules_where_they_are_mounted() -> None:
     assert len(RULE_FILES) == 2
 
 
-def test_rules_have_names_of_their_own() -> None:
+def test_rule_names_are_unique_and_follow_the_convention() -> None:
     recorded = [(rule["record"], str(rule.get("labels"))) for rule in rules() if "record" in rule]
     alerting = [rule["alert"] for rule in ALERTS]
     assert len(set(recorded)) == len(recorded)
@@ -172,7 +172,7 @@ def test_rules_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: str(alert["alert"]))
-def test_an_alert_says_what_to_do(alert: dict[str, Any]) -> None:
+def test_alerts_have_a_severity_and_a_documented_runbook(alert: dict[str, Any]) -> None:
     name = alert["alert"]
     assert alert["labels"]["severity"] in ("critical", "warning")
     assert set(alert["annotations"]) == {"summary", "description", "runbook"}
@@ -182,7 +182,7 @@ def test_an_alert_says_what_to_do(alert: dict[str, Any]) -> None:
     assert f"\n### {name}\n" in (ROOT / page).read_text()
 
 
-def test_every_alert_is_shown_to_fire() -> None:
+def test_every_alert_fires_in_a_rule_test() -> None:
     fired = set()
     files = ("monitoring/rule_tests/alerts.yml", "monitoring/rule_tests/stalled.yml")
     for case in (case for file in files for case in read_yaml(file)["tests"]):
@@ -192,7 +192,7 @@ def test_every_alert_is_shown_to_fire() -> None:
     assert fired == {alert["alert"] for alert in ALERTS}
 
 
-def test_the_page_explains_only_alerts_that_exist() -> None:
+def test_documented_alerts_exist() -> None:
     explained = set(re.findall(r"^### (Kvasir\w+)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
     assert explained == {alert["alert"] for alert in ALERTS}
 
@@ -204,7 +204,7 @@ def test_the_dashboard_begins_with_vllms_panels() -> None:
     assert [panel["title"] for panel in panels()][: len(VLLM_PANELS)] == VLLM_PANELS
 
 
-def test_panels_say_what_they_show_and_do_not_overlap() -> None:
+def test_panels_have_descriptions_and_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
@@ -222,7 +222,7 @@ def test_panels_say_what_they_show_and_do_not_overlap() -> None:
         assert panel["targets"]
 
 
-def test_every_panel_is_of_the_chosen_model_and_data_source() -> None:
+def test_panels_query_the_chosen_model_and_data_source() -> None:
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
     assert set(variables) == {"DS_PROMETHEUS", "model_name"}
     for panel in panels():
@@ -250,7 +250,7 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["127.0.0.1:8000"], ["http://127.0.0.1:8000", "more"]])
-def test_the_check_tells_how_it_is_used(arguments: list[str]) -> None:
+def test_invalid_arguments_of_the_check_print_its_usage(arguments: list[str]) -> None:
     done = subprocess.run(
         ["bash", "monitoring/check.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=250
     )

@@ -1,7 +1,7 @@
 """Driver of llama.cpp's llama-batched-bench: `python -m loadtest.peers.drivers.llama_cpp_engine BENCH MODEL THREADS`.
 
-llama-batched-bench feeds random tokens instead of sampling. It is started for each wave, and its load time is not
-counted.
+llama-batched-bench feeds random tokens instead of sampling. It is started anew for each request of `protocol.py`, and
+its load time is not counted.
 """
 
 import json
@@ -12,7 +12,7 @@ from loadtest.peers.drivers.protocol import Prompts, Wave, serve
 
 
 def measure(prompts: Prompts, output_tokens: int) -> Wave:
-    """Run the benchmark once for a wave of prompts."""
+    """Run llama-batched-bench with the number and length of these prompts, and return its times."""
     bench, model, threads = sys.argv[1:]
     sequences, length = len(prompts), len(prompts[0])
     steps = max(1, output_tokens - 1)  # the prompt step yields the first token

@@ -48,7 +48,7 @@ _SIZES = {
 
 
 def main() -> None:
-    """Read the float32 export and write the file. Exit with a one-line error for an unsupported model type."""
+    """Convert an exported directory to a GGUF file. Exit with a one-line error for an unsupported model type."""
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads((source / "config.json").read_text())
     model_type = config["model_type"]
@@ -90,7 +90,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None
 
 
 def _gguf_name(name: str) -> tuple[str, str]:
-    """Return llama.cpp's name of a tensor of transformers: the layer's prefix, and the name within the layer."""
+    """Return llama.cpp's name of a Hugging Face tensor, in two parts: layer prefix, and name within the layer."""
     part = name.removeprefix("model.").removesuffix(".weight")
     if part in _NAMES:
         return "", _NAMES[part]
@@ -99,7 +99,7 @@ def _gguf_name(name: str) -> tuple[str, str]:
 
 
 def _as_pairs(weight_FE: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the rows of each head: row i of its first half comes before row i of its second half."""
+    """Interleave the two halves of each head's rows, so that llama.cpp rotates neighbouring rows as a pair."""
     rows, inputs = weight_FE.shape
     halves = weight_FE.reshape(num_heads, 2, rows // num_heads // 2, inputs)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, inputs))

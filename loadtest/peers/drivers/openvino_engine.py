@@ -1,7 +1,7 @@
 """Driver of OpenVINO GenAI: `python -m loadtest.peers.drivers.openvino_engine DIR PRECISION THREADS`.
 
-DIR holds the exported weights. PRECISION is float32, bfloat16, or int8 for int8 weights with a float32 hint: OpenVINO
-then rounds activations to int8.
+DIR holds the model in OpenVINO's format. PRECISION is float32, bfloat16 or int8. int8 means int8 weights with a float32
+hint: OpenVINO then rounds activations to int8.
 """
 
 import sys
@@ -18,7 +18,7 @@ _HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
 
 
 def main() -> None:
-    """Compile the model and serve requests."""
+    """Compile the model, then serve the requests on standard input."""
     directory, precision, threads = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 3  # GB
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _num_read(handle: Any) -> int:
-    """Read the new tokens of a sequence and return their number."""
+    """Take the new tokens of a sequence from OpenVINO and return their number."""
     count = 0
     while handle.can_read():
         count += sum(len(output.generated_ids) for output in handle.read().values())

@@ -10,7 +10,7 @@ from service.config.settings import ModelSettings, read_settings
 
 
 def main() -> None:
-    """Build the engine as the worker does, and serve requests."""
+    """Build the engine as the worker process does, then serve the requests on standard input."""
     engine = InProcess.open(read_settings(ModelSettings, sys.argv[1:], command="ours", summary="")).engine
     engine.warm_up()
     uids = map("wave-{}".format, itertools.count())

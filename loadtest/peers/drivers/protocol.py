@@ -1,4 +1,4 @@
-"""Protocol of the drivers: JSON lines. Imports only the standard library.
+"""Protocol of the drivers: JSON lines on standard input and output. Imports only the standard library.
 
     driver   {"ready": true}
     request  {"prompts": [[5, 17, ...], ...], "output_tokens": 128}
@@ -18,10 +18,10 @@ Prompts = list[list[int]]
 
 
 class Wave(NamedTuple):
-    """Response to one request.
+    """Times of one request, whose prompts run together.
 
-    first_seconds: time until the last sequence had its first token. total_seconds: time until all were done.
-    later_tokens: tokens that came in between.
+    first_seconds: time until every sequence had its first token. total_seconds: time until every sequence had ended.
+    later_tokens: tokens of all sequences between these two times.
     """
 
     first_seconds: float
@@ -30,7 +30,7 @@ class Wave(NamedTuple):
 
 
 def serve(measure: Callable[[Prompts, int], Wave]) -> None:
-    """Serve requests until standard input ends. Output of libraries is redirected to standard error."""
+    """Answer each request on standard input by a call of `measure`. What libraries print goes to standard error."""
     responses = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     print(json.dumps({"ready": True}), file=responses)
