@@ -164,7 +164,7 @@ def _with(**fields: Any) -> bytes:
         (b"[]", 400, "must be a JSON object"),
         (b'{"prompt": "a"}', 400, "layer is required"),
         (b'{"layer": 0}', 400, "prompt is required"),
-        (_with(layer=2), 400, "layer 2 does not exist; this model has layers 0 to 1"),
+        (_with(layer=2), 400, "attention layer 2 does not exist; this model has layers 0 to 1"),
         (_with(layer=-1), 400, "layer must be greater than or equal to 0"),
         (_with(layer=1.5), 400, "layer must be a whole number"),
         (_with(layer="1"), 400, "layer must be a whole number"),
@@ -174,7 +174,7 @@ def _with(**fields: Any) -> bytes:
         (b'{"prompt": "a", "layer": 1e400}', 400, "layer"),
         (b'{"prompt": "a", "layer": ' + b"9" * 5000 + b"}", 400, ""),
         (_with(layer=2**40), 400, "layer must be less than"),
-        (_with(head=4), 400, "head 4 does not exist; this model has heads 0 to 3"),
+        (_with(head=4), 400, "attention head 4 does not exist; this model has heads 0 to 3"),
         (_with(head="x"), 400, 'head must be the index of a head, from 0, or "all"'),
         (_with(head="0"), 400, "head must be the index of a head"),
         (_with(head=-1), 400, "head must be the index of a head"),
@@ -190,7 +190,7 @@ def _with(**fields: Any) -> bytes:
         (_with(prompt=[-1]), 400, "out of vocabulary"),
         (_with(prompt=[1] * 33), 400, "attention inspection takes at most 32 tokens, but the prompt has 33"),
         (_with(prompt="z" * 33), 400, "attention inspection takes at most 32 tokens, but the prompt has 33"),
-        (_with(prompt="z" * 90_000), 400, "32 tokens, but the prompt has at least 18000; shorten it"),
+        (_with(prompt="z" * 90_000), 400, "32 tokens, but the prompt has at least 18000 tokens; shorten the prompt"),
         (_with(prompt="z" * 200_000), 413, "over the limit"),
         (b'{"prompt": "\\ud83d", "layer": 0}', 400, "not valid JSON"),
         (_with(colour="red"), 400, "unknown field: colour"),
@@ -215,7 +215,7 @@ def test_disabled_attention_inspection_is_a_403(tokenizer: Tokenizer) -> None:
         for response in (client.get(ROUTE), client.post(ROUTE, json={"prompt": "a", "layer": 0})):
             assert response.status_code == 403
             assert response.json()["error"]["code"] == "switched_off"
-            assert "--max-inspect-tokens above 0" in response.json()["error"]["message"]
+            assert "--max-inspect-tokens N, N above 0" in response.json()["error"]["message"]
 
 
 def test_a_draining_server_rejects_attention_queries(client: TestClient, bench: Bench) -> None:

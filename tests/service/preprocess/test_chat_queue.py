@@ -112,7 +112,7 @@ MESSAGE = {"role": "user", "content": "a"}
         (
             "/v1/chat/completions",
             {"messages": [{**MESSAGE, "content": [TEXT] * (MAX_PARTS + 1)}]},
-            f"messages[0].content must be a string, or up to {MAX_PARTS}",
+            f"messages[0].content must be a string, or a list of up to {MAX_PARTS}",
         ),
         ("/v1/completions", {"prompt": [[1]] * (MAX_PROMPTS + 1)}, f"up to {MAX_PROMPTS}"),
         ("/v1/completions", {"prompt": ["a"] * (MAX_PROMPTS + 1)}, f"up to {MAX_PROMPTS}"),

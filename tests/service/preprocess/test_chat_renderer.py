@@ -207,7 +207,7 @@ def _one(**message: Any) -> dict[str, Any]:
         (
             {**_one(), "chat_template_kwargs": {"messages": 1}},
             "chat_template_kwargs",
-            "messages is set by the server; leave it out",
+            "the variable messages is set by the server; leave it out",
         ),
         (
             {**_one(), "chat_template_kwargs": {"eos_token": ""}},
@@ -217,7 +217,7 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(), "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", "chat_template_kwargs.a must"),
         ({**_one(), "prompt": "a"}, "prompt", "unknown field: prompt"),
         ({**_one(), "best_of": 1}, "best_of", "unknown field: best_of"),
-        ({**_one(), "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one of them"),
+        ({**_one(), "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give only one of them"),
         ({**_one(), "max_completion_tokens": 250}, "max_completion_tokens", "context length is 256 tokens"),
         ({**_one(), "max_tokens": 250}, "max_tokens", "context length is 256 tokens"),
         ({**_one(content="a" * 300), "max_tokens": 1}, "messages", "context length is 256 tokens"),
@@ -291,7 +291,7 @@ def test_an_invalid_tokenize_request_names_the_field(client: TestClient, body: d
     response = client.post("/tokenize", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     has_neither_or_both = ("prompt" in body) is ("messages" in body)
-    assert ("give either prompt or messages" in response.text) is has_neither_or_both
+    assert ("needs either prompt or messages, and not both" in response.text) is has_neither_or_both
 
 
 def test_tokenizer_info_has_special_tokens_and_the_template(client: TestClient) -> None:

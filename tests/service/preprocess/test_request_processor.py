@@ -97,10 +97,10 @@ def test_seeds_are_repeatable_and_different_for_each_sample(processor: RequestPr
 def test_a_request_over_the_context_length_is_rejected_with_both_numbers(processor: RequestProcessor) -> None:
     assert len(plan(processor, prompt="a" * 60, max_tokens=4)) == 1
     with pytest.raises(
-        ContextLengthExceeded, match="context length is 64 tokens, but the prompt has 60 and max_tokens is 5"
+        ContextLengthExceeded, match="context length is 64 tokens, but the prompt has 60 tokens and max_tokens is 5"
     ):
         plan(processor, prompt="a" * 60, max_tokens=5)
-    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 60 and max_tokens is 16, its default$"):
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 60 tokens and max_tokens is 16, its default$"):
         plan(processor, prompt="a" * 60)
     with pytest.raises(ContextLengthExceeded, match="the prompt has 65"):
         plan(processor, prompt=[97] * 65, max_tokens=0)
@@ -129,7 +129,7 @@ def test_too_many_choices_are_rejected(processor: RequestProcessor) -> None:
 
 
 def test_min_tokens_over_max_tokens_is_rejected(processor: RequestProcessor) -> None:
-    with pytest.raises(InvalidRequest, match="min_tokens=5 is over max_tokens=4"):
+    with pytest.raises(InvalidRequest, match="min_tokens=5 is over max_tokens=4; lower min_tokens"):
         plan(processor, min_tokens=5, max_tokens=4)
 
 
@@ -182,9 +182,11 @@ def test_request_fields_override_the_checkpoints_defaults(mild: RequestProcessor
 
 def test_a_default_length_is_cut_to_the_context_and_a_requested_length_is_not(mild: RequestProcessor) -> None:
     assert plan(mild, prompt="a" * 40)[0].submit.params.max_tokens == 24
-    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 64, which leaves no room for a completion$"):
+    with pytest.raises(
+        ContextLengthExceeded, match=r"the prompt has 64 tokens, which leaves no room for a completion$"
+    ):
         plan(mild, prompt=[97] * 64)
-    with pytest.raises(ContextLengthExceeded, match="the prompt has 40 and max_tokens is 50"):
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 40 tokens and max_tokens is 50"):
         plan(mild, prompt=[97] * 40, max_tokens=50)
 
 

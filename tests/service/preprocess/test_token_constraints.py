@@ -151,7 +151,10 @@ def test_a_bad_word_that_cannot_be_tokenized_is_rejected(
         return [] if "empty" in text else whole(self, text, parse_special=parse_special)
 
     monkeypatch.setattr(ByteLevelTokenizer, "encode", refuse)
-    for word, said in (("xyz", "'xyz': no token stands for it"), ("empty", "makes no token of 'empty'")):
+    for word, said in (
+        ("xyz", "'xyz' cannot be tokenized: no token stands for it"),
+        ("empty", "'empty' has no tokens"),
+    ):
         with pytest.raises(InvalidRequest, match=said) as caught:
             submits(processor, bad_words=["fine", word])
         assert caught.value.param == "bad_words"

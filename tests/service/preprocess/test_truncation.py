@@ -70,7 +70,7 @@ def test_truncation_to_more_tokens_than_fit_is_rejected(processor: RequestProces
     with pytest.raises(InvalidRequest, match="truncate_prompt_tokens=61 is over the 60 tokens") as caught:
         kept(processor, truncate_prompt_tokens=61)
     assert caught.value.param == "truncate_prompt_tokens"
-    with pytest.raises(ContextLengthExceeded, match="the prompt has 6 and max_tokens is 64"):
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 6 tokens and max_tokens is 64"):
         kept(processor, truncate_prompt_tokens=-1, max_tokens=64)
 
 

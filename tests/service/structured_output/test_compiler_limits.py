@@ -94,8 +94,8 @@ def test_min_properties_over_unnamed_keys_is_rejected() -> None:
         ({"enum": ["a", math.nan]}, "at enum[1]: nan is not a JSON number"),
         ({"type": "number", "minimum": -math.inf}, "at minimum: -inf is not a JSON number"),
         ({"anyOf": [INTEGER, {"const": "a\x01"}]}, "at anyOf[1].const: a control character that needs a \\u escape"),
-        ({"x-guidance": {"item_separator": "x"}}, "x-guidance is not supported"),
-        ({"items": [INTEGER, {"x-guidance": {}}]}, "at items[1]: x-guidance is not supported"),
+        ({"x-guidance": {"item_separator": "x"}}, "the keyword x-guidance is not supported"),
+        ({"items": [INTEGER, {"x-guidance": {}}]}, "at items[1]: the keyword x-guidance is not supported"),
         ({"$ref": "#/mine/a", "mine": {"a": {"const": 2**60}}}, f"at mine.a.const: {2**60} {BEYOND}"),
         ({"$ref": "#"}, "no tokens of this model can complete the text"),
         ({"properties": {"a": {"oneOf": [INTEGER, {"type": "number"}]}}}, "oneOf with branches"),
@@ -126,7 +126,7 @@ def test_property_names_and_annotations_are_not_keywords() -> None:
     assert follows("json", {**INTEGER, "default": 2**70, "examples": [math.nan, 2**70]}, "12")
 
 
-TOKENS = "a rule refers to a token, as in <|end|>; a grammar may only describe text"
+TOKENS = "a grammar rule refers to a token, as in <|end|>; describe the token's text instead"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,12 @@ TOKENS = "a rule refers to a token, as in <|end|>; a grammar may only describe t
         ("start: <[*]>", TOKENS),
         ('start: "<[9]>" <[^1-5]>', TOKENS),
         ("start: start", "no tokens of this model can complete the text"),
-        ('start: "a"\n  b\nb[temperature=0.5]: "c"', "line 3: a rule cannot set temperature; set it in the request"),
-        ('start: "a"\n  %json {"const": 1e20}', f"line 2: at const: 1e+20 {BEYOND}"),
-        ('start: %json {"x-guidance": {}}', "line 1: x-guidance is not supported"),
+        (
+            'start: "a"\n  b\nb[temperature=0.5]: "c"',
+            "line 3 of the grammar: a rule cannot set temperature; set it in the request",
+        ),
+        ('start: "a"\n  %json {"const": 1e20}', f"line 2 of the grammar: at const: 1e+20 {BEYOND}"),
+        ('start: %json {"x-guidance": {}}', "line 1 of the grammar: the keyword x-guidance is not supported"),
         ("start: %json {", 'failed to parse "%json"'),
     ],
 )
