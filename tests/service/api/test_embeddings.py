@@ -130,7 +130,7 @@ def test_an_invalid_embeddings_request_names_the_field(
 
 
 def test_an_embeddings_request_of_many_texts_fits_a_small_server(client: TestClient, queue: EchoChannel) -> None:
-    """The server has capacity for 4 sequences, and for 2 of one request."""
+    """The server holds 4 sequences, and a request submits its texts in groups of 2."""
     texts = [f"{number}" for number in range(50)]
     body = ask(client, input=texts)
     np.testing.assert_allclose(vectors(body), [vector(list(text.encode())) for text in texts], atol=1e-8)
@@ -285,7 +285,7 @@ class TestLastTokenPooling:
         assert queue.submits[0].pooling is Pooling.LAST
 
 
-def test_vectors_are_encoded_fast_and_with_few_digits() -> None:
+def test_vectors_are_rounded_to_9_decimals_within_float32_precision() -> None:
     many = [vector([number]).tobytes() for number in range(300)]
     for row, told in zip(many, write_vectors(many, dimensions=None, as_text="float"), strict=True):
         assert isinstance(told, list)

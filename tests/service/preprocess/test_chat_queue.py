@@ -93,7 +93,7 @@ def test_a_cancelled_conversation_keeps_the_thread_until_rendering_ends(
         with pytest.raises(Overloaded):
             await encoding(prompts)
         busy.set()
-        while prompts._executor._turn.locked():  # until the thread is done, however long that takes
+        while prompts._executor._turn.locked():  # until the thread has finished rendering
             await asyncio.sleep(0.001)
         assert await encoding(prompts) == [1]
 

@@ -55,7 +55,7 @@ def test_every_sampling_field_reaches_the_engine(processor: RequestProcessor) ->
     assert params.prompt_logprobs is None
     (scored,) = plan(processor, **fields, echo=True)
     assert scored.submit.params.prompt_logprobs == 2
-    for asked, found in ((0, 2), (5, 5)):  # the more of what is to be told
+    for asked, found in ((0, 2), (5, 5)):  # the greater of `logprobs` and `prompt_logprobs`
         (scored,) = plan(processor, **fields, echo=True, prompt_logprobs=asked)
         assert scored.submit.params.prompt_logprobs == found
     (scored,) = plan(processor, prompt_logprobs=3)
@@ -86,8 +86,8 @@ def test_seeds_are_repeatable_and_different_for_each_sample(processor: RequestPr
 
     assert seeds(seed=5, n=4) == seeds(seed=5, n=4)
     assert len(set(seeds(seed=5, n=8))) == 8
-    assert seeds(seed=5, n=4)[:1] == seeds(seed=5)  # the first sample is the same whatever n
-    assert seeds(seed=5, n=2, prompt=["a", "b"])[:2] == seeds(seed=5, n=2)  # and each prompt's whatever the others
+    assert seeds(seed=5, n=4)[:1] == seeds(seed=5)  # the first sample's seed does not depend on n
+    assert seeds(seed=5, n=2, prompt=["a", "b"])[:2] == seeds(seed=5, n=2)  # nor a prompt's seeds on other prompts
     assert seeds(seed=5, n=2)[1] != seeds(seed=6, n=2)[1]
     assert len(set(seeds(n=8) + seeds(n=4))) == 12  # without a seed, all random
     assert 0 <= sample_seed(-1, 0) < 2**64
@@ -216,7 +216,7 @@ def test_a_text_that_cannot_be_tokenized_is_a_400(processor: RequestProcessor, m
 
 
 def test_a_choice_has_the_grammar_and_the_field_of_the_grammar(processor: RequestProcessor) -> None:
-    """A rejection in the middle of a text names the request field."""
+    """If the grammar allows no token in the middle of a completion, the error names the request field."""
     fields = {"prompt": "abc", "structured_outputs": {"regex": "a+"}}
     request = CompletionRequest.parse(json.dumps(fields).encode())
     (choice,) = processor.plan(request, arrival_seconds=0.0, grammar="start: /a+/")
