@@ -1,1 +1,1 @@
-"""Grammar-constrained decoding."""
+"""Grammar-constrained decoding with llguidance."""

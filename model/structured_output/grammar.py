@@ -27,21 +27,21 @@ LIMITS = LLParserLimits(
 
 
 class GrammarError(ValueError):
-    """Error of an unusable grammar; the message is one line."""
+    """Error of a grammar, regular expression or JSON Schema that cannot be used; the message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message)[:_LONGEST_REASON])
 
 
 def _one_line(message: str) -> str:
-    """Shorten an error message of llguidance to one line."""
+    """Convert an error message of llguidance to one line for clients."""
     if message.startswith("panic"):
-        return "llguidance cannot compile it, probably because it is too large; simplify it"
+        return "llguidance cannot compile the grammar, probably because of its size; simplify the grammar"
     if "coerce_one_of" in message:
         return "oneOf with branches that may overlap cannot be enforced; use anyOf"
     if message.startswith("NoExtension"):
-        return "this model's vocabulary lacks a token that it needs"
-    lines = [line for line in message.splitlines() if line.strip()] or ["it cannot be used"]
+        return "this model's vocabulary lacks a token that the grammar needs"
+    lines = [line for line in message.splitlines() if line.strip()] or ["the grammar cannot be used"]
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     if reason is None:
         return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", lines[0].strip())
@@ -55,8 +55,8 @@ class Vocabulary:
     """Vocabulary of a tokenizer in the form that llguidance reads.
 
     token_bytes: bytes that each token adds to a text; empty for special tokens.
-    eos_token_ids: if empty, an id beyond the vocabulary, which cannot be sampled, stands for the end of a text.
-    tokenizer: encodes text that the grammar forces. With None, such text is split into the longest matching tokens.
+    eos_token_ids: ids of end-of-text tokens. If empty, an id beyond the vocabulary, which is never sampled, is used.
+    tokenizer: encodes text that the grammar requires. With None, such text is split into the longest tokens.
     """
 
     bos_token_id = None
@@ -74,8 +74,8 @@ class Vocabulary:
         self.tokens = [*token_bytes, *([] if eos_token_ids else [b""])]
         self.special_token_ids = sorted({*special_token_ids, *self.eos_token_ids})
         self._tokenizer = tokenizer
-        marks = set(self.special_token_ids)
-        self._id_of = {token: number for number, token in enumerate(self.tokens) if token and number not in marks}
+        special = set(self.special_token_ids)
+        self._id_of = {token: number for number, token in enumerate(self.tokens) if token and number not in special}
         self._longest = max(map(len, self._id_of), default=1)
 
     @classmethod
@@ -84,11 +84,11 @@ class Vocabulary:
         return cls(token_bytes, tokenizer.special_tokens.values(), tokenizer.eos_token_ids, tokenizer)
 
     def for_masks(self) -> LLTokenizer:
-        """Return llguidance's tokenizer for this vocabulary; takes about a second for 200,000 tokens."""
+        """Return llguidance's tokenizer, from which masks are computed; takes about 1 s for 200,000 tokens."""
         return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=list(self.eos_token_ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return token ids whose bytes are this text. The ids end early at a byte that no token has."""
+        """Return token ids whose joined bytes are this text. The ids stop before a byte that no token has."""
         if self._tokenizer is not None:
             try:
                 ids = self._tokenizer.encode(text.decode())
@@ -113,7 +113,7 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """Compile a grammar into a llguidance matcher at the beginning of a document; its copies share the grammar.
+    """Return a llguidance matcher of a grammar, before the first token. Copies of the matcher share the grammar.
 
     Raises:
         GrammarError: the grammar is malformed, uses unsupported features, or exceeds a limit.
@@ -128,8 +128,10 @@ def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) 
     r"""Return the grammar of the JSON documents that a schema allows.
 
     Whitespace is bounded, because a model could generate whitespace for ever. Strings have only one spelling, without
-    escapes such as `\u0061` for `a`: an escaped key would pass for a key that the schema does not name. lenient: ignore
-    keywords that cannot be enforced.
+    escapes such as `\u0061` for `a`: an escaped key would pass for a key that the schema does not name.
+
+    Args:
+        lenient: ignore keywords that cannot be enforced, instead of raising an error.
 
     Raises:
         GrammarError: the schema nests too deeply, or contains too large a number.

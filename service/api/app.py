@@ -1,4 +1,4 @@
-"""LitServe spec of the API process: routes, periodic work, and the messages to and from the worker process."""
+"""LitServe spec of the API process: routes, periodic work, and messages to and from the worker process."""
 
 import asyncio
 import gc
@@ -47,7 +47,7 @@ _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 
 
 class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
-    """Routes and state of the API process. One LitServe API and one worker process serve all routes."""
+    """LitServe spec that holds the route handlers and the state of the API process, and talks to one worker process."""
 
     stream = True  # LitServe passes every message on at once
 
@@ -58,7 +58,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.api_path = "/v1/completions"  # LitServe requires a route; Kvasir registers all routes itself
         self._channel = channel
         self._metrics = metrics
-        self._epoch = 0  # of the worker that gets the commands
+        self._epoch = 0  # worker restarts before the worker process that gets the commands
         admission = Admission(
             max_num_running=settings.max_num_running,
             max_waiting_requests=settings.max_waiting_requests,
@@ -110,7 +110,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         processor.check_model(asked.model)
         match asked.subject():
             case str() as text if asked.add_special_tokens is False and text in tokenizer.special_tokens:
-                # lm-evaluation-harness asks this way for the id of a special token from /tokenizer_info.
+                # lm-evaluation-harness requests the id of a special token from /tokenizer_info in this way.
                 token_ids = [tokenizer.special_tokens[text]]
             case str() as text:
                 encode = partial(processor.encode, text, begin=asked.add_special_tokens is not False)
@@ -163,7 +163,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """Handle `GET /metrics`. A thread renders the metrics, because rendering takes milliseconds."""
+        """Handle `GET /metrics`. A thread renders the text, because rendering takes milliseconds."""
         lifecycle = self.context.lifecycle
         if lifecycle.ready_epoch.value != lifecycle.epoch.value:
             self._metrics.forget_engine()
@@ -182,7 +182,11 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     # Periodic work and shutdown.
 
     async def run_periodic_work(self) -> None:
-        """Record heartbeats, send keep-alives and expire requests, once a second. Exit if main has ended."""
+        """Run the once-a-second work of the API process, until the process ends.
+
+        Record its heartbeat, send keep-alives to silent streams, and fail requests whose queue time has ended. Exit if
+        the main process has ended.
+        """
         context = self.context
         gc.freeze()  # scanning the startup objects for garbage would stall every stream
         while True:
@@ -194,25 +198,25 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             context.engine_client.expire(time.monotonic(), is_stalled=context.readiness().state == "stalled")
 
     def close(self) -> None:
-        """End the threads, child processes and buffered responses of the API process."""
+        """End the threads and child processes for chat templates and grammars, and discard the buffered responses."""
         self.context.chat.close()
         self.context.grammar_checker.close()
         self.context.response_store.close()
 
     def end_all(self) -> None:
-        """Fail all unfinished requests when the drain time is over."""
+        """Fail all unfinished requests with `Draining`. Called when the drain time of a shutdown is over."""
         self.context.engine_client.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
 
     def receive(self, message: bytes) -> None:
-        """Process one message of a worker process. An invalid message fails all requests; nothing is raised."""
+        """Process one message from a worker process. If it is invalid, fail all unfinished requests."""
         try:
             self.context.engine_client.receive(decode_events(message))
         except Exception:
-            logger.exception("a message of the worker could not be processed; all requests fail")
+            logger.exception("a message from the worker process could not be processed; all unfinished requests fail")
             self.context.engine_client.fail_all(ApiError("internal error"))
 
     def count_error(self, error: ApiError) -> None:
-        """Count a rejected or failed request in the metrics."""
+        """Count an error response in the metrics, as an admission rejection or as a failed request."""
         if isinstance(error, Overloaded | Draining):
             self._metrics.count("admission_rejections", error.code)
         else:
@@ -221,21 +225,21 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def reject_from_headers(self, scope: Scope) -> None:
         """Raise an `ApiError` if the server is draining or overloaded, or if the timeout header is invalid.
 
-        The request body could not change the rejection, except by its `timeout`.
+        Called before the request body is read. Only a `timeout` in the body could still get the request admitted.
         """
         self.context.reject_when_draining()
         self.context.admission.reject_by_headers(read_queue_policy(Request(scope), None, self.context.settings))
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Send commands to the latest ready worker process, and none to a dead worker process.
+        """Send commands to the current worker process; drop them if that process has died.
 
-        The next worker process gets all unfinished requests again.
+        The replacement gets all unfinished requests again when it is ready.
         """
         if self.context.lifecycle.epoch.value <= self._epoch:
             self._channel.submit(encode_commands(CommandBatch(self._epoch, list(commands))))
 
     def _set_worker(self, worker: WorkerReady) -> None:
-        """Record the worker process that has started, and send later commands to that process."""
+        """Record the start-up message of a worker process that is ready, and send later commands to this process."""
         if worker.epoch != self._epoch:
             self._epoch = worker.epoch
             self._channel.discard_unsent()

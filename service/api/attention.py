@@ -22,8 +22,8 @@ from service.protocol.logprobs import format_token_name
 from service.protocol.request_model import RequestModel, TokenIds
 from service.requests.inflight import InflightQuery
 
-# Limit of attention queries in progress. Two more limits bound the delay of other requests: `--max-inspect-tokens` of a
-# prompt, and one query between two engine steps.
+# Maximum attention queries in progress. Two more limits bound the delay of other requests: a prompt has at most
+# `--max-inspect-tokens` tokens, and the worker computes at most one query between two engine steps.
 MAX_INSPECTIONS = 4
 # Decimals of a weight in the response: a row of 512 weights sums to 1 within 3e-4.
 _DECIMALS = 6
@@ -42,13 +42,13 @@ class AttentionRequest(RequestModel):
     }
 
     prompt: Annotated[str, Field(min_length=1)] | Annotated[TokenIds, Field(min_length=1)]
-    layer: Annotated[int, Field(ge=0, lt=2**31, description="from 0")]
+    layer: Annotated[int, Field(ge=0, lt=2**31, description="index of the layer, from 0")]
     head: Annotated[int, Field(ge=0, lt=2**31)] | Literal["all"] | None = "all"
     model: str | None = None
 
 
 class AttentionLimits(msgspec.Struct, kw_only=True):
-    """Response of `GET /inspect/attention`: the model's sizes, and the limit of a prompt."""
+    """Response of `GET /inspect/attention`. `num_heads` is per layer, `max_tokens` is the limit of a prompt."""
 
     model: str
     num_layers: int
@@ -57,14 +57,14 @@ class AttentionLimits(msgspec.Struct, kw_only=True):
 
 
 class AttentionTimings(msgspec.Struct, kw_only=True):
-    """Milliseconds from arrival to response, and the part of that time in which the worker computed."""
+    """Times in milliseconds: `total_ms` from the request's arrival to its response, `compute_ms` in the worker."""
 
     total_ms: float
     compute_ms: float
 
 
 class AttentionWeights(msgspec.Struct, kw_only=True):
-    """Weights of one layer: `weights[i][t][s]` is the weight of token s for query token t in head `heads[i]`."""
+    """Attention weights of a layer: in head `heads[i]`, prompt token t attends to token s with `weights[i][t][s]`."""
 
     object: str = "attention"
     model: str
@@ -104,7 +104,8 @@ class Inspection:
         context.reject_when_draining()
         if context.engine_client.num_queries >= MAX_INSPECTIONS:
             raise errors.Overloaded(
-                f"{MAX_INSPECTIONS} attention queries are in progress; try again later", retry_after_seconds=1.0
+                f"{MAX_INSPECTIONS} attention queries are in progress, which is the limit; retry later",
+                retry_after_seconds=1.0,
             )
         live = InflightQuery(
             submit=query,
@@ -114,18 +115,18 @@ class Inspection:
         )
         result = await self._compute(live, request.receive)
         if result.weights is None:
-            raise errors.EngineFailed("the engine failed on this request", retry=True)
+            raise errors.EngineFailed("the engine failed on this attention query; retry the query", retry=True)
         # In a thread, because encoding is slow: 8 heads of 128 tokens are 131,000 numbers.
         return await asyncio.to_thread(self._encode, query, result, arrival_seconds)
 
     def _check_enabled(self) -> None:
         if self._max_tokens == 0:
             raise RouteDisabled(
-                "attention inspection is switched off on this server; start it with --max-inspect-tokens above 0"
+                "attention inspection is switched off on this server; start it with --max-inspect-tokens N, N above 0"
             )
 
     def _plan(self, asked: AttentionRequest) -> AttentionQuery:
-        """Return the worker's attention query. Raises InvalidRequest for an invalid prompt, layer or head."""
+        """Return the attention query for the worker. Raises an `ApiError` for an unknown model or invalid fields."""
         processor = self._context.processor
         processor.check_model(asked.model)
         num_layers, num_heads = self._config.num_layers, self._config.num_heads
@@ -133,14 +134,14 @@ class Inspection:
         for name, index, count in (("layer", asked.layer, num_layers), ("head", heads[0], num_heads)):
             if index >= count:
                 raise errors.InvalidRequest(
-                    f"{name} {index} does not exist; this model has {name}s 0 to {count - 1}", param=name
+                    f"attention {name} {index} does not exist; this model has {name}s 0 to {count - 1}", param=name
                 )
         token_ids = processor.encode_prompt(
             asked.prompt,
             "prompt",
             max_tokens=self._max_tokens,
             limit=f"attention inspection takes at most {self._max_tokens} tokens",
-            clause="; shorten it",
+            clause="; shorten the prompt",
         )
         return AttentionQuery(uid=uuid.uuid4().hex, token_ids=tuple(token_ids), layer=asked.layer, heads=heads)
 

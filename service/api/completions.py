@@ -36,7 +36,7 @@ class Completions:
         body: bytes,
         arrival_seconds: float,
     ) -> Response:
-        """Submit a completion request to the engine and return the response that delivers the tokens."""
+        """Parse a completion request, submit it to the engine, and return the response that delivers the tokens."""
         context, processor = self._context, self._context.processor
         asked = model.parse(body)
         processor.check(asked)

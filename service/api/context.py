@@ -36,7 +36,7 @@ Respond: TypeAlias = Callable[[Request, bytes, float], Awaitable[Response]]
 
 @dataclass(eq=False)
 class ApiContext:
-    """Shared state of the route handlers. `worker` is the start-up message of the latest worker process."""
+    """Shared state of the route handlers. `worker`: start-up message of the latest worker process; None before one."""
 
     settings: ServeSettings
     served: ServedModel
@@ -73,7 +73,7 @@ class ApiContext:
         return await read_body(request, max_bytes=self.settings.max_body_size)
 
     async def respond(self, request: Request, respond: Respond) -> Response:
-        """Return the engine's response to a request, or the buffered response to an earlier attempt at the request."""
+        """Return `respond`'s response to a request, or for a retry the buffered response to the first attempt."""
         arrival_seconds = time.monotonic()
         body = await self.read_body(request)
 
@@ -84,13 +84,13 @@ class ApiContext:
         return await self.response_store.answer(request, body, make)
 
     def reject_when_draining(self) -> None:
-        """Raise `Draining` if the service accepts no new requests."""
+        """Raise `Draining` if the service is shutting down and accepts no new requests."""
         readiness = self.readiness()
         if readiness.state == "draining":
             raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
 
     def readiness(self) -> Readiness:
-        """Return the service's state for new requests, and the expected seconds until the service is ready."""
+        """Return the response body of `/ready`: the service's state, and the expected seconds until it is ready."""
         now, lifecycle, worker = time.monotonic(), self.lifecycle, self.worker
         serving = worker if worker is not None and worker.epoch >= lifecycle.epoch.value else None
         state: Literal["ready", "loading", "draining", "stalled"] = "ready"
@@ -116,5 +116,5 @@ class ApiContext:
 
 
 async def call(function: Callable[[], T], *, in_thread: bool) -> T:
-    """Return a function's result. With `in_thread` a thread calls the function, so that streams do not wait."""
+    """Call a function and return its result; with `in_thread`, in a thread, so that the event loop stays free."""
     return await asyncio.to_thread(function) if in_thread else function()

@@ -1,4 +1,4 @@
-"""Route `/v1/embeddings`: vectors of texts, computed by the engine in the same steps as completions."""
+"""Route `/v1/embeddings`: vectors of texts, which the engine computes in the same batches as completions."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ from service.protocol.request_model import split_prompts
 from service.protocol.responses import encode
 from service.requests.inflight import Choice, InflightRequest
 
-# Prompt tokens per group. A larger group would delay other requests, and be rejected with 429 if requests wait already.
+# Maximum prompt tokens per group. A larger group would delay other requests, or be rejected with 429 if some wait.
 _GROUP_TOKENS = 16_384
 
 
@@ -47,14 +47,14 @@ class Embeddings:
         return EmbeddingBody(groups, asked, self._context)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
-        """Return an embeddings request as groups of sequences. Only the first group has the request's timeout."""
+        """Split the texts of a request into groups to submit one by one. Only the first group has the queue timeout."""
         processor, settings = self._context.processor, self._context.settings
         processor.check_model(asked.model)
         inputs = split_prompts(asked.input, "input")
         processor.check_num_prompts(len(inputs), "input")
         width, dimensions = self._context.served.manifest.config.hidden_size, asked.dimensions
         if dimensions is not None and dimensions > width:
-            message = f"dimensions={dimensions} is over the {width} of this model; lower dimensions"
+            message = f"dimensions={dimensions} is over the {width} dimensions of this model; lower dimensions"
             raise InvalidRequest(message, param="dimensions")
         choices = []
         for index, text in enumerate(inputs):
@@ -112,7 +112,7 @@ class EmbeddingBody(Delivery):
     async def _submit(self, group: InflightRequest) -> None:
         """Submit the request's next group of texts as soon as there is capacity.
 
-        The finished group stays open until then, so that a drain waits for the request.
+        The previous, computed group counts as unfinished until then, so that a shutdown waits for the request.
         """
         while True:
             if not self._has_client:
@@ -141,7 +141,10 @@ class EmbeddingBody(Delivery):
 
 
 def group_choices(choices: Sequence[Choice], max_group: int) -> list[list[Choice]]:
-    """Return groups of at most `max_group` choices and `_GROUP_TOKENS` prompt tokens. A longer prompt is alone."""
+    """Split choices into groups of at most `max_group` choices and, in total, `_GROUP_TOKENS` prompt tokens.
+
+    A longer prompt is a group of its own.
+    """
     groups: list[list[Choice]] = []
     num_tokens = 0
     for choice in choices:

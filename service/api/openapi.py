@@ -43,11 +43,11 @@ _GREEDY = {"max_tokens": 8, "temperature": 0}
 class RouteEntry:
     """One route of the API.
 
-    handler: path of the handler's attributes from `Frontend`; empty for FastAPI's own route.
-    content: struct of the JSON response, or the media type of another response.
-    event: struct of the data of an event stream.
-    errors: errors besides the errors of every route.
-    examples: request bodies by name.
+    handler: attribute path from `Frontend` to the handler ("completions.complete_chat"); "": FastAPI handles the route.
+    content: struct of the JSON response; for a response that is not JSON, its media type.
+    event: struct of each event's data, if the response can be a stream.
+    errors: classes of error responses, besides the errors that every route can return.
+    examples: example request bodies by name.
     """
 
     method: str
@@ -88,9 +88,9 @@ ROUTES = (
             "short": {"input": _PROMPT, "dimensions": 16, "encoding_format": "base64"},
         },
     ),
-    RouteEntry("GET", "/v1/models", "models", "List the models", responses.ModelList),
+    RouteEntry("GET", "/v1/models", "models", "List the served model and its aliases", responses.ModelList),
     RouteEntry(
-        *("GET", "/v1/models/{model_id:path}", "model", "Describe a model", responses.ModelCard),
+        *("GET", "/v1/models/{model_id:path}", "model", "Describe the served model", responses.ModelCard),
         errors=(errors.ModelNotFound,),
     ),
     RouteEntry(
@@ -110,23 +110,23 @@ ROUTES = (
         responses.TokenizerInfo,
     ),
     RouteEntry(
-        *("GET", "/inspect/attention", "inspection.limits", "Get the limits of attention inspection"),
+        *("GET", "/inspect/attention", "inspection.limits", "Get the number of layers and heads, and the prompt limit"),
         attention.AttentionLimits,
         errors=(attention.RouteDisabled,),
     ),
     RouteEntry(
-        *("POST", "/inspect/attention", "inspection.attention", "Compute a layer's attention weights of a prompt"),
+        *("POST", "/inspect/attention", "inspection.attention", "Compute a layer's attention weights over a prompt"),
         *(attention.AttentionWeights, attention.AttentionRequest),
         errors=(*_ENGINE, attention.RouteDisabled),
         examples={"a head": {"prompt": "The dog", "layer": 0, "head": 0}},
     ),
-    RouteEntry("GET", "/health", "health", "Check that the process is alive", responses.Health),
+    RouteEntry("GET", "/health", "health", "Check that the API process is alive", responses.Health),
     RouteEntry("GET", "/ready", "ready", "Check that a request would be served now", responses.Readiness),
-    RouteEntry("GET", "/version", "version", "Get the version", responses.Version),
+    RouteEntry("GET", "/version", "version", "Get the version of the server", responses.Version),
     RouteEntry("GET", "/metrics", "metrics", "Get metrics for Prometheus", "text/plain"),
-    RouteEntry("GET", "/openapi.json", "", "Get this document", "application/json"),
-    RouteEntry("GET", "/playground", "playground", "Get a page to try the model", "text/html"),
-    RouteEntry("GET", "/", "playground", "Get the playground", "text/html"),
+    RouteEntry("GET", "/openapi.json", "", "Get this OpenAPI document", "application/json"),
+    RouteEntry("GET", "/playground", "playground", "Get the playground, a web page to try the model", "text/html"),
+    RouteEntry("GET", "/", "playground", "Get the playground, as from /playground", "text/html"),
 )
 
 
@@ -134,10 +134,10 @@ def _parameter(name: str, description: str, *, place: str = "header", **schema: 
     return {"name": name, "in": place, "required": place == "path", "description": description, "schema": schema}
 
 
-_KEY = "A retry with the same key gets the response of the first attempt."
-_LAST_EVENT = "Resumes a stream after the event with this id. Empty: the same as no header."
-_API_KEY = "An API key, if the server requires one."
-_TIMEOUT = "Limit of the queue time in seconds, as timeout in the body. The shorter limit counts."
+_KEY = "Key that names this request. A retry of the request with the same key gets the first attempt's response."
+_LAST_EVENT = "Resumes an earlier stream after its event with this id. Empty: the same as no header."
+_API_KEY = "An API key, if the server requires API keys."
+_TIMEOUT = "Maximum seconds in the queue, like the field timeout of the body. The shorter of the two limits applies."
 _RESUME_HEADERS = [
     _parameter("Idempotency-Key", _KEY, type="string", pattern="^[!-~]{1,255}$"),
     _parameter("Last-Event-ID", _LAST_EVENT, type="string", pattern="^([0-9a-f]{32}/[0-9]{1,9})?$"),
@@ -149,9 +149,9 @@ def _header(name: str, description: str, **schema: Any) -> dict[str, Any]:
     return {name: {"description": description, "schema": schema or {"type": "string"}}}
 
 
-_REQUEST_ID = _header("x-request-id", "The request id: the client's, if valid, else one from the server")
-_RETRY_AFTER = _header("retry-after", "Time after which to retry, in whole seconds")
-_RETRY_AFTER_MS = _header("retry-after-ms", "Time after which to retry, in milliseconds")
+_REQUEST_ID = _header("x-request-id", "The request id that the client sent, if valid; else an id made by the server")
+_RETRY_AFTER = _header("retry-after", "Whole seconds to wait before a retry")
+_RETRY_AFTER_MS = _header("retry-after-ms", "Milliseconds to wait before a retry")
 _SHOULD_RETRY = _header("x-should-retry", "true if a retry can succeed, else false", enum=["true", "false"])
 _ERROR_HEADERS = {
     errors.RetryLater: {**_RETRY_AFTER, **_RETRY_AFTER_MS, **_SHOULD_RETRY},
@@ -162,7 +162,7 @@ _ERROR_HEADERS = {
 
 @functools.cache
 def openapi_document() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all routes. The request models and response structs are its schemas."""
+    """Return the OpenAPI 3.1 document of all routes, with schemas from the request models and response structs."""
     requests = [(route.request, "validation") for route in ROUTES if route.request is not None]
     _, request_schemas = models_json_schema(requests, ref_template=_REF + "{model}")  # type: ignore[arg-type]
     structs = [struct for route in ROUTES for struct in (route.content, route.event) if isinstance(struct, type)]
@@ -205,7 +205,7 @@ def _operation(route: RouteEntry) -> dict[str, Any]:
         for kind, headers in _ERROR_HEADERS.items():
             if issubclass(error, kind):
                 answer["headers"] |= headers
-    parameters = [_parameter("model_id", "Name of a model", place="path", type="string")] if "{" in route.path else []
+    parameters = [_parameter("model_id", "Model or alias", place="path", type="string")] if "{" in route.path else []
     parameters += _RESUME_HEADERS if errors.ResponseGone in route.errors else []
     parameters += [_TIMEOUT_HEADER] if errors.QueueTimeout in route.errors else []
     operation: dict[str, Any] = {"summary": route.summary, "parameters": parameters, "responses": answers}
@@ -227,7 +227,7 @@ def _content(route: RouteEntry) -> dict[str, Any]:
         data = [{"$ref": _REF + kind.__name__} for kind in (route.event, responses.ErrorBody)]
         event = {"contentMediaType": "application/json", "contentSchema": {"anyOf": data}}
         schema = {
-            "description": "one event of the stream; the last one is [DONE]",
+            "description": "one event of the stream; the last event is [DONE]",
             "type": "object",
             "required": ["data"],
             "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, event]}},

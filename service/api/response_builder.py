@@ -22,7 +22,7 @@ _ANY_DELTA = TokenDelta(
 
 
 class ResponseBuilder(ABC):
-    """Builder of the response to one completion request. The builder keeps state between the events of a stream."""
+    """Builder of the JSON body or the stream events of one response. Keeps state between the events of a stream."""
 
     id_prefix: ClassVar[str]
     _event_type: ClassVar[type[responses.Completion] | type[responses.ChatCompletionChunk]]
@@ -41,23 +41,23 @@ class ResponseBuilder(ABC):
         )
         self._prompt_format = LogprobFormat(tokenizer=tokenizer, num_top=asked.prompt_logprobs or 0)
         self._writers: dict[int, LogprobWriter] = {}  # by the choice's index
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # event before and after its text
         self._has_opened = False
 
     @abstractmethod
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> Body:
-        """Return a response's JSON body from one token delta per choice."""
+        """Return the response's JSON body. `wholes` has for each choice all its token deltas joined to one."""
 
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return the stream events of a token delta. A choice's first event has the prompt's token ids and logprobs."""
+        """Return the stream events of a token delta; with `is_first`, also the requested data of the prompt."""
 
     def summary(self) -> Event:
-        """Return a stream event without choices."""
+        """Return a stream event without choices, for the usage after the last choice has finished."""
         return self._event_type(id=self._id, created=self._created, model=self._model, choices=[])
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
-        """Return the encoded stream event of a token delta that is only text, made from a cached template."""
+        """Return the encoded stream event of a token delta that is only text, from a cached event with another text."""
         if (frame := self._frames.get(choice.index)) is None:
             (event,) = self.events(choice, _ANY_DELTA, is_first=False)
             before, _, after = encode_event(event).rpartition(encode_event(_ANY_DELTA.text, b"", b""))
@@ -75,7 +75,7 @@ class CompletionBuilder(ResponseBuilder):
     _event_type = responses.Completion
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.Completion:
-        """Return the JSON body of whole completions, renumbered because `best_of` drops some completions."""
+        """Return the JSON body. The choices are numbered anew from 0, because `best_of` returns only some of them."""
         choices: list[responses.CompletionChoice] = []
         for index, (choice, delta) in enumerate(wholes):
             (event,) = self.events(choice, delta, is_first=True)
@@ -87,8 +87,8 @@ class CompletionBuilder(ResponseBuilder):
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return one stream event with a token delta's text and the requested logprobs and token ids."""
-        reason, stop = _end(delta.finish)
+        """Return a list of one stream event with the text of a token delta and the requested logprobs and token ids."""
+        reason, stop = _finish_fields(delta.finish)
         text = choice.prompt_text + delta.text if is_first else delta.text
         built = responses.CompletionChoice(
             index=choice.index, text=text, logprobs=None, finish_reason=reason, stop_reason=stop
@@ -108,17 +108,17 @@ class CompletionBuilder(ResponseBuilder):
 
 
 class ChatBuilder(ResponseBuilder):
-    """Builder of the response to a `/v1/chat/completions` request. The first choice has the prompt's logprobs."""
+    """Builder of the response to a `/v1/chat/completions` request. In a stream, choice 0 has the prompt's logprobs."""
 
     id_prefix = "chatcmpl-"
     _event_type = responses.ChatCompletionChunk
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.ChatCompletion:
-        """Return the JSON body of whole assistant messages."""
+        """Return the JSON body: one assistant message per choice."""
         first, _ = wholes[0]
         choices = []
         for choice, delta in wholes:
-            reason, stop = _end(delta.finish)
+            reason, stop = _finish_fields(delta.finish)
             choices.append(
                 responses.ChatChoice(
                     index=choice.index,
@@ -141,8 +141,8 @@ class ChatBuilder(ResponseBuilder):
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return the stream event of a token delta, and before a choice's first event an event with the role."""
-        reason, stop = _end(delta.finish)
+        """Return the stream event of a token delta; with `is_first`, an event with the role `assistant` before it."""
+        reason, stop = _finish_fields(delta.finish)
         built = responses.ChatChunkChoice(
             index=choice.index,
             delta=responses.ChatDelta(content=delta.text) if delta.text else responses.ChatDelta(),
@@ -168,8 +168,8 @@ class ChatBuilder(ResponseBuilder):
         return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)
 
 
-def _end(finish: Finish | None) -> tuple[Literal["stop", "length"] | None, str | int | None]:
-    """Return the finish reason and the stop reason of a choice, as OpenAI's API names the reasons."""
+def _finish_fields(finish: Finish | None) -> tuple[Literal["stop", "length"] | None, str | int | None]:
+    """Return a choice's response fields `finish_reason`, None while it is unfinished, and `stop_reason`."""
     if finish is None:
         return None, None
     return "stop" if finish.reason is FinishReason.STOP else "length", finish.stop_reason

@@ -1,4 +1,4 @@
-"""Responses of the engine's routes: a stream of server-sent events, or one JSON body, made from the same deltas."""
+"""ASGI responses made from the engine's token deltas: a stream of server-sent events, or one JSON body."""
 
 import asyncio
 import itertools
@@ -28,9 +28,9 @@ MAX_INLINE_LOGPROBS = 500
 
 
 class Delivery(Response, ABC):
-    """ASGI response to one inflight request. `finish` removes the request whenever the response ends.
+    """ASGI response to one inflight request. Calls `finish` with the request when the response ends for any reason.
 
-    num_sent_tokens: completion tokens in the events sent so far and in the event that is sent next.
+    num_sent_tokens: completion tokens in the events built so far, which are sent or are sent next.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Delivery(Response, ABC):
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None: ...
 
     def _num_undelivered(self) -> int:
-        """Return the number of completion tokens that the engine has sampled and the client has not been sent."""
+        """Return the number of sampled completion tokens that have not been sent to the client."""
         return sum(len(choice.token_ids) for choice in self._request.choices) - self.num_sent_tokens
 
     async def _watch(self, receive: Receive) -> None:
@@ -82,7 +82,7 @@ class Delivery(Response, ABC):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _observe(self, arrived: Deltas, now: float) -> None:
-        """Record the latency metrics of token deltas that are being sent."""
+        """Record the latency metrics of token deltas that are sent at time `now`, and the ends of choices."""
         for choice, delta in arrived:
             if count := len(delta.token_ids):
                 last = self._last_token_seconds.get(choice.index)
@@ -106,7 +106,7 @@ class Delivery(Response, ABC):
         )
 
     def _record_failure(self) -> None:
-        """Record the wasted tokens and the failed choices of a request in the metrics."""
+        """Count a failed request's unsent tokens as wasted, and record its choices that ended with an error."""
         self._metrics.count_wasted_tokens("failed", self._num_undelivered())
         for choice in self._request.choices:
             if choice.finish is not None and choice.finish.reason in (FinishReason.ERROR, FinishReason.REFUSED):
@@ -114,7 +114,7 @@ class Delivery(Response, ABC):
 
 
 class CompletionDelivery(Delivery):
-    """ASGI response to a completion or chat completion request, whose events or body a builder builds."""
+    """ASGI response to a completion or chat completion request. A `ResponseBuilder` builds its events or body."""
 
     def __init__(self, request: InflightRequest, builder: ResponseBuilder, **delivery: Any) -> None:
         super().__init__(request, **delivery)
@@ -124,7 +124,7 @@ class CompletionDelivery(Delivery):
         self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)
 
     def _usage(self) -> Usage:
-        """Return a request's token counts so far. Cached prompt tokens are known once all choices are finished."""
+        """Return a request's token counts so far. Cached prompt tokens are included after all choices have finished."""
         usage = Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self.num_sent_tokens,
@@ -136,7 +136,7 @@ class CompletionDelivery(Delivery):
         return usage
 
     def _timings(self) -> Timings:
-        """Return the timings of the request after all choices are finished."""
+        """Return the response field `timings`. Call only after all choices have finished."""
         choices = self._request.choices
         finishes = [choice.finish for choice in choices if choice.finish]
         earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds)
@@ -154,7 +154,7 @@ class CompletionDelivery(Delivery):
 
 
 class CompletionStream(CompletionDelivery):
-    """Completion response as server-sent events. The HTTP status is sent with the first event or keep-alive comment."""
+    """Completion response as server-sent events. Status 200 is sent with the first event or keep-alive, not before."""
 
     media_type = "text/event-stream"
 
@@ -203,9 +203,10 @@ class CompletionStream(CompletionDelivery):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _write_at_once(self, body: ChunkedBody, arrived: Deltas) -> Callable[[], None] | None:
-        """Return a function that writes one engine step's events without waking the response's task.
+        """Encode the token deltas of one engine step, and return a function that writes the bytes to the connection.
 
-        Return None when a choice ends, or if the client reads too slowly. Call only after each choice's first event.
+        Return None if a choice ends or the client reads too slowly: the response's task must send these deltas. Call
+        only after each choice's first event.
         """
         if not body.is_writable:
             return None
@@ -220,7 +221,7 @@ class CompletionStream(CompletionDelivery):
         return partial(body.write, events)
 
     def _events(self, arrived: Deltas) -> bytes:
-        """Return token deltas as encoded events, and the end of the stream once all choices are finished."""
+        """Encode token deltas as events. After the last choice's end, add the usage event, if requested, and [DONE]."""
         events: list[bytes] = []
         times: Timings | UnsetType = UNSET
         for choice, delta in arrived:
@@ -281,7 +282,7 @@ class CompletionBody(CompletionDelivery):
 
 
 def _join(deltas: list[TokenDelta]) -> TokenDelta:
-    """Return all deltas of a choice as one delta."""
+    """Join all token deltas of a choice to one token delta."""
     return msgspec.structs.replace(
         deltas[-1],
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
@@ -291,7 +292,7 @@ def _join(deltas: list[TokenDelta]) -> TokenDelta:
 
 
 def best(wholes: Deltas, num_returned: int) -> Deltas:
-    """Return the `num_returned` most likely completions of each prompt, most likely first, prompt by prompt.
+    """Return the `num_returned` most likely completions of each prompt, ordered by prompt, then most likely first.
 
     Completions are ranked by mean logprob per token, as OpenAI documents `best_of`. Ties go to the earlier sample.
     """

@@ -19,10 +19,12 @@ WAIT_SECONDS = 5.0
 
 
 class ChatPrompts:
-    """Converter of chat conversations into token ids, one at a time, in a thread. Without a template, all are rejected.
+    """Converter of chat conversations into prompt token ids, one conversation at a time, in a thread.
 
     Args:
-        max_waiting: limit on conversations that wait to be encoded, each at most `wait_seconds`.
+        template: chat template of the server; None: every conversation is rejected.
+        max_waiting: maximum number of conversations that wait for the thread; others are rejected.
+        wait_seconds: maximum wait of a conversation for the thread, after which it is rejected.
     """
 
     def __init__(
@@ -49,17 +51,17 @@ class ChatPrompts:
         more: Mapping[str, Any] | None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Return the token ids of a conversation.
+        """Return the prompt token ids of a conversation.
 
         Args:
             add_generation_prompt: end the prompt with the header of an assistant message.
-            more: additional template variables.
+            more: additional template variables from the client.
             add_special_tokens: begin with the begin-of-text token, unless the template has written one.
 
         Raises:
             InvalidRequest: the server has no template, or the template or tokenizer rejects the conversation.
-            EngineFailed: the template failed without additional variables.
-            Overloaded: too many conversations wait to be encoded, or the conversation waited too long.
+            EngineFailed: the template failed, and the client passed no variables that may be the cause.
+            Overloaded: too many conversations wait for the thread, or this conversation waited too long.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -71,7 +73,8 @@ class ChatPrompts:
         more = more or {}
         if taken := [name for name in more if name in variables]:
             raise InvalidRequest(
-                f"chat_template_kwargs: {taken[0]} is set by the server; leave it out", param="chat_template_kwargs"
+                f"chat_template_kwargs: the variable {taken[0]} is set by the server; leave it out",
+                param="chat_template_kwargs",
             )
         ids = await self._executor.run(partial(self._encode, variables, more))
         begin = self._tokenizer.bos_token_id
@@ -90,8 +93,8 @@ class ChatPrompts:
             if failure.by_template:
                 raise InvalidRequest(f"the chat template rejects the messages: {failure}", param="messages") from None
             if more:  # most likely a value has a type that the template does not expect
-                param = "chat_template_kwargs"
-                raise InvalidRequest(f"the chat template fails with {param}: {failure}", param=param) from None
+                message = f"the chat template fails with the variables in chat_template_kwargs: {failure}"
+                raise InvalidRequest(message, param="chat_template_kwargs") from None
             raise EngineFailed(f"the model's chat template failed: {failure}", retry=False) from None
         except (ForbiddenText, TokenizerError) as error:
             raise InvalidRequest(str(error), param="messages") from None

@@ -1,4 +1,4 @@
-"""Conversion of a validated request into sequences with token ids, sampling parameters and seeds."""
+"""Conversion of a validated request body into sequences with token ids, sampling parameters and seeds."""
 
 import dataclasses
 import hashlib
@@ -30,10 +30,11 @@ _AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestProcessor:
-    """Converter of one model's requests into sequences.
+    """Converter of completion requests for one model into sequences for the engine.
 
-    max_context_length: maximum tokens of prompt and completion together.
-    max_num_choices: maximum choices of one request, over all its prompts.
+    max_context_length: maximum tokens of a sequence, prompt and completion together.
+    max_num_choices: maximum number of choices of one request, over all its prompts.
+    aliases: further names that requests may give as `model`.
     """
 
     tokenizer: Tokenizer
@@ -59,11 +60,11 @@ class RequestProcessor:
         arrival_seconds: float,
         grammar: str | None = None,
     ) -> list[Choice]:
-        """Return the choices of a request that has passed `check`, ordered by prompt, then by sample.
+        """Convert a request that has passed `check` to choices: all samples of the first prompt, then of the next.
 
         Args:
-            conversation_ids: the tokenized conversation of a chat request.
-            grammar: the compiled grammar of the request's output constraint.
+            conversation_ids: prompt token ids of a chat request; None for a request with prompts.
+            grammar: compiled grammar of the request's output constraint; None without one.
         """
         prompts: Sequence[str | list[int]] = [conversation_ids or []]
         prompt_param, length_param = "messages", "max_tokens"
@@ -113,7 +114,7 @@ class RequestProcessor:
     def _samples(
         self, request: GenerationRequest, prompt: str | list[int], submit: Submit, first: int, *, has_length: bool
     ) -> list[Choice]:
-        """Return the samples of one prompt, with choice indices from `first`."""
+        """Return the choices of one prompt, one per sample, with indices from `first`, all made from `submit`."""
         text = ""
         if request.echoes:
             is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
@@ -145,7 +146,7 @@ class RequestProcessor:
         ]
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise an `ApiError` for an unknown model, a token id out of vocabulary, or too many prompts or choices."""
+        """Raise an `ApiError` for an unknown model, too many prompts or choices, or a token id out of vocabulary."""
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.check_num_prompts(num_prompts, "prompt")
@@ -161,16 +162,16 @@ class RequestProcessor:
         self.check_ids(list(_logit_bias(request)), "logit_bias")
 
     def check_num_prompts(self, num_prompts: int, param: str) -> None:
-        """Raise InvalidRequest for more prompts than one request may have."""
+        """Raise InvalidRequest for more prompts in the field `param` than one request may have."""
         if num_prompts > self.max_prompts:
             raise InvalidRequest(
-                f"{param} holds {num_prompts} prompts, this server takes {self.max_prompts} in one request; "
+                f"{param} has {num_prompts} prompts, over the limit of {self.max_prompts} per request; "
                 "split the request",
                 param=param,
             )
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raise InvalidRequest with the first token id outside the vocabulary."""
+        """Raise InvalidRequest, with the first wrong id, if token ids in the field `param` are out of vocabulary."""
         size = self.tokenizer.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
@@ -179,7 +180,7 @@ class RequestProcessor:
             )
 
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:
-        """Return a text's token ids, with the begin-of-text token first if `begin`. Raises InvalidRequest."""
+        """Return a text's token ids, after a begin-of-text token if `begin`. Raises InvalidRequest on failure."""
         try:
             token_ids = self.tokenizer.encode(text)
         except TokenizerError as error:
@@ -194,21 +195,21 @@ class RequestProcessor:
         *,
         max_tokens: int,
         limit: str = "",
-        clause: str = "; shorten it, or set truncate_prompt_tokens",
+        clause: str = "; shorten the prompt, or set truncate_prompt_tokens",
         length_param: str | None = None,
         num_kept: int | None = None,
         keeps_end: bool = True,
     ) -> list[int]:
-        """Return a prompt's token ids, truncated if `num_kept` is set (see `truncate`).
+        """Return a prompt's token ids, truncated to `num_kept` tokens unless it is None (see `truncate`).
 
         Args:
-            max_tokens: limit of the prompt's tokens.
-            limit, clause: begin and end of the error message about a longer prompt.
-            length_param: request field that such an error names if the prompt alone fits the context.
+            max_tokens: maximum number of tokens of the prompt.
+            limit, clause: beginning and end of the error message about a longer prompt.
+            length_param: request field that this error names if the prompt alone fits the context, else `param`.
 
         Raises:
             ContextLengthExceeded: the prompt has more than `max_tokens` tokens.
-            InvalidRequest: a token id is out of vocabulary, the text cannot be tokenized, or `num_kept` is too large.
+            InvalidRequest: a token id is out of vocabulary, the tokenizer fails, or `num_kept` is over `max_tokens`.
         """
         limit = limit or f"this model's maximum context length is {self.max_context_length} tokens"
         num_special_tokens = 0
@@ -217,7 +218,9 @@ class RequestProcessor:
             # Skip the cost of tokenizing a text that cannot fit.
             at_least = 0 if longest is None else -(-len(prompt.encode(errors="replace")) // longest)
             if num_kept is None and at_least > self.max_context_length:
-                raise ContextLengthExceeded(f"{limit}, but the prompt has at least {at_least}{clause}", param=param)
+                raise ContextLengthExceeded(
+                    f"{limit}, but the prompt has at least {at_least} tokens{clause}", param=param
+                )
             token_ids = self.encode(prompt, param=param)
             num_special_tokens = int(self.tokenizer.bos_token_id is not None)
         else:
@@ -229,21 +232,26 @@ class RequestProcessor:
             )
         if (num_tokens := len(token_ids)) > max_tokens:
             named = length_param if length_param and num_tokens < self.max_context_length else param
-            raise ContextLengthExceeded(f"{limit}, but the prompt has {num_tokens}{clause}", param=named)
+            raise ContextLengthExceeded(f"{limit}, but the prompt has {num_tokens} tokens{clause}", param=named)
         return token_ids
 
     def _length(self, num_prompt_tokens: int, max_tokens: int | None, min_tokens: int) -> int:
-        """Return a completion's maximum tokens: by default the checkpoint's limit, at most the rest of the context."""
+        """Return the maximum tokens of a completion: `max_tokens` of the request, if it is not None.
+
+        Else the rest of the context, or the checkpoint's default if that is lower. Raises InvalidRequest for a higher
+        `min_tokens`.
+        """
         if max_tokens is None:
             max_tokens = max(1, self.max_context_length - num_prompt_tokens)
             if self.defaults.max_new_tokens is not None:
                 max_tokens = min(max_tokens, self.defaults.max_new_tokens)
         if min_tokens > max_tokens:
-            raise InvalidRequest(f"min_tokens={min_tokens} is over max_tokens={max_tokens}", param="min_tokens")
+            message = f"min_tokens={min_tokens} is over max_tokens={max_tokens}; lower min_tokens"
+            raise InvalidRequest(message, param="min_tokens")
         return max_tokens
 
     def _sampling_params(self, request: GenerationRequest) -> SamplingParams:
-        """Return the sampling parameters that all prompts of a request share. `plan` replaces `max_tokens`."""
+        """Return the sampling parameters for all prompts of a request. `plan` sets `max_tokens` for each prompt."""
         value, defaults = request.value, self.defaults.sampling
         return SamplingParams(
             max_tokens=value("min_tokens"),
@@ -272,9 +280,9 @@ def truncate(
     """Return the last (`keeps_end`) or first `num_kept` tokens of a prompt, as in vLLM.
 
     Args:
-        num_kept: number of tokens to keep; -1: as many as fit.
-        room: maximum tokens of a prompt. If under 1, nothing is cut, since no length would fit.
-        num_special_tokens: number of leading special tokens that the server added. They are kept first.
+        num_kept: number of tokens to keep; -1: as many as `room`.
+        room: maximum tokens of the prompt. If under 1, the prompt is returned whole, and the caller rejects it.
+        num_special_tokens: number of special tokens that the server put before the prompt. They are not cut.
 
     Raises:
         InvalidRequest: `num_kept` is over `room`.
@@ -296,7 +304,7 @@ def truncate(
 
 
 def sample_seed(seed: int | None, sample: int) -> int:
-    """Return the 64-bit seed of sample number `sample` of a request, random without a request's seed.
+    """Return the 64-bit seed of sample number `sample` (from 0) of a prompt; random if the request's `seed` is None.
 
     Sample 0 gets the request's seed, so that the first completion does not depend on `n`.
     """
@@ -309,7 +317,7 @@ def sample_seed(seed: int | None, sample: int) -> int:
 
 
 def _logit_bias(request: GenerationRequest) -> dict[int, float]:
-    """Return a request's logit biases by token id. Raises InvalidRequest for a key that is not a token id."""
+    """Return the field `logit_bias` with integer keys. Raises InvalidRequest for a key that is not a token id."""
     biases: dict[int, float] = {}
     for key, bias in (request.logit_bias or {}).items():
         # Only the canonical decimal form is accepted, lest two keys name the same token.
@@ -323,7 +331,7 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float]:
 
 
 def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
-    """Raise InvalidRequest if a request's token rules forbid every first token of the completion."""
+    """Raise InvalidRequest if other fields forbid each token of `allowed_token_ids` as the completion's first token."""
     if not params.allowed_token_ids or not params.max_tokens:
         return
     forbidden = {word[0] for word in params.bad_word_ids if len(word) == 1}
@@ -338,9 +346,9 @@ def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> Non
 
 
 def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of bad words, without duplicates.
+    """Return the token ids of the request field `bad_words`: one sequence per spelling, without duplicates.
 
-    As in vLLM, a word is forbidden as tokenized with and without a leading space: within a text, and at a text's start.
+    As in vLLM, a word has two spellings: with a leading space, as within a text, and without, as at a text's start.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -349,8 +357,8 @@ def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int
             try:
                 ids = tuple(tokenizer.encode(text))
             except TokenizerError as error:
-                raise InvalidRequest(f"bad_words: {word!r}: {error}", param="bad_words") from None
+                raise InvalidRequest(f"bad_words: {word!r} cannot be tokenized: {error}", param="bad_words") from None
             if not ids:
-                raise InvalidRequest(f"bad_words: the tokenizer makes no token of {word!r}", param="bad_words")
+                raise InvalidRequest(f"bad_words: {word!r} has no tokens; leave it out", param="bad_words")
             found[ids] = None
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Facts about the served model, read once from the checkpoint and the settings in the main process."""
+"""Facts about the served model, which the main process reads once from the checkpoint and the settings."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class RequestDefaults:
     """Defaults of request fields, from the checkpoint's generation_config.json.
 
-    sampling: fields of `SamplingParams`.
-    max_new_tokens: default `max_tokens`, within the context.
-    ignored: unsupported keys of the file that would change completions.
+    sampling: default values by the name of a `SamplingParams` field.
+    max_new_tokens: default of `max_tokens`, lowered to the rest of the context; None: the file has none.
+    ignored: keys of the file that Kvasir does not support, and that would change completions.
     """
 
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -43,9 +43,9 @@ class RequestDefaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """Facts about the model that the API process needs. `template` is None if chat is not served.
+    """Facts about the model that the API process needs. `template`: None if chat completions are switched off.
 
-    special_tokens: texts of `bos_token`, `eos_token` and `pad_token`, as far as the model has them.
+    special_tokens: text by role, `bos_token`, `eos_token` or `pad_token`, for each role that the model has.
     """
 
     manifest: Manifest
@@ -57,7 +57,7 @@ class ServedModel:
     special_tokens: Mapping[str, str]
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
-        """Return the checkpoint's part of the start-up listing: resolved settings and special tokens, as text."""
+        """Return the start-up listing's lines about the checkpoint: resolved settings and special tokens."""
         tokenizer = self.tokenizer
         begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
         begin_names, end_names = (
@@ -74,20 +74,20 @@ class ServedModel:
         }
 
     def warnings(self) -> list[str]:
-        """Return warnings about contents of the checkpoint that are not used."""
+        """Return warnings about keys and templates of the checkpoint that are not used."""
         messages = []
         if ignored := ", ".join(self.defaults.ignored):
-            messages.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: {ignored}: not supported, ignored")
+            messages.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: unsupported keys, ignored: {ignored}")
         if self.template is not None and self.template.unused:
             messages.append(f"{self.template.origin}: the templates {', '.join(self.template.unused)} are not used")
         return messages
 
 
 def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: Tokenizer) -> ServedModel:
-    """Read and check the checkpoint's files other than the weights.
+    """Read the checkpoint's chat template, special tokens and request defaults, and check that they can be used.
 
     Raises:
-        SettingsError, CheckpointError: a setting or file cannot be used.
+        SettingsError, CheckpointError: a setting, or a file of the checkpoint, cannot be used.
     """
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
@@ -117,7 +117,7 @@ def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
 
 
 def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """Return the chat template that --chat-template selects, or None for "none". Raises `CheckpointError`."""
+    """Return the chat template that --chat-template selects; None for "none". Raises `CheckpointError`."""
     origin = settings.chat_template
     template = None
     if origin == "none":
@@ -135,6 +135,6 @@ def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> Cha
             process.render(None)
     except TemplateFailure as failure:
         raise CheckpointError(
-            f"{template.origin}: {failure}; correct it, or choose another with --chat-template plain, none or FILE"
+            f"{template.origin}: {failure}; correct this template, or set --chat-template to plain, none or a file"
         ) from None
     return template

@@ -11,7 +11,7 @@ TEMPLATE_LIMITS: Final = ProcessLimits(cpu_seconds=5.0, memory_bytes=512 * 2**20
 
 
 class TemplateProcess:
-    """Renderer of one chat template, from its Jinja source to texts of at most `max_characters`."""
+    """Client of a child process that renders one chat template to texts of at most `max_characters`."""
 
     def __init__(
         self, source: str, limits: ProcessLimits = TEMPLATE_LIMITS, *, max_characters: int = MAX_CHARACTERS
@@ -21,7 +21,7 @@ class TemplateProcess:
         self._process = BoundedProcess(__name__, limits, lambda: opening)
 
     def render(self, variables: Mapping[str, Any] | None) -> str:
-        """Return the text of a conversation, rendered by the child process. With None, only compile the template.
+        """Return the text that the child process renders from the variables. With None, only compile the template.
 
         Raises:
             TemplateFailure: the template is invalid, raised an error, or exceeded a limit. The message is one line.
@@ -29,7 +29,7 @@ class TemplateProcess:
         try:
             reply = self._process.ask({"variables": variables})
         except ProcessEnded:
-            raise TemplateFailure(f"rendering took over {self._limits}") from None
+            raise TemplateFailure(f"rendering the chat template took over {self._limits}") from None
         if "error" in reply:
             if not reply["by_template"]:
                 self.close()  # the failure may have left the process short of memory
@@ -41,7 +41,7 @@ class TemplateProcess:
 
 
 def main() -> None:
-    """Compile and render a chat template for the API process."""
+    """Run the child process: compile a chat template, and render one conversation per command."""
     run_command_loop(_prepare)
 
 

@@ -11,7 +11,8 @@ from service.protocol.request_model import MAX_MESSAGES, RequestModel, Unsupport
 
 MAX_PARTS = 256  # of one message
 _MESSAGE_ERRORS = {
-    "content": f'must be a string, or up to {MAX_PARTS} {{"type": "text", "text": …}}; this server reads text only',
+    "content": f'must be a string, or a list of up to {MAX_PARTS} {{"type": "text", "text": …}}; '
+    "this server reads text only",
     "chat_template_kwargs": "must be true, false, a number, a string or null",
 }
 
@@ -24,7 +25,7 @@ class TextPart(RequestModel):
 
 
 class Message(RequestModel):
-    """One message. The role `developer` is OpenAI's newer name of `system`, and is passed to templates as `system`."""
+    """One message of a conversation. The role `developer` means `system`, and chat templates get it as `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
@@ -37,7 +38,7 @@ class Message(RequestModel):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return a message in the form that chat templates expect. Text parts are joined by line ends."""
+        """Return a message in the form that chat templates expect. Text parts are joined by newlines."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content, "name": self.name}
@@ -48,7 +49,7 @@ TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`."""
+    """Body of `POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`."""
 
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {**GenerationRequest.UNION_ERRORS, **_MESSAGE_ERRORS}
 
@@ -82,11 +83,13 @@ class ChatCompletionRequest(GenerationRequest):
         """Raise InvalidRequest for `top_logprobs` without `logprobs`, and for two different token limits."""
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+            raise InvalidRequest(
+                "top_logprobs needs logprobs: true; set logprobs, or leave out top_logprobs", param="top_logprobs"
+            )
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
             raise InvalidRequest(
-                f"max_completion_tokens={new} and max_tokens={old} differ; give one of them",
+                f"max_completion_tokens={new} and max_tokens={old} differ; give only one of them",
                 param="max_completion_tokens",
             )
 
@@ -96,7 +99,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(RequestModel):
-    """`POST /tokenize`: a text, or a conversation in the form that the model receives.
+    """Body of `POST /tokenize`: a text, or a conversation, which the chat template renders to a text first.
 
     `add_special_tokens` adds the begin-of-text token. The default is true for a text, and false for a conversation,
     whose template writes its own special tokens.
@@ -119,7 +122,7 @@ class TokenizeRequest(RequestModel):
     def subject(self) -> str | list[Message]:
         """Return the text or the messages to tokenize. Raises InvalidRequest for missing or contradictory fields."""
         if (self.prompt is None) is (self.messages is None):
-            raise InvalidRequest("give either prompt or messages", param="prompt")
+            raise InvalidRequest("the body needs either prompt or messages, and not both", param="prompt")
         if self.messages is not None:
             if not self.messages:
                 raise InvalidRequest("messages must not be empty", param="messages")
@@ -127,5 +130,5 @@ class TokenizeRequest(RequestModel):
         assert self.prompt is not None
         for name in ("add_generation_prompt", "chat_template_kwargs"):
             if getattr(self, name) is not None:
-                raise InvalidRequest(f"{name} needs messages", param=name)
+                raise InvalidRequest(f"{name} applies only to messages, not to prompt; leave it out", param=name)
         return self.prompt

@@ -31,28 +31,28 @@ Penalty = Annotated[float, Field(ge=params.PENALTY_RANGE[0], le=params.PENALTY_R
 RepetitionPenalty = Annotated[float, Field(ge=params.REPETITION_RANGE[0], le=params.REPETITION_RANGE[1])]
 LogitBias = Annotated[float, Field(ge=params.LOGIT_BIAS_RANGE[0], le=params.LOGIT_BIAS_RANGE[1])]
 LogitBiases = Annotated[
-    dict[str, LogitBias], Field(max_length=params.MAX_LOGIT_BIASES, description="by token id, as a string")
+    dict[str, LogitBias], Field(max_length=params.MAX_LOGIT_BIASES, description="number to add to a logit, by token id")
 ]
 BadWord = Annotated[str, Field(min_length=1, max_length=100)]
-Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds the request may wait in the queue")]
+Timeout = Annotated[float, Field(gt=0, le=86_400, description="maximum seconds that the request waits in the queue")]
 # Limits starvation: a level is worth `AGEING_SECONDS` of waiting, and the whole range is 2,000 levels.
 MAX_PRIORITY = 1000
-Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are scheduled first")]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are served first")]
 
 
 class StreamOptions(RequestModel):
-    """`stream_options`: usage statistics within a stream."""
+    """Field `stream_options`. `include_usage`: send usage in a last event; `continuous_usage_stats`: in all events."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(RequestModel):
-    """Fields common to completion and chat completion requests. `value` replaces a field's null by its default."""
+    """Fields common to the bodies of completion and chat completion requests. A null field means its default."""
 
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {
         "prompt": PROMPTS_ERROR,
-        "stop": f"must be a non-empty string, or a list of at most {MAX_STOPS} of them",
+        "stop": f"must be a non-empty string, or a list of at most {MAX_STOPS} non-empty strings",
         "truncate_prompt_tokens": NUM_KEPT_ERROR,
     }
 
@@ -63,7 +63,7 @@ class GenerationRequest(RequestModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31, description="0 or -1: off")] | None = 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31, description="0 or -1: no limit")] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -92,20 +92,22 @@ class GenerationRequest(RequestModel):
     def check_fields(self) -> None:
         """Raise InvalidRequest for a field that needs another field, and for an invalid output constraint."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+            raise InvalidRequest(
+                "stream_options needs stream: true; set stream, or leave out stream_options", param="stream_options"
+            )
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
         _ = self.output_constraint
 
     def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """Return a field's value. For a missing field or null, return the default in `defaults`, else the field's."""
+        """Return a field's value. If it is missing or null, return its default in `defaults`, else in the class."""
         if name in self.model_fields_set and (given := getattr(self, name)) is not None:
             return given
         return defaults.get(name, type(self).model_fields[name].default)
 
     @property
     def output_constraint(self) -> OutputConstraint | None:
-        """Output format that completions must follow; None for free text. Raises InvalidRequest for a contradiction."""
+        """Output format that completions must follow; None: any text. Raises InvalidRequest for two formats."""
         wanted = None if self.response_format is None else self.response_format.constraint()
         if self.structured_outputs is None:
             return wanted
@@ -115,17 +117,17 @@ class GenerationRequest(RequestModel):
 
     @property
     def num_samples(self) -> int:
-        """Number of completions computed per prompt."""
+        """Number of completions to compute per prompt: `best_of` if it is set, else `n`."""
         return int(self.value("n"))
 
     @property
     def is_ranked(self) -> bool:
-        """True if completions are ranked by likelihood and the `n` most likely completions are returned."""
+        """True if, by `best_of`, completions are ranked by likelihood and the `n` most likely are returned."""
         return False
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of top logprobs per completion token; None: no logprobs."""
+        """Number of most likely tokens to list per completion token; 0: only its own logprob; None: no logprobs."""
         return None
 
     @property
@@ -135,7 +137,7 @@ class GenerationRequest(RequestModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: Prompts
     max_tokens: Count | None = 16
@@ -145,7 +147,7 @@ class CompletionRequest(GenerationRequest):
     suffix: Annotated[Any, Unsupported("")] = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for `best_of` under `n`, and for a stream of ranked completions."""
+        """Raise InvalidRequest for `best_of` under `n`, and for `best_of` over `n` in a stream."""
         super().check_fields()
         if self.num_samples < self.value("n"):
             raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}; raise best_of", param="best_of")
@@ -172,7 +174,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class DetokenizeRequest(RequestModel):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     tokens: TokenIds
     model: str | None = None

@@ -16,17 +16,17 @@ _DECIMALS = 9
 
 
 class EmbeddingRequest(RequestModel):
-    """`POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`."""
 
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {"input": PROMPTS_ERROR, "truncate_prompt_tokens": NUM_KEPT_ERROR}
 
     input: Prompts
     model: str | None = None
     encoding_format: Annotated[
-        Literal["float", "base64"] | None, Field(description="base64: of little-endian float32")
+        Literal["float", "base64"] | None, Field(description="base64: the bytes of little-endian float32 numbers")
     ] = "float"
     dimensions: Annotated[
-        int | None, Field(ge=1, lt=2**31, description="number of leading dimensions to return, scaled to length 1")
+        int | None, Field(ge=1, lt=2**31, description="leading dimensions to return, rescaled to length 1")
     ] = None
     truncate_prompt_tokens: NumKept | None = None
     timeout: Timeout | None = None
@@ -34,7 +34,7 @@ class EmbeddingRequest(RequestModel):
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """Vector of one text, of length 1. As base64, the vector is little-endian float32."""
+    """Embedding vector of one text, scaled to Euclidean length 1. In base64: its numbers as little-endian float32."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -42,14 +42,14 @@ class Embedding(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, kw_only=True):
-    """Tokens of all texts. Both counts are equal, since no token is generated."""
+    """Total tokens of all texts of the request. Both counts are equal, because no token is generated."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingList(msgspec.Struct, kw_only=True):
-    """Response body: the vectors in the order of the texts."""
+    """Response body of `/v1/embeddings`: one vector per text, in the order of the request."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
@@ -60,11 +60,11 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 def write_vectors(
     vectors: Sequence[bytes], *, dimensions: int | None, as_text: Literal["float", "base64"] | None
 ) -> Iterator[list[float] | str]:
-    """Yield embedding vectors as lists of numbers or as base64 texts.
+    """Yield each embedding vector as a list of numbers, or with `as_text="base64"` as a base64 string.
 
     Args:
-        vectors: float32 vectors of norm 1, as bytes. N vectors of E numbers each.
-        dimensions: number D of leading dimensions to keep, scaled to norm 1; None keeps all dimensions.
+        vectors: N vectors of norm 1, each as the bytes of its E float32 numbers.
+        dimensions: number D of leading numbers to keep of each vector, rescaled to norm 1; None: keep all numbers.
     """
     vectors_NE = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(len(vectors), -1)
     if dimensions is not None:

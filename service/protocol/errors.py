@@ -23,20 +23,20 @@ class ApiError(Exception):
         self.param = param
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that an error adds to the response."""
+        """Return the headers that this error adds to its response."""
         return {}
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object, always with four keys."""
+        """Return the error response's JSON body in OpenAI's form: message, type, param and code."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 class InvalidRequest(ApiError, status=400, type="invalid_request_error", code="invalid_request"):
-    """Rejection of a request that its sender must change."""
+    """Rejection of a request that cannot be served unless the client changes it."""
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
-    """Rejection of a prompt that exceeds the model's context length."""
+    """Rejection of a prompt too long for the model's context with its completion, or for attention inspection."""
 
 
 class Unauthorized(ApiError, status=401, type="invalid_request_error", code="invalid_api_key"):
@@ -55,7 +55,7 @@ class RouteNotFound(ApiError, status=404, type="invalid_request_error", code="ro
 
 
 class ResponseGone(ApiError, status=404, type="invalid_request_error", code="answer_gone"):
-    """Rejection of a request to resume a response that is no longer buffered."""
+    """Rejection of a request to resume a stream whose response is no longer buffered."""
 
 
 class MethodNotAllowed(ApiError, status=405, type="invalid_request_error", code="method_not_allowed"):
@@ -71,11 +71,11 @@ class HeadTooLarge(InvalidRequest, status=431, code="head_too_large"):
 
 
 class IdempotencyKeyReused(InvalidRequest, code="idempotency_key_reused"):
-    """Rejection of an idempotency key that an earlier, different request has used."""
+    """Rejection of a request whose idempotency key was used by an earlier, different request."""
 
 
 class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
-    """Rejection of a request that the client sends too slowly."""
+    """Rejection of a request whose headers or body arrive too slowly."""
 
 
 class UnsupportedEncoding(InvalidRequest, status=415, code="unsupported_encoding"):
@@ -83,11 +83,11 @@ class UnsupportedEncoding(InvalidRequest, status=415, code="unsupported_encoding
 
 
 class ClientGone(ApiError, status=499, type="client_closed_request", code="client_closed_request"):
-    """End of a request whose client has disconnected. `ClientGone` is never sent."""
+    """End of a request whose client has disconnected or reads too slowly. No response has this error."""
 
 
 class EngineFailed(ApiError, code="engine_failed"):
-    """Failure of the engine to compute a response. OpenAI's SDKs retry a 500 twice, unless `retry` is False."""
+    """Failure of the engine to compute a response. With `retry` False, a header keeps OpenAI's SDKs from retrying."""
 
     def __init__(self, message: str, *, retry: bool) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class EngineFailed(ApiError, code="engine_failed"):
 
 
 class RetryLater(ApiError):
-    """Base class of errors that a later retry can avoid. Sends the three retry headers that OpenAI's SDKs read."""
+    """Base class of errors that a later retry can avoid. Their responses have the retry headers of OpenAI's SDKs."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -113,19 +113,19 @@ class RetryLater(ApiError):
 
 
 class Overloaded(RetryLater, status=429, type="rate_limit_error", code="queue_full"):
-    """Rejection of a request because the queue is full."""
+    """Rejection of a request because a queue or another limit on concurrent work is full."""
 
 
 class WaitTooLong(Overloaded, code="queue_time"):
-    """Rejection of a request that would wait in the queue for too long."""
+    """Rejection of a request because its predicted time in the queue is too long."""
 
 
 class TooManyConnections(Overloaded, status=503, type="server_error", code="too_many_connections"):
-    """Rejection of a connection over the connection limit."""
+    """Rejection of a request because the server has as many connections as it may."""
 
 
 class QueueTimeout(RetryLater, status=408, type="timeout_error", code="queue_timeout"):
-    """Timeout of a request that waited in the queue for too long."""
+    """End of a request that has waited in the queue for its whole timeout."""
 
 
 class Draining(RetryLater, status=503, type="server_error", code="draining"):

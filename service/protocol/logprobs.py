@@ -13,23 +13,23 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobFormat:
-    """Format options of logprobs. With `names_are_ids`, tokens are named "token_id:N" instead of by their texts."""
+    """Format of logprobs: `num_top` most likely tokens per position, named "token_id:N" if `names_are_ids`."""
 
     tokenizer: Tokenizer
     num_top: int
     names_are_ids: bool = False
 
     def name(self, token_id: int) -> str:
-        """Return the name of a token in logprobs."""
+        """Return the string that stands for a token in logprobs: its text, or "token_id:N"."""
         return f"token_id:{token_id}" if self.names_are_ids else format_token_name(self.tokenizer, token_id)
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-        """Return the most likely token ids at a position, with logprobs that JSON can express."""
+        """Return the `num_top` most likely token ids at a position with logprobs; -9999 stands for minus infinity."""
         return ((token_id, max(value, _IMPOSSIBLE)) for token_id, value in entry.top[: self.num_top])
 
 
 class LogprobWriter:
-    """Incremental writer of one completion's logprobs for `/v1/completions`."""
+    """Writer of one completion's logprobs in the format of `/v1/completions`, for a part of the tokens at a time."""
 
     def __init__(self, format: LogprobFormat) -> None:
         self._format = format
@@ -37,9 +37,9 @@ class LogprobWriter:
         self._num_characters = 0
 
     def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> responses.Logprobs:
-        """Return the logprobs of a completion's next tokens, after the prompt's tokens.
+        """Return the logprobs of a completion's next tokens, and before them those of the tokens in `prompt`.
 
-        The completion does not continue an incomplete character at the end of the prompt.
+        An incomplete character at the end of the prompt stays incomplete, whatever the completion begins with.
         """
         written = responses.Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if prompt:
@@ -66,7 +66,7 @@ class LogprobWriter:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> responses.ChatLogprobs:
-    """Return the logprobs of a chat completion or of one chunk."""
+    """Return the logprobs of the tokens of a chat completion, or of one event of its stream."""
     content = [
         responses.ChatTokenLogprob(
             token=format.name(entry.token_id),
@@ -83,7 +83,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> res
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> responses.PromptLogprobs:
-    """Return the logprobs of a prompt's tokens, with the most likely tokens at each position."""
+    """Return for each prompt token, except the first, its logprob and those of the most likely tokens there."""
     written: responses.PromptLogprobs = []
     for entry in entries:
         if entry.logprob is None or entry.rank is None:
@@ -111,7 +111,7 @@ def format_token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return the text that `echo` returns for a prompt of token ids. Special tokens have no text."""
+    """Return the text of a prompt's token ids, for the request field `echo`. Special tokens add no text."""
     decoder = StreamDecoder(tokenizer)
     return decoder.push(token_ids) + decoder.flush()
 

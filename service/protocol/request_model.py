@@ -15,14 +15,14 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(f
 Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 Prompts = Annotated[
     str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
-    Field(description=f"a string, token ids, or a list of up to {MAX_PROMPTS} of either"),
+    Field(description=f"a string or a list of token ids, or a list of up to {MAX_PROMPTS} such prompts"),
 ]
-PROMPTS_ERROR = f"must be a string, a list of strings, token ids, or a list of token-id lists, up to {MAX_PROMPTS}"
-NUM_KEPT_ERROR = "must be a whole number from 1, or -1 for as many tokens as the context allows"
+PROMPTS_ERROR = f"must be a string, a list of token ids, or a list of up to {MAX_PROMPTS} strings or token-id lists"
+NUM_KEPT_ERROR = "must be a whole number from 1, or -1 to keep as many tokens as the context allows"
 
 
 class Unsupported:
-    """Annotation of an unsupported field: only null and these values, which have no effect, are accepted."""
+    """Annotation of an unsupported field: only null and the values in `neutral`, which change nothing, are accepted."""
 
     def __init__(self, *neutral: Any) -> None:
         self._neutral = neutral
@@ -51,22 +51,22 @@ class RequestModel(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Return a validated JSON body. Raises InvalidRequest with the first error in the body and its field."""
+        """Parse and validate a JSON body. Raises InvalidRequest, which names the field of the first error."""
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
             raise cls._explain(error, body) from None
         if (unknown := _find_unknown_field(request)) is not None:
-            raise InvalidRequest(f"unknown field: {unknown}", param=unknown)
+            raise InvalidRequest(f"unknown field: {unknown}; leave it out", param=unknown)
         request.check_fields()
         return request
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for fields that contradict each other or need a missing field."""
+        """Raise InvalidRequest for fields that contradict each other, or that need another field."""
 
     @classmethod
     def _explain(cls, error: ValidationError, body: bytes) -> InvalidRequest:
-        """Return pydantic's first error about a request body as one sentence that names the field."""
+        """Convert the first of pydantic's errors about a request body to a sentence that names the field."""
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         kind, place = first["type"], first["loc"]
         if kind == "json_invalid":
@@ -101,7 +101,7 @@ def _find_unknown_field(model: RequestModel, prefix: str = "") -> str | None:
 
 
 def _field_name(place: tuple[int | str, ...]) -> str:
-    """Return the name of a field in pydantic's error, without the branch of a union ("stop.list[...].3")."""
+    """Return the request field, such as "messages[0].content", of an error's path in pydantic's form."""
     if place[0] in ("stream_options", "response_format", "structured_outputs"):
         depth = 3 if place[:2] == ("response_format", "json_schema") else 2
         return ".".join(map(str, place[:depth]))
@@ -113,9 +113,9 @@ def _field_name(place: tuple[int | str, ...]) -> str:
 
 
 def split_prompts(value: str | list[str] | list[int] | list[list[int]], name: str) -> list[str | list[int]]:
-    """Return the prompts of a request field as a list. Raises InvalidRequest for an empty list or an empty prompt."""
+    """Return the prompts in the request field `name` as a list. Raises InvalidRequest for no prompt or an empty one."""
     is_single = isinstance(value, str) or (value and isinstance(value[0], int))
     prompts: list[str | list[int]] = [value] if is_single else value  # type: ignore[assignment, list-item]
     if not prompts or not all(prompts):
-        raise InvalidRequest(f"{name} must not be empty", param=name)
+        raise InvalidRequest(f"{name} must not be empty, nor contain an empty prompt", param=name)
     return prompts

@@ -21,7 +21,7 @@ ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 class OutputConstraint:
     """Output format that a completion must follow, from the request field `param`.
 
-    lenient: ignore schema keywords that cannot be enforced.
+    lenient: ignore schema keywords that cannot be enforced, instead of rejecting the request.
     """
 
     kind: ConstraintKind
@@ -35,7 +35,7 @@ class JsonSchemaFormat(RequestModel):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema_: Annotated[Schema, Field(alias="schema")]
-    strict: Annotated[bool, Field(description="if false, keywords that cannot be enforced are ignored")] | None = True
+    strict: Annotated[bool, Field(description="if false, ignore keywords that cannot be enforced")] | None = True
     description: str | None = None
 
 
@@ -46,10 +46,11 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchemaFormat | None = None
 
     def constraint(self) -> OutputConstraint | None:
-        """Return the output constraint of `response_format`, or None for any text. Raises InvalidRequest."""
+        """Return the output constraint; None: any text. Raises InvalidRequest if `json_schema` does not fit `type`."""
         if (self.json_schema is None) is (self.type == "json_schema"):
-            problem = "needs json_schema" if self.json_schema is None else "takes no json_schema"
-            raise InvalidRequest(f"response_format: type {self.type} {problem}", param="response_format.json_schema")
+            problem = "required" if self.json_schema is None else "not allowed"
+            message = f"response_format: the field json_schema is {problem} with type {self.type}"
+            raise InvalidRequest(message, param="response_format.json_schema")
         if self.type == "text":
             return None
         if self.json_schema is None:
@@ -70,7 +71,7 @@ class StructuredOutputs(RequestModel):
     grammar: Annotated[str, Field(min_length=1, max_length=64_000)] | None = None
 
     def constraint(self) -> OutputConstraint:
-        """Return the output constraint of `structured_outputs`. Raises InvalidRequest unless exactly one is given."""
+        """Return the output constraint. Raises InvalidRequest unless exactly one field is set."""
         given: dict[ConstraintKind, Any] = self.model_dump(by_alias=True, exclude_none=True)  # type: ignore[assignment]
         if len(given) != 1:
             raise InvalidRequest(
@@ -84,7 +85,7 @@ class StructuredOutputs(RequestModel):
 
 
 def _checked_schema(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """Return a JSON Schema from a request as a dict. Raises InvalidRequest for an invalid or too long schema."""
+    """Return the JSON Schema in the field `param` as a dict. Raises InvalidRequest if it is not JSON or too long."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     if len(text) > MAX_SCHEMA_CHARACTERS:
         message = f"{param} has {len(text)} characters; shorten it to at most {MAX_SCHEMA_CHARACTERS}"

@@ -51,13 +51,13 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
-    """Details of the prompt's tokens. `cached_tokens` counts the prompt tokens found in the prefix cache."""
+    """Details of `prompt_tokens`. `cached_tokens` counts the prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Token counts. Each prompt counts once, for any number of samples. Details are sent at the end."""
+    """Token counts of a request. Each prompt counts once, for any `n`. Details come with the final counts only."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -66,9 +66,11 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Timings(msgspec.Struct, kw_only=True):
-    """Time spent on the request: the choice that started first; for `decode_ms`, the slowest choice.
+    """Times of the request. `queue_ms` and `prefill_ms` are of the choice with the earliest first token.
 
-    `ttft_ms` counts from arrival. `tokens_per_second` counts from the first token. Both are null if there was no token.
+    `ttft_ms`: from the request's arrival to the first token; null without tokens. `decode_ms`: the longest time from
+    first to last token of a choice. `tokens_per_second`: tokens of all choices after each choice's first, per second of
+    `decode_ms`; null if `decode_ms` is 0.
     """
 
     queue_ms: float
@@ -79,7 +81,10 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Body of completions, or one event of a stream. `timings` are in the body and in the last two events."""
+    """Response body of `/v1/completions`, or one event of its stream.
+
+    `timings` are in the body, in the event that ends the last choice, and in the usage event after it.
+    """
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -91,7 +96,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class ChatTopLogprob(msgspec.Struct, kw_only=True):
-    """Alternative token of a chat completion. `bytes`: the token's bytes of the text; null for a special token."""
+    """One of the most likely tokens at a position. `bytes`: the token's bytes in the text; null for a special token."""
 
     token: str
     logprob: float
@@ -99,20 +104,20 @@ class ChatTopLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatTokenLogprob(ChatTopLogprob, kw_only=True):
-    """Token of a chat completion, with the most likely alternatives. The joined bytes of all tokens are the text."""
+    """Logprob of one token of a chat completion, and the most likely tokens at its position."""
 
     top_logprobs: list[ChatTopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """Logprobs of a chat completion, one entry per token. Tokens of a stop string have entries, but no text."""
+    """Logprobs of a chat completion, one entry per sampled token, even if a stop string cuts the token's text."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """Message of the assistant."""
+    """Generated message, in the role of the assistant."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -120,7 +125,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One completion of a conversation. `stop_reason`: the stop string or token id that matched."""
+    """One completion of a conversation. `stop_reason`: the stop string or stop token id that ended it, if any."""
 
     index: int
     message: ChatMessage
@@ -131,7 +136,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """Body of a chat completion without streaming."""
+    """Response body of `/v1/chat/completions` without streaming."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -145,14 +150,14 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """New part of a message in a stream: the role first, then text. The last delta may be empty."""
+    """Part of a message in one event of a stream: first the role, then text. The last part may be empty."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """New part of one chat completion in a stream."""
+    """Part of one chat completion in one event of a stream."""
 
     index: int
     delta: ChatDelta
@@ -163,9 +168,9 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
-    """Event of a chat stream. The last choice's final event and the usage event after it have `timings`.
+    """Event of a chat stream. `timings` are in the event that ends the last choice, and in the usage event after it.
 
-    Fields of the prompt are in the event that begins the first choice.
+    The event that begins the first choice has the prompt's token ids and logprobs, if requested.
     """
 
     id: str
@@ -180,7 +185,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """Model that this server serves."""
+    """Model that this server serves, or an alias of it. `created`: seconds since 1970."""
 
     id: str
     object: Literal["model"] = "model"
@@ -190,14 +195,14 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """List of the served models."""
+    """Response of `/v1/models`: the served model and its aliases."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
-    """Response of `/tokenize`. `token_strs` is null unless requested."""
+    """Response of `/tokenize`. `count` is the number of tokens; `token_strs` are their texts, null unless requested."""
 
     count: int
     max_model_len: int
@@ -206,7 +211,7 @@ class Tokenized(msgspec.Struct, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """Texts of the special tokens, and the Jinja chat template. Each is null if the model has none."""
+    """Response of `/tokenizer_info`: texts of special tokens, and the Jinja chat template. Null: the model has none."""
 
     eos_token: str | None
     bos_token: str | None
@@ -215,16 +220,18 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 class Detokenized(msgspec.Struct, kw_only=True):
-    """Response of `/detokenize`: the text, with special tokens by name."""
+    """Response of `/detokenize`. `prompt` is the text, in which special tokens stand by name."""
 
     prompt: str
 
 
 class Readiness(msgspec.Struct, kw_only=True):
-    """Readiness of the server. `eta_s` is null if unknown.
+    """Response of `/ready`. `elapsed_s`: seconds in this state; `ready` and `loading` count from the worker's start.
 
-    `level`, `attention` and `dtype` are null while no worker is up. `level` is the instruction set of the native
-    kernels, null if PyTorch's kernels compute.
+    `eta_s`: expected seconds until the server is ready, or until a drain ends; null if unknown.
+
+    `level` (instruction set of the native kernels), `attention` (backend) and `dtype` are of the running worker
+    process, null without one. `level` is also null if the worker computes with PyTorch's kernels.
     """
 
     state: Literal["ready", "loading", "draining", "stalled"]
@@ -237,19 +244,19 @@ class Readiness(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """Liveness of the API process."""
+    """Response of `/health`, sent as long as the API process is alive."""
 
     status: Literal["ok"] = "ok"
 
 
 class Version(msgspec.Struct, kw_only=True):
-    """Version of the server."""
+    """Response of `/version`: the version of the server."""
 
     version: str
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """Error message, type and code. `param` is the field of the request that caused the error."""
+    """Error of a request. `param` is the request field or header that caused the error, null if no single one did."""
 
     message: str
     type: str

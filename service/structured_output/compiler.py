@@ -20,10 +20,11 @@ COMPILER_LIMITS: Final = ProcessLimits(cpu_seconds=2.0, memory_bytes=2**30)
 
 
 class GrammarChecker:
-    """Compiler of requested output formats to grammars, one at a time, in a child process.
+    """Compiler of requests' output constraints to grammars, one at a time, in a child process.
 
     Args:
-        max_waiting: maximum number of requests that wait for the child process, each at most `wait_seconds`.
+        max_waiting: maximum number of requests that wait for the child process; others are rejected.
+        wait_seconds: maximum wait of a request for the child process, after which it is rejected.
         observe: called for each request with the kind of constraint, "accepted" or "refused", and the seconds of
             compilation, or None for a cached grammar.
     """
@@ -68,7 +69,9 @@ class GrammarChecker:
             del self._answers[next(iter(self._answers))]
         self._observe(wanted.kind, "refused" if "error" in answer else "accepted", seconds)
         if "error" in answer:
-            raise InvalidRequest(f"{wanted.param}: {answer['error']}", param=wanted.param)
+            raise InvalidRequest(
+                f"{wanted.param}: this output format cannot be enforced: {answer['error']}", param=wanted.param
+            )
         return answer["grammar"]
 
     def close(self) -> None:
@@ -89,7 +92,7 @@ class GrammarChecker:
         try:
             reply = self._process.ask(order)
         except ProcessNotStarted:
-            raise EngineFailed("the grammar compiler of this server cannot be started", retry=False) from None
+            raise EngineFailed("the grammar compiler process of this server cannot be started", retry=False) from None
         except ProcessEnded:
-            reply = {"error": f"compilation takes over {self._limits}; simplify the grammar"}
+            reply = {"error": f"compilation takes over {self._limits}; simplify the schema or grammar"}
         return reply, time.monotonic() - start

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from model.structured_output.grammar import LIMITS, GrammarError, Vocabulary, compile_grammar, json_grammar
 from service.sandbox.child_process import run_command_loop
-from service.structured_output.json_schema import prepared
+from service.structured_output.json_schema import prepare_schema
 
 # Token masks computed as a trial. The first mask has most of the cost of a regular expression.
 _NUM_TRIALS = 16
@@ -31,13 +31,13 @@ _NO_VOCABULARY = "no tokenizer - can't validate "
 
 
 def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = False) -> str:
-    """Compile an output constraint (see `OutputConstraint`) as a trial, and return the grammar for the worker.
+    """Return the grammar of an output constraint (see `OutputConstraint`) for the worker, after a trial compilation.
 
     Raises:
         GrammarError: the constraint cannot be enforced.
     """
     if kind == "json":
-        grammar = json_grammar(prepared(content, lenient=lenient), lenient=lenient)
+        grammar = json_grammar(prepare_schema(content, lenient=lenient), lenient=lenient)
     elif kind == "regex":
         grammar = LLMatcher.grammar_from_regex(content)
     elif kind == "choice":
@@ -50,10 +50,10 @@ def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = F
 
 
 def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
-    """Sample a few tokens, so that a grammar with masks over a limit is rejected before a completion starts.
+    """Compile a grammar and sample a few tokens with it, so that a grammar over a limit is rejected before it is used.
 
     Raises:
-        GrammarError: the grammar does not compile, exceeds a limit, or allows no token.
+        GrammarError: the grammar does not compile, exceeds a limit, or cannot be completed with this vocabulary.
     """
     rng, matcher = random.Random(0), compile_grammar(vocabulary, grammar)
     for _ in range(_NUM_TRIALS):
@@ -65,12 +65,12 @@ def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
     if matcher.is_error():
         message = matcher.get_error()
         if message.startswith("NoExtension"):
-            message = "no tokens of this model can complete the text; check for a rule or a $ref that needs itself"
+            message = "no tokens of this model can complete the text; check for a rule or $ref that requires itself"
         raise GrammarError(message)
 
 
 def _lark_grammar(content: str) -> str:
-    """Return llguidance's form of a client's Lark or GBNF grammar. Schemas (`%json {…}`) are prepared.
+    """Convert a client's Lark or GBNF grammar to llguidance's form, with each schema (`%json {…}`) prepared.
 
     Raises:
         GrammarError: the grammar is invalid, sets a temperature, or refers to tokens.
@@ -80,22 +80,22 @@ def _lark_grammar(content: str) -> str:
     except ValueError as error:
         reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
         raise GrammarError(reason) from None
-    grammar = LLMatcher.grammar_from_lark(_ready(text))
+    grammar = LLMatcher.grammar_from_lark(_prepare_schemas(text))
     is_error, warnings = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
     if not is_error and any(line.startswith(_NO_VOCABULARY) for line in warnings):
-        raise GrammarError("a rule refers to a token, as in <|end|>; a grammar may only describe text")
+        raise GrammarError("a grammar rule refers to a token, as in <|end|>; describe the token's text instead")
     return grammar
 
 
-def _ready(text: str) -> str:
-    """Return a Lark grammar with its JSON Schemas prepared. Raises GrammarError with the line of the fault."""
+def _prepare_schemas(text: str) -> str:
+    """Return a Lark grammar with its JSON Schemas prepared for llguidance. Raises GrammarError with the faulty line."""
     pieces, start = [], 0
     while found := _PARTS.search(text, start):
         pieces.append(text[start : found.end()])
         start = found.end()
         line = text.count("\n", 0, found.start()) + 1
         if found["setting"]:
-            raise GrammarError(f"line {line}: a rule cannot set temperature; set it in the request")
+            raise GrammarError(f"line {line} of the grammar: a rule cannot set temperature; set it in the request")
         if found["schema"]:
             try:
                 schema, start = json.JSONDecoder().raw_decode(text, start)
@@ -103,19 +103,19 @@ def _ready(text: str) -> str:
                 continue  # llguidance reports the error
             if isinstance(schema, dict):
                 try:
-                    document = json.loads(json_grammar(prepared(schema, lenient=False)))
+                    document = json.loads(json_grammar(prepare_schema(schema, lenient=False)))
                 except GrammarError as error:
-                    raise GrammarError(f"line {line}: {error}") from None
+                    raise GrammarError(f"line {line} of the grammar: {error}") from None
                 schema = document["grammars"][0]["json_schema"]
             pieces.append(json.dumps(schema))
     return "".join([*pieces, text[start:]])
 
 
 def main() -> None:
-    """Check grammars for the API process.
+    """Run the child process: compile one output constraint per command of the API process.
 
     The first command is `{"tokens", "special_token_ids", "eos_token_ids"}` and the limits, with each token's bytes
-    decoded as Latin-1. Each further command is `{"kind", "content", "lenient"}`. A reply has a `grammar` or an `error`.
+    decoded as Latin-1. Each later command is `{"kind", "content", "lenient"}`. Its reply has a `grammar` or an `error`.
     """
     run_command_loop(_prepare)
 

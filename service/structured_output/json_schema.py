@@ -22,15 +22,15 @@ _WRITABLE = frozenset(
 )  # control characters with a short JSON escape such as \n; see `model.structured_output.grammar`
 
 
-def prepared(schema: Any, place: str = "", *, lenient: bool) -> Any:
-    """Return a JSON Schema in the form that llguidance receives. Other values are returned unchanged.
+def prepare_schema(schema: Any, place: str = "", *, lenient: bool) -> Any:
+    """Return a JSON Schema in the form that llguidance receives. A value that is not an object is returned unchanged.
 
-    Bounds beyond the exact integers are narrowed. Every value except data (`const`, `enum`) is treated as a schema,
-    even under an unknown keyword, because a `$ref` may point there.
+    A minimum below -(2^53 - 1) becomes this number, a maximum above 2^53 - 1 that number. Every value except data
+    (`const`, `enum`) is treated as a schema, even under an unknown keyword, because a `$ref` may point there.
 
     Args:
-        place: path of the schema in the client's schema, for errors.
-        lenient: accept a `minProperties` that cannot be enforced.
+        place: path of this part in the client's whole schema, for error messages.
+        lenient: accept a `minProperties` that cannot be enforced, instead of raising an error.
 
     Raises:
         GrammarError: llguidance would enforce the schema wrongly; the message begins with the path of the keyword.
@@ -38,7 +38,7 @@ def prepared(schema: Any, place: str = "", *, lenient: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     if "x-guidance" in schema:
-        raise _error(place, "x-guidance is not supported; remove it")
+        raise _error(place, "the keyword x-guidance is not supported; remove it")
     if not lenient:
         _check_count(schema, place)
     ready: dict[str, Any] = {}
@@ -50,20 +50,22 @@ def prepared(schema: Any, place: str = "", *, lenient: bool) -> Any:
             _check_data(value, below)
             ready[key] = value
         elif key in _NAMED and isinstance(value, dict):
-            ready[key] = {name: prepared(part, f"{below}.{name}", lenient=lenient) for name, part in value.items()}
+            ready[key] = {
+                name: prepare_schema(part, f"{below}.{name}", lenient=lenient) for name, part in value.items()
+            }
         elif isinstance(value, list):
-            ready[key] = [prepared(part, f"{below}[{i}]", lenient=lenient) for i, part in enumerate(value)]
+            ready[key] = [prepare_schema(part, f"{below}[{i}]", lenient=lenient) for i, part in enumerate(value)]
         elif _is_number(value):
             ready[key] = min(max(value, _LOWER.get(key, value)), _UPPER.get(key, math.inf))
             if ready[key] == value or not math.isfinite(value):
                 _check_data(value, below)
         else:
-            ready[key] = prepared(value, below, lenient=lenient)
+            ready[key] = prepare_schema(value, below, lenient=lenient)
     return ready
 
 
 def _error(place: str, complaint: str) -> GrammarError:
-    """Return an error that names a path in the schema. A long path loses its beginning."""
+    """Return an error whose message begins with a path in the schema. A long path is cut at its beginning."""
     place = place.lstrip(".")
     if len(place) > _LONGEST_PLACE:
         place = "…" + place[-_LONGEST_PLACE:]
@@ -75,7 +77,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_data(value: object, place: str) -> None:
-    """Raise GrammarError for a number or string in `const` or `enum` that llguidance cannot generate as written."""
+    """Raise GrammarError if a schema's value contains a number or string that llguidance cannot write exactly."""
     if isinstance(value, dict):
         for name, part in value.items():
             _check_data(part, f"{place}.{name}")
@@ -83,13 +85,13 @@ def _check_data(value: object, place: str) -> None:
         for number, part in enumerate(value):
             _check_data(part, f"{place}[{number}]")
     elif isinstance(value, str) and any(not (c >= " " or c in _WRITABLE) or c == "\x7f" for c in value):
-        raise _error(place, "a control character that needs a \\u escape cannot be generated; remove it")
+        raise _error(place, "a control character that needs a \\u escape cannot be generated; remove the character")
     elif isinstance(value, int | float):
         written = f"{str(value)[:_LONGEST_NUMBER]}…" if len(str(value)) > _LONGEST_NUMBER else str(value)
         if isinstance(value, float) and not math.isfinite(value):
-            raise _error(place, f"{written} is not a JSON number")
+            raise _error(place, f"{written} is not a JSON number; replace it")
         if abs(value) > LARGEST_INTEGER:
-            raise _error(place, f"{written} is beyond ±(2^53 - 1), where JSON numbers are no longer exact")
+            raise _error(place, f"{written} is beyond ±(2^53 - 1), where JSON numbers are no longer exact; replace it")
 
 
 def _check_count(schema: Mapping[str, Any], place: str) -> None:

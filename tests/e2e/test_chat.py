@@ -223,7 +223,7 @@ def test_defaults_of_the_checkpoint_act_and_are_shown(tmp_path: Path) -> None:
     texts = [body["choices"][0]["message"]["content"] for body in (default, nulls, asked, usual)]
     assert texts[0] == texts[1] == texts[2] != texts[3]
     assert default["usage"]["completion_tokens"] == completed["usage"]["completion_tokens"] == 24
-    assert service.log.read_text().count("no_repeat_ngram_size: not supported, ignored") == 1
+    assert service.log.read_text().count("unsupported keys, ignored: no_repeat_ngram_size") == 1
     assert printed["generation_config"] == "temperature 0.7, top_k 20, top_p 0.9, max_new_tokens 24"
     assert (printed["device"], printed["dtype"]) == ("cpu", "float32 (auto: the checkpoint is float32)")
     assert printed["threads"] == f"1 (as set; usable CPUs: {usable_cpus()})"

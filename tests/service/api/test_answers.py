@@ -1,4 +1,4 @@
-"""Equality of streamed and whole responses, for any request fields, delta sizes and worker deaths."""
+"""Equality of the joined stream and the JSON body of a request, for any fields, delta sizes and worker deaths."""
 
 import asyncio
 import json
@@ -40,17 +40,17 @@ SILENT: Any = SimpleNamespace(
 
 
 def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
-    """Return a logprob that is the same in each attempt."""
+    """Return the logprob of a token, which depends on position only, so that each attempt computes the same."""
     top = tuple(((token_id + number) % 256, -float(number + position % 3)) for number in range(num_top))
     return TokenLogprob(token_id=token_id, logprob=-float(position % 3), rank=1, top=top)
 
 
 @dataclass
 class Engine:
-    """Simulated worker that generates `texts[uid]`. Every step is one delta.
+    """Simulated worker that generates the token ids `texts[uid]`. Every step returns one delta of one sequence.
 
-    The first delta of a prompt's first sample has the prompt's logprobs. Before a worker death, no other sample of the
-    prompt comes earlier.
+    The first delta of a prompt's first sample has the prompt's logprobs. In a first attempt, no other sample of the
+    prompt gets a delta earlier.
     """
 
     texts: dict[str, Sequence[int]]
@@ -64,7 +64,7 @@ class Engine:
                 self.running[command.uid] = (command, detokenizer, len(command.prior_token_ids))
 
     def next(self, turn: int) -> str:
-        """Return the uid of the sequence that computes next."""
+        """Return the uid of the sequence that gets the next delta."""
         uid = sorted(self.running)[turn % len(self.running)]
         first = uid.split(".")[0] + ".0"
         submit, _, start = self.running.get(first, self.running[uid])
@@ -123,7 +123,7 @@ def make_choices(builder: type[ResponseBuilder], asked: CompletionRequest, num_s
 
 @dataclass(frozen=True)
 class Scene:
-    """One request and its course: which choice gets how many tokens, and before which steps the worker dies."""
+    """One request, the sequence and number of tokens of each step, and the steps at which the worker dies."""
 
     builder: type[CompletionBuilder] | type[ChatBuilder]
     asked: CompletionRequest
@@ -163,12 +163,12 @@ class Scene:
             turn, count = turns.pop() if turns else (0, 3)
             delta = engine.step(engine.next(turn), count)
             if number in deaths:
-                engine.running.clear()  # what it had drawn is lost
+                engine.running.clear()  # the tokens of this step are lost
                 engine_client.receive([make_hello(number + 1)])
             else:
                 engine_client.receive([delta])
             number += 1
-            for _ in range(number % 3):  # now and then several deltas arrive at once
+            for _ in range(number % 3):  # in some turns several deltas arrive before the response task runs
                 await asyncio.sleep(0)
         await task
         return b"".join(sent).decode()
@@ -193,7 +193,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     builder = draw(st.sampled_from(builders))
     asked = draw(WANTS)
     num_samples = draw(st.integers(1, 2))
-    if builder is ChatBuilder:  # it has no echo
+    if builder is ChatBuilder:  # chat completions have no echo
         asked = asked.model_copy(update={"echo": False})
     return Scene(
         builder=builder,
@@ -206,7 +206,7 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 
 def check_usage(scene: Scene, chunks: list[dict[str, Any]], body: dict[str, Any]) -> None:
-    """Check that streamed usage grows, is in every requested chunk, and ends like the body's usage."""
+    """Check that streamed usage never falls, is in every requested chunk, and in the last equals the body's usage."""
     told, options = [chunk["usage"] for chunk in chunks if "usage" in chunk], scene.asked.stream_options
     assert options is not None
     assert len(told) == (len(chunks) if options.continuous_usage_stats else int(bool(options.include_usage)))
@@ -232,7 +232,7 @@ def test_a_stream_joined_equals_the_json_body_even_after_worker_deaths(scene: Sc
 
 
 def check_choices(scene: Scene, body: dict[str, Any]) -> None:
-    """Check that the body has each token once, and only the requested fields."""
+    """Check that the body has each generated token once, and no optional field that was not requested."""
     asked = scene.asked
     for choice, ids in zip(body["choices"], scene.texts, strict=False):
         assert choice.get("token_ids") == (ids if asked.return_token_ids else None)

@@ -21,7 +21,7 @@ from tests.service.sequences import make_choice, make_hello, make_request
 
 
 @pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
-def test_a_bad_request_is_rejected_before_the_engine(
+def test_a_bad_request_is_rejected_and_never_submitted_to_the_engine(
     client: TestClient, queue: EchoChannel, body: bytes, status: int, said: str
 ) -> None:
     response = client.post("/v1/completions", content=body)
@@ -33,7 +33,7 @@ def test_a_bad_request_is_rejected_before_the_engine(
     assert queue.submits == []
 
 
-def test_a_completion_as_a_json_body_and_as_a_stream(client: TestClient) -> None:
+def test_a_completion_is_a_json_body_or_an_event_stream(client: TestClient) -> None:
     whole = client.post("/v1/completions", json={"prompt": "abc"}).json()
     assert whole["choices"][0]["text"] == "abc"
     assert whole["id"].startswith("cmpl-")
@@ -42,7 +42,7 @@ def test_a_completion_as_a_json_body_and_as_a_stream(client: TestClient) -> None
     assert streamed.text.endswith("data: [DONE]\n\n")
 
 
-def test_the_model_list_and_one_model_card(client: TestClient) -> None:
+def test_the_model_list_has_the_card_of_the_served_model(client: TestClient) -> None:
     (card,) = client.get("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 256)
     assert client.get("/v1/models/tiny").json() == card
@@ -95,7 +95,7 @@ def test_neutral_fields_of_vllm_clients_change_nothing(client: TestClient) -> No
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
-def test_health_version_metrics_and_pages(client: TestClient) -> None:
+def test_the_health_version_metrics_and_playground_routes_respond(client: TestClient) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     assert client.head("/health").status_code == 200
     assert client.get("/version").json()["version"]
@@ -141,7 +141,7 @@ def test_a_draining_server_rejects_with_503_and_closes_the_connection(client: Te
     assert response.json()["error"]["code"] == "draining"
     assert response.headers["connection"] == "close"
     assert 1 <= int(response.headers["retry-after"]) <= 30
-    assert client.get("/health").status_code == 200, "alive to the end"
+    assert client.get("/health").status_code == 200, "the process is alive while it drains"
 
 
 def say(frontend: Frontend, hello: WorkerReady) -> None:
@@ -198,7 +198,7 @@ def test_an_invalid_worker_message_fails_requests_but_not_the_api_process(
     assert request._failure.status == 500
 
 
-def test_a_content_length_that_is_no_number_is_rejected(client: TestClient) -> None:
+def test_a_content_length_that_is_not_a_number_is_rejected(client: TestClient) -> None:
     response = client.post("/v1/completions", content=b"{}", headers={"content-length": "many"})
     assert response.status_code == 400
 
@@ -212,7 +212,7 @@ def test_every_response_has_the_request_id(client: TestClient) -> None:
 def test_the_engine_state_metric_ignores_jumps_of_the_wall_clock(
     client: TestClient, frontend: Frontend, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With gauges of several processes, the latest wall-clock time would count."""
+    """A gauge for several processes would show the value with the latest wall-clock time, which may jump back."""
     seconds = iter(range(2_000_000_000, 0, -1_000_000))
     monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
 
@@ -236,7 +236,7 @@ def test_the_engine_state_metric_ignores_jumps_of_the_wall_clock(
 def test_periodic_work_expires_requests_that_wait_too_long(
     frontend: Frontend, queue: EchoChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker, which may hang, sends nothing."""
+    """The API process fails the request alone: the worker, which may hang, sends nothing."""
     queue.answers = False
     monkeypatch.setattr("service.api.app._TICK_SECONDS", 0.0)
     say(frontend, make_hello(0))
@@ -271,7 +271,7 @@ def test_commands_for_a_dead_worker_go_to_the_next_worker(
 ) -> None:
     queue.answers = False
     frontend.context.engine_client.submit(make_request(make_choice("before")))
-    lifecycle.epoch.value = 1  # main has seen the worker's death
+    lifecycle.epoch.value = 1  # the main process has seen the worker's death and starts another
     frontend.context.engine_client.submit(make_request(make_choice("between")))
     assert [submit.uid for submit in queue.submits] == ["before"]
     frontend.receive(encode_events([make_hello(1)]))

@@ -1,4 +1,4 @@
-"""Direct writes: stream events that are written in the event-loop turn of their arrival."""
+"""Direct writes: stream events written as soon as their deltas arrive, without waking the response's task."""
 
 import asyncio
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def test_the_response_task_sends_all_events_in_order_to_a_slow_client(tools: Any
         body.is_writable = False
         exchange.push(ids=(98,), text="b")
         body.is_writable = True
-        exchange.push(ids=(99,), text="c")  # "b" waits for the task, and so must this
+        exchange.push(ids=(99,), text="c")  # "b" waits for the response task, so "c" must wait behind it
         assert len(exchange.client.events) == 1
         await exchange.settle()
         exchange.push(ids=(100,), text="d")

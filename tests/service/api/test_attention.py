@@ -43,7 +43,7 @@ MAX_TOKENS = 32
 
 
 def even_weights(look: AttentionQuery) -> bytes:
-    """Return the weights of uniform attention."""
+    """Return the lower triangle of weights as the worker sends it: each token attends equally to all before it."""
     lengths = range(1, len(look.token_ids) + 1)
     return array("f", [1 / length for _ in look.heads for length in lengths for _ in range(length)]).tobytes()
 
@@ -121,7 +121,7 @@ def request_of(body: dict[str, Any], *, leaves: bool = False) -> Request:
     return Request({"type": "http", "headers": []}, receive)
 
 
-def test_attention_weights_of_all_heads(client: TestClient, bench: Bench) -> None:
+def test_attention_weights_of_all_heads_are_causal_and_sum_to_1(client: TestClient, bench: Bench) -> None:
     body = client.post(ROUTE, json={"prompt": "the 😀", "layer": 1}).json()
     assert body["object"] == "attention"
     assert (body["layer"], body["heads"]) == (1, [0, 1, 2, 3])
@@ -142,13 +142,13 @@ def test_attention_weights_of_all_heads(client: TestClient, bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("head", [2, "all", None])
-def test_attention_weights_of_one_head_or_of_token_ids(client: TestClient, head: object) -> None:
+def test_the_response_has_the_weights_of_the_requested_heads_only(client: TestClient, head: object) -> None:
     body = client.post(ROUTE, json={"prompt": [5, 6], "layer": 0, "head": head, "model": "tiny"}).json()
     assert body["heads"] == ([2] if head == 2 else [0, 1, 2, 3])
     assert body["weights"][0] == [[1.0, 0.0], [0.5, 0.5]]
 
 
-def test_the_limits_of_attention_inspection(client: TestClient) -> None:
+def test_get_returns_the_limits_of_attention_inspection(client: TestClient) -> None:
     limits = {"model": "tiny", "num_layers": 2, "num_heads": 4, "max_tokens": MAX_TOKENS}
     assert client.get(ROUTE).json() == limits
 
@@ -164,7 +164,7 @@ def _with(**fields: Any) -> bytes:
         (b"[]", 400, "must be a JSON object"),
         (b'{"prompt": "a"}', 400, "layer is required"),
         (b'{"layer": 0}', 400, "prompt is required"),
-        (_with(layer=2), 400, "layer 2 does not exist; this model has layers 0 to 1"),
+        (_with(layer=2), 400, "attention layer 2 does not exist; this model has layers 0 to 1"),
         (_with(layer=-1), 400, "layer must be greater than or equal to 0"),
         (_with(layer=1.5), 400, "layer must be a whole number"),
         (_with(layer="1"), 400, "layer must be a whole number"),
@@ -174,7 +174,7 @@ def _with(**fields: Any) -> bytes:
         (b'{"prompt": "a", "layer": 1e400}', 400, "layer"),
         (b'{"prompt": "a", "layer": ' + b"9" * 5000 + b"}", 400, ""),
         (_with(layer=2**40), 400, "layer must be less than"),
-        (_with(head=4), 400, "head 4 does not exist; this model has heads 0 to 3"),
+        (_with(head=4), 400, "attention head 4 does not exist; this model has heads 0 to 3"),
         (_with(head="x"), 400, 'head must be the index of a head, from 0, or "all"'),
         (_with(head="0"), 400, "head must be the index of a head"),
         (_with(head=-1), 400, "head must be the index of a head"),
@@ -190,7 +190,7 @@ def _with(**fields: Any) -> bytes:
         (_with(prompt=[-1]), 400, "out of vocabulary"),
         (_with(prompt=[1] * 33), 400, "attention inspection takes at most 32 tokens, but the prompt has 33"),
         (_with(prompt="z" * 33), 400, "attention inspection takes at most 32 tokens, but the prompt has 33"),
-        (_with(prompt="z" * 90_000), 400, "32 tokens, but the prompt has at least 18000; shorten it"),
+        (_with(prompt="z" * 90_000), 400, "32 tokens, but the prompt has at least 18000 tokens; shorten the prompt"),
         (_with(prompt="z" * 200_000), 413, "over the limit"),
         (b'{"prompt": "\\ud83d", "layer": 0}', 400, "not valid JSON"),
         (_with(colour="red"), 400, "unknown field: colour"),
@@ -215,7 +215,7 @@ def test_disabled_attention_inspection_is_a_403(tokenizer: Tokenizer) -> None:
         for response in (client.get(ROUTE), client.post(ROUTE, json={"prompt": "a", "layer": 0})):
             assert response.status_code == 403
             assert response.json()["error"]["code"] == "switched_off"
-            assert "--max-inspect-tokens above 0" in response.json()["error"]["message"]
+            assert "--max-inspect-tokens N, N above 0" in response.json()["error"]["message"]
 
 
 def test_a_draining_server_rejects_attention_queries(client: TestClient, bench: Bench) -> None:
@@ -300,7 +300,7 @@ def test_an_attention_query_survives_the_death_of_the_worker(bench: Bench) -> No
 def test_an_attention_query_that_kills_three_workers_fails(bench: Bench) -> None:
     async def die() -> None:
         (task,) = await waiting(bench, 1)
-        for epoch in range(1, 5):  # no worker has begun this attempt when it dies
+        for epoch in range(1, 5):  # each worker dies before it has begun this attempt
             bench.engine_client.receive([make_hello(epoch), Started(uid=bench.sent[0].uid, attempt=0)])
         for epoch in (5, 6, 7):
             assert not task.done()

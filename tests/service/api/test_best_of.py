@@ -71,7 +71,7 @@ def test_best_of_returns_the_highest_mean_logprobs_first_and_counts_all_tokens(
         for choice in choices:
             values = samples[choice.prompt_index][choice.index % 3]
             for value in values[:-1]:
-                exchange.push(choice.index, ids=(97,), logprobs=_logprobs(value))  # no text yet
+                exchange.push(choice.index, ids=(97,), logprobs=_logprobs(value))  # a delta without text
             text = f"{choice.prompt_index}{choice.index % 3}"
             exchange.push(choice.index, ids=(97,), text=text, logprobs=_logprobs(values[-1]), finish=make_finish())
         await asyncio.wait_for(exchange.task, 60)

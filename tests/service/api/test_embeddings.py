@@ -99,15 +99,20 @@ def test_truncate_prompt_tokens_cuts_embedded_texts(client: TestClient, queue: E
         ({"input": []}, 400, "input", "must not be empty"),
         ({"input": ["a", ""]}, 400, "input", "must not be empty"),
         ({"input": [[1], []]}, 400, "input", "must not be empty"),
-        ({"input": None}, 400, "input", "input must be a string, a list of strings, token ids"),
-        ({"input": [1, "a"]}, 400, "input", "input must be a string, a list of strings, token ids"),
+        ({"input": None}, 400, "input", "input must be a string, a list of token ids, or"),
+        ({"input": [1, "a"]}, 400, "input", "input must be a string, a list of token ids, or"),
         ({"input": ["a"] * 4097}, 400, "input", "up to 4096"),
         ({"input": [9, 274]}, 400, "input", "token id 274 is out of vocabulary"),
-        ({"input": ["b", "a" * 257]}, 400, "input", "context length is 256 tokens, but the prompt has 257; shorten it"),
+        (
+            {"input": ["b", "a" * 257]},
+            400,
+            "input",
+            "context length is 256 tokens, but the prompt has 257 tokens; shorten",
+        ),
         ({"input": "a" * 1_000_000}, 400, "input", "but the prompt has at least"),
         ({"input": "a", "model": "other"}, 404, "model", "does not exist"),
         ({"input": "a", "dimensions": 0}, 400, "dimensions", "must be greater than or equal to 1"),
-        ({"input": "a", "dimensions": 33}, 400, "dimensions", "dimensions=33 is over the 32 of this model"),
+        ({"input": "a", "dimensions": 33}, 400, "dimensions", "dimensions=33 is over the 32 dimensions of this model"),
         ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format", "must be 'float' or 'base64'"),
         ({"input": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", "a whole number from 1, or -1"),
         ({"input": "a", "truncate_prompt_tokens": 257}, 400, "truncate_prompt_tokens", "over the 256 tokens"),
@@ -125,7 +130,7 @@ def test_an_invalid_embeddings_request_names_the_field(
 
 
 def test_an_embeddings_request_of_many_texts_fits_a_small_server(client: TestClient, queue: EchoChannel) -> None:
-    """The server has capacity for 4 sequences, and for 2 of one request."""
+    """The server holds 4 sequences, and a request submits its texts in groups of 2."""
     texts = [f"{number}" for number in range(50)]
     body = ask(client, input=texts)
     np.testing.assert_allclose(vectors(body), [vector(list(text.encode())) for text in texts], atol=1e-8)
@@ -280,7 +285,7 @@ class TestLastTokenPooling:
         assert queue.submits[0].pooling is Pooling.LAST
 
 
-def test_vectors_are_encoded_fast_and_with_few_digits() -> None:
+def test_vectors_are_rounded_to_9_decimals_within_float32_precision() -> None:
     many = [vector([number]).tobytes() for number in range(300)]
     for row, told in zip(many, write_vectors(many, dimensions=None, as_text="float"), strict=True):
         assert isinstance(told, list)

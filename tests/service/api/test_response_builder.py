@@ -24,7 +24,7 @@ def tools(tokenizer: Tokenizer, metrics: Metrics) -> tuple[Tokenizer, Metrics]:
 
 
 def likely(token_id: int, logprob: float = -0.5) -> TokenLogprob:
-    """Return a token whose alternatives are the token itself and one other token."""
+    """Return the logprob of a token, with that token and one other token as the most likely ones."""
     return TokenLogprob(token_id=token_id, logprob=logprob, rank=1, top=((token_id, logprob), (120, -1.5)))
 
 
@@ -65,7 +65,7 @@ def test_a_chat_stream_sends_the_role_then_text_with_logprobs_and_ids(tools: Any
 
 
 def test_a_chat_completion_without_tokens_has_an_empty_logprobs_list(tools: Any) -> None:
-    """Clients iterate over `logprobs.content` without a check."""
+    """Clients iterate over `logprobs.content` without a check for null."""
 
     async def test() -> None:
         exchange = Exchange(CompletionBody, make_request(make_choice(max_tokens=0)), tools, ChatBuilder, logprobs=0)

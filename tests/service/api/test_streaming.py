@@ -62,7 +62,7 @@ class Client:
 
 
 class Exchange:
-    """Delivery of one request's response to one client."""
+    """One request, its response, and the client that receives the response. The test pushes the deltas."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Exchange:
         self.task = asyncio.create_task(response(scope or {}, self.client.receive, self.client.send))
 
     def push(self, index: int = 0, **delta: Any) -> None:
-        """Add a delta to its choice as the engine client does, and deliver it."""
+        """Add a delta to its choice and deliver it to the response, as the engine client does."""
         choice = self.request.choices[index]
         event = make_delta(index=len(choice.token_ids), **delta)
         choice.add(event)
@@ -261,7 +261,7 @@ def test_a_disconnect_ends_the_request(kind: Any, has_started: bool, tools: Any)
         await exchange.settle()
         exchange.client.left.set()
         if has_started:
-            exchange.push(ids=(98, 99), text="bc")  # comes when the client has gone
+            exchange.push(ids=(98, 99), text="bc")  # arrives after the client has disconnected
         await exchange.task
         assert exchange.closed == [exchange.request]
         assert not exchange.client.is_complete

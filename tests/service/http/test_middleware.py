@@ -213,5 +213,5 @@ def test_more_prompts_than_the_setting_allows_are_rejected(client: TestClient) -
         answer = client.post("/v1/completions", json={"prompt": prompts})
         assert answer.status_code == status
     error = answer.json()["error"]
-    assert error["message"].startswith("prompt holds 3 prompts, this server takes 2 in one request")
+    assert error["message"].startswith("prompt has 3 prompts, over the limit of 2 per request")
     assert error["param"] == "prompt"

@@ -93,7 +93,7 @@ def test_a_cancelled_conversation_keeps_the_thread_until_rendering_ends(
         with pytest.raises(Overloaded):
             await encoding(prompts)
         busy.set()
-        while prompts._executor._turn.locked():  # until the thread is done, however long that takes
+        while prompts._executor._turn.locked():  # until the thread has finished rendering
             await asyncio.sleep(0.001)
         assert await encoding(prompts) == [1]
 
@@ -112,7 +112,7 @@ MESSAGE = {"role": "user", "content": "a"}
         (
             "/v1/chat/completions",
             {"messages": [{**MESSAGE, "content": [TEXT] * (MAX_PARTS + 1)}]},
-            f"messages[0].content must be a string, or up to {MAX_PARTS}",
+            f"messages[0].content must be a string, or a list of up to {MAX_PARTS}",
         ),
         ("/v1/completions", {"prompt": [[1]] * (MAX_PROMPTS + 1)}, f"up to {MAX_PROMPTS}"),
         ("/v1/completions", {"prompt": ["a"] * (MAX_PROMPTS + 1)}, f"up to {MAX_PROMPTS}"),

@@ -17,8 +17,10 @@ from tests.service.echo import EchoChannel
 from tests.tiny_model import EOS
 
 EOS_ID = 273
-ECHO = "us: hiassistt:"  # the worker in these tests gives back the prompt's single bytes: no merges, no marks
-# The tiny tokenizer knows one mark; it ends every message here.
+ECHO = (
+    "us: hiassistt:"  # the simulated worker returns the prompt's single-byte tokens, without merged and special tokens
+)
+# The tiny tokenizer has one special token, which ends every message in this template.
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     "{% if m.content == 'bad' %}{{ m.content.no.more }}{% endif %}"
@@ -54,7 +56,7 @@ def prompt_of(queue: EchoChannel) -> list[int]:
 
 
 def tokens(client: TestClient, text: str) -> list[int]:
-    """Return the tokens of a text, with a special token by its name."""
+    """Return the token ids of a text, in which the name of the special token stands for this token."""
     pieces = text.split(EOS)
     ids = [client.post("/tokenize", json={"prompt": piece}).json()["tokens"] if piece else [] for piece in pieces]
     return [i for number, piece in enumerate(ids) for i in ([EOS_ID] if number else []) + piece]
@@ -149,7 +151,7 @@ def test_without_max_tokens_a_chat_completion_may_fill_the_context(client: TestC
 
 
 def test_admission_counts_a_chat_without_max_tokens_by_a_default(frontend: Frontend) -> None:
-    """Admission counts the requested length, or a default length."""
+    """With `max_tokens`, admission counts that length."""
     token_ids = list(range(10))
     for fields, counted in (({}, 10 + 246), ({"max_tokens": 7}, 17)):
         body = {"messages": [{"role": "user", "content": "a"}], **fields}
@@ -207,7 +209,7 @@ def _one(**message: Any) -> dict[str, Any]:
         (
             {**_one(), "chat_template_kwargs": {"messages": 1}},
             "chat_template_kwargs",
-            "messages is set by the server; leave it out",
+            "the variable messages is set by the server; leave it out",
         ),
         (
             {**_one(), "chat_template_kwargs": {"eos_token": ""}},
@@ -217,7 +219,7 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(), "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", "chat_template_kwargs.a must"),
         ({**_one(), "prompt": "a"}, "prompt", "unknown field: prompt"),
         ({**_one(), "best_of": 1}, "best_of", "unknown field: best_of"),
-        ({**_one(), "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one of them"),
+        ({**_one(), "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give only one of them"),
         ({**_one(), "max_completion_tokens": 250}, "max_completion_tokens", "context length is 256 tokens"),
         ({**_one(), "max_tokens": 250}, "max_tokens", "context length is 256 tokens"),
         ({**_one(content="a" * 300), "max_tokens": 1}, "messages", "context length is 256 tokens"),
@@ -291,7 +293,7 @@ def test_an_invalid_tokenize_request_names_the_field(client: TestClient, body: d
     response = client.post("/tokenize", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     has_neither_or_both = ("prompt" in body) is ("messages" in body)
-    assert ("give either prompt or messages" in response.text) is has_neither_or_both
+    assert ("needs either prompt or messages, and not both" in response.text) is has_neither_or_both
 
 
 def test_tokenizer_info_has_special_tokens_and_the_template(client: TestClient) -> None:

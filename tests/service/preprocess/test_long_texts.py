@@ -25,7 +25,7 @@ SHORT, LONG = "abc", "abc " * MAX_INLINE_CHARACTERS
 def test_short_requests_complete_while_a_long_text_is_tokenized(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, route: str, fields: dict[str, Any]
 ) -> None:
-    """The tokenizer blocks within the long text until the response to a short request is complete."""
+    """Tokenization of the long text blocks until the response to a short request is complete."""
     began, go_on = threading.Event(), threading.Event()
     encode = ByteLevelTokenizer.encode
 

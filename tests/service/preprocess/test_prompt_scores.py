@@ -7,7 +7,7 @@ from tests.service.sequences import make_choice, make_delta, make_hello, make_re
 
 
 def test_after_a_worker_death_each_sample_computes_prompt_logprobs_and_the_first_result_counts() -> None:
-    """Any sample may run first, because a sample that may have killed the worker is held back."""
+    """After a worker death any sample may run first, because a sample that may be the cause is held back."""
     sent: list[Command] = []
     engine_client = EngineClient(
         send=sent.extend,

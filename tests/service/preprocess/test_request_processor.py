@@ -55,7 +55,7 @@ def test_every_sampling_field_reaches_the_engine(processor: RequestProcessor) ->
     assert params.prompt_logprobs is None
     (scored,) = plan(processor, **fields, echo=True)
     assert scored.submit.params.prompt_logprobs == 2
-    for asked, found in ((0, 2), (5, 5)):  # the more of what is to be told
+    for asked, found in ((0, 2), (5, 5)):  # the greater of `logprobs` and `prompt_logprobs`
         (scored,) = plan(processor, **fields, echo=True, prompt_logprobs=asked)
         assert scored.submit.params.prompt_logprobs == found
     (scored,) = plan(processor, prompt_logprobs=3)
@@ -86,8 +86,8 @@ def test_seeds_are_repeatable_and_different_for_each_sample(processor: RequestPr
 
     assert seeds(seed=5, n=4) == seeds(seed=5, n=4)
     assert len(set(seeds(seed=5, n=8))) == 8
-    assert seeds(seed=5, n=4)[:1] == seeds(seed=5)  # the first sample is the same whatever n
-    assert seeds(seed=5, n=2, prompt=["a", "b"])[:2] == seeds(seed=5, n=2)  # and each prompt's whatever the others
+    assert seeds(seed=5, n=4)[:1] == seeds(seed=5)  # the first sample's seed does not depend on n
+    assert seeds(seed=5, n=2, prompt=["a", "b"])[:2] == seeds(seed=5, n=2)  # nor a prompt's seeds on other prompts
     assert seeds(seed=5, n=2)[1] != seeds(seed=6, n=2)[1]
     assert len(set(seeds(n=8) + seeds(n=4))) == 12  # without a seed, all random
     assert 0 <= sample_seed(-1, 0) < 2**64
@@ -97,10 +97,10 @@ def test_seeds_are_repeatable_and_different_for_each_sample(processor: RequestPr
 def test_a_request_over_the_context_length_is_rejected_with_both_numbers(processor: RequestProcessor) -> None:
     assert len(plan(processor, prompt="a" * 60, max_tokens=4)) == 1
     with pytest.raises(
-        ContextLengthExceeded, match="context length is 64 tokens, but the prompt has 60 and max_tokens is 5"
+        ContextLengthExceeded, match="context length is 64 tokens, but the prompt has 60 tokens and max_tokens is 5"
     ):
         plan(processor, prompt="a" * 60, max_tokens=5)
-    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 60 and max_tokens is 16, its default$"):
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 60 tokens and max_tokens is 16, its default$"):
         plan(processor, prompt="a" * 60)
     with pytest.raises(ContextLengthExceeded, match="the prompt has 65"):
         plan(processor, prompt=[97] * 65, max_tokens=0)
@@ -129,7 +129,7 @@ def test_too_many_choices_are_rejected(processor: RequestProcessor) -> None:
 
 
 def test_min_tokens_over_max_tokens_is_rejected(processor: RequestProcessor) -> None:
-    with pytest.raises(InvalidRequest, match="min_tokens=5 is over max_tokens=4"):
+    with pytest.raises(InvalidRequest, match="min_tokens=5 is over max_tokens=4; lower min_tokens"):
         plan(processor, min_tokens=5, max_tokens=4)
 
 
@@ -182,9 +182,11 @@ def test_request_fields_override_the_checkpoints_defaults(mild: RequestProcessor
 
 def test_a_default_length_is_cut_to_the_context_and_a_requested_length_is_not(mild: RequestProcessor) -> None:
     assert plan(mild, prompt="a" * 40)[0].submit.params.max_tokens == 24
-    with pytest.raises(ContextLengthExceeded, match=r"the prompt has 64, which leaves no room for a completion$"):
+    with pytest.raises(
+        ContextLengthExceeded, match=r"the prompt has 64 tokens, which leaves no room for a completion$"
+    ):
         plan(mild, prompt=[97] * 64)
-    with pytest.raises(ContextLengthExceeded, match="the prompt has 40 and max_tokens is 50"):
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 40 tokens and max_tokens is 50"):
         plan(mild, prompt=[97] * 40, max_tokens=50)
 
 
@@ -214,7 +216,7 @@ def test_a_text_that_cannot_be_tokenized_is_a_400(processor: RequestProcessor, m
 
 
 def test_a_choice_has_the_grammar_and_the_field_of_the_grammar(processor: RequestProcessor) -> None:
-    """A rejection in the middle of a text names the request field."""
+    """If the grammar allows no token in the middle of a completion, the error names the request field."""
     fields = {"prompt": "abc", "structured_outputs": {"regex": "a+"}}
     request = CompletionRequest.parse(json.dumps(fields).encode())
     (choice,) = processor.plan(request, arrival_seconds=0.0, grammar="start: /a+/")

@@ -74,7 +74,7 @@ def test_unused_contents_of_the_checkpoint_are_warned_about(checkpoint: Path) ->
     write(checkpoint / "additional_chat_templates" / "rag.jinja", "b")
     found = served(checkpoint)
     generation, templates = found.warnings()
-    assert generation == f"{checkpoint}/generation_config.json: length_penalty, num_beams: not supported, ignored"
+    assert generation == f"{checkpoint}/generation_config.json: unsupported keys, ignored: length_penalty, num_beams"
     assert templates == f"{checkpoint}/chat_template.jinja: the templates rag are not used"
     assert served(checkpoint, generation_config=False, chat_template="none").warnings() == []
 
@@ -123,7 +123,7 @@ def test_the_start_up_listing_shows_the_checkpoints_facts(checkpoint: Path) -> N
     ("name", "value", "error", "said"),
     [
         ("chat_template.jinja", "\n{% if %}", CheckpointError, "chat_template.jinja: line 2: Expected an expression"),
-        ("chat_template.jinja", "{{ a | no }}", CheckpointError, "--chat-template plain, none or FILE"),
+        ("chat_template.jinja", "{{ a | no }}", CheckpointError, "or set --chat-template to plain, none or a file"),
         ("tokenizer_config.json", "{", CheckpointError, "tokenizer_config.json: not JSON"),
         ("generation_config.json", "{", CheckpointError, "generation_config.json: not JSON"),
         (

@@ -129,7 +129,7 @@ def test_the_rendering_process_ends_with_the_parent_process() -> None:
         assert parent.stdout.readline() == b"checked\n"
         (child,) = psutil.Process(parent.pid).children()
         before = child.cpu_times().user
-        while child.cpu_times().user < before + 0.1:  # it renders
+        while child.cpu_times().user < before + 0.1:  # until the child is rendering
             assert parent.poll() is None
         parent.kill()
     assert psutil.wait_procs([child], timeout=60)[1] == []

@@ -94,7 +94,7 @@ def test_priority_and_cache_salt_reach_every_sample(processor: RequestProcessor)
 
 
 @pytest.mark.parametrize("key", ["-1", "+1", "01", "1.0", " 1", "a", "", "٣", "9" * 5000])
-def test_a_logit_bias_key_that_is_no_token_id_is_rejected(processor: RequestProcessor, key: str) -> None:
+def test_a_logit_bias_key_that_is_not_a_token_id_is_rejected(processor: RequestProcessor, key: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a token id") as caught:
         submits(processor, logit_bias={key: 1})
     assert caught.value.param == "logit_bias"
@@ -133,7 +133,7 @@ def test_token_rules_that_forbid_every_token_are_rejected(
         {"allowed_token_ids": [A, B], "bad_words": ["a"]},
         {"allowed_token_ids": [273], "min_tokens": 1, "ignore_eos": True},
         {"allowed_token_ids": [273]},
-        {"allowed_token_ids": [A], "bad_words": ["aa"]},  # the first one may come
+        {"allowed_token_ids": [A], "bad_words": ["aa"]},  # one "a" is allowed, "aa" is not
     ],
 )
 def test_token_rules_that_leave_a_token_are_accepted(processor: RequestProcessor, fields: dict[str, Any]) -> None:
@@ -151,7 +151,10 @@ def test_a_bad_word_that_cannot_be_tokenized_is_rejected(
         return [] if "empty" in text else whole(self, text, parse_special=parse_special)
 
     monkeypatch.setattr(ByteLevelTokenizer, "encode", refuse)
-    for word, said in (("xyz", "'xyz': no token stands for it"), ("empty", "makes no token of 'empty'")):
+    for word, said in (
+        ("xyz", "'xyz' cannot be tokenized: no token stands for it"),
+        ("empty", "'empty' has no tokens"),
+    ):
         with pytest.raises(InvalidRequest, match=said) as caught:
             submits(processor, bad_words=["fine", word])
         assert caught.value.param == "bad_words"

@@ -47,7 +47,7 @@ def test_truncation_to_minus_one_keeps_as_many_tokens_as_fit(processor: RequestP
 
 
 def test_a_default_length_fits_the_context_after_truncation(tokenizer: ByteLevelTokenizer) -> None:
-    """Without a requested length, truncation leaves room for one token."""
+    """Without `max_tokens`, truncation to -1 leaves room for one completion token."""
     processor = RequestProcessor(
         tokenizer=tokenizer,
         model_name="tiny",
@@ -70,7 +70,7 @@ def test_truncation_to_more_tokens_than_fit_is_rejected(processor: RequestProces
     with pytest.raises(InvalidRequest, match="truncate_prompt_tokens=61 is over the 60 tokens") as caught:
         kept(processor, truncate_prompt_tokens=61)
     assert caught.value.param == "truncate_prompt_tokens"
-    with pytest.raises(ContextLengthExceeded, match="the prompt has 6 and max_tokens is 64"):
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 6 tokens and max_tokens is 64"):
         kept(processor, truncate_prompt_tokens=-1, max_tokens=64)
 
 
@@ -97,7 +97,9 @@ def test_truncation_keeps_the_begin_of_text_token(tokenizer: ByteLevelTokenizer)
     assert kept(processor, truncate_prompt_tokens=3) == [256, *b"ef"]
     assert kept(processor, truncate_prompt_tokens=3, truncation_side="right") == [256, *b"ab"]
     assert kept(processor, truncate_prompt_tokens=1) == [256]
-    assert kept(processor, prompt=[256, 97, 98], truncate_prompt_tokens=2) == [97, 98], "ids are the client's own"
+    assert kept(processor, prompt=[256, 97, 98], truncate_prompt_tokens=2) == [97, 98], (
+        "token ids of the client get no begin-of-text token"
+    )
 
 
 @given(

@@ -110,7 +110,10 @@ def test_a_prompt_of_the_wrong_type_is_rejected(prompt: Any) -> None:
 
 @pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
 def test_an_empty_prompt_is_rejected(prompt: Any) -> None:
-    assert refusal(json.dumps({"prompt": prompt}).encode()).message == "prompt must not be empty"
+    assert (
+        refusal(json.dumps({"prompt": prompt}).encode()).message
+        == "prompt must not be empty, nor contain an empty prompt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_invalid_bytes_raise_invalid_request(body: bytes) -> None:
 
 def test_a_body_of_many_errors_reports_the_first_error() -> None:
     many = ",".join(f'"a{i}":1' for i in range(20_000))
-    assert refusal(f'{{"prompt":"a",{many}}}'.encode()).message == "unknown field: a0"
+    assert refusal(f'{{"prompt":"a",{many}}}'.encode()).message == "unknown field: a0; leave it out"
     assert "token-id lists" in refusal(b'{"prompt":[' + b",".join([b"1.5"] * 100_000) + b"]}").message
 
 

@@ -80,7 +80,7 @@ def test_prompt_text_inverts_tokenization(tokenizer: Tokenizer, text: str) -> No
 
 
 def test_only_the_requested_number_of_alternatives_is_written(tokenizer: Tokenizer) -> None:
-    """With `prompt_logprobs`, the engine may have returned more alternatives."""
+    """With a greater `prompt_logprobs`, the engine returns more alternatives than `logprobs` requests."""
     scored = entry(97, -2.5, ((98, -0.25), (99, -0.5)))
     assert writer(tokenizer, 1).write([scored]).top_logprobs == [{"b": -0.25, "a": -2.5}]
     assert writer(tokenizer, 0).write([], prompt=[scored]).top_logprobs == [{"a": -2.5}]

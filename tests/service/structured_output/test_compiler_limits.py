@@ -66,7 +66,7 @@ def test_a_json_key_has_only_one_spelling(schema: Any, text: str, may: bool) -> 
 
 
 def test_min_properties_over_unnamed_keys_is_rejected() -> None:
-    """A grammar cannot forbid that an unnamed key repeats, so two such keys may be the same key."""
+    """A grammar cannot forbid that a key not named in the schema repeats, so two such keys may be the same key."""
     free = {"type": "object", "minProperties": 2, "additionalProperties": INTEGER}
     assert complaint("json", free).startswith(
         "minProperties: 2 with 0 required cannot be enforced, because keys that are not named"
@@ -94,8 +94,8 @@ def test_min_properties_over_unnamed_keys_is_rejected() -> None:
         ({"enum": ["a", math.nan]}, "at enum[1]: nan is not a JSON number"),
         ({"type": "number", "minimum": -math.inf}, "at minimum: -inf is not a JSON number"),
         ({"anyOf": [INTEGER, {"const": "a\x01"}]}, "at anyOf[1].const: a control character that needs a \\u escape"),
-        ({"x-guidance": {"item_separator": "x"}}, "x-guidance is not supported"),
-        ({"items": [INTEGER, {"x-guidance": {}}]}, "at items[1]: x-guidance is not supported"),
+        ({"x-guidance": {"item_separator": "x"}}, "the keyword x-guidance is not supported"),
+        ({"items": [INTEGER, {"x-guidance": {}}]}, "at items[1]: the keyword x-guidance is not supported"),
         ({"$ref": "#/mine/a", "mine": {"a": {"const": 2**60}}}, f"at mine.a.const: {2**60} {BEYOND}"),
         ({"$ref": "#"}, "no tokens of this model can complete the text"),
         ({"properties": {"a": {"oneOf": [INTEGER, {"type": "number"}]}}}, "oneOf with branches"),
@@ -107,7 +107,7 @@ def test_an_unenforceable_schema_is_rejected(schema: Any, message: str) -> None:
 
 
 def test_integers_are_limited_to_exact_doubles() -> None:
-    """A bound beyond the exact integers is narrowed, which rejects some documents and accepts no invalid document."""
+    """A bound beyond ±(2^53 - 1) is lowered to this range, so that no generated integer violates the schema."""
     for number in (LARGEST, -LARGEST, 0, 0.1, 1.5):
         assert follows("json", {"const": number}, str(number))
     for schema in (
@@ -126,7 +126,7 @@ def test_property_names_and_annotations_are_not_keywords() -> None:
     assert follows("json", {**INTEGER, "default": 2**70, "examples": [math.nan, 2**70]}, "12")
 
 
-TOKENS = "a rule refers to a token, as in <|end|>; a grammar may only describe text"
+TOKENS = "a grammar rule refers to a token, as in <|end|>; describe the token's text instead"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,12 @@ TOKENS = "a rule refers to a token, as in <|end|>; a grammar may only describe t
         ("start: <[*]>", TOKENS),
         ('start: "<[9]>" <[^1-5]>', TOKENS),
         ("start: start", "no tokens of this model can complete the text"),
-        ('start: "a"\n  b\nb[temperature=0.5]: "c"', "line 3: a rule cannot set temperature; set it in the request"),
-        ('start: "a"\n  %json {"const": 1e20}', f"line 2: at const: 1e+20 {BEYOND}"),
-        ('start: %json {"x-guidance": {}}', "line 1: x-guidance is not supported"),
+        (
+            'start: "a"\n  b\nb[temperature=0.5]: "c"',
+            "line 3 of the grammar: a rule cannot set temperature; set it in the request",
+        ),
+        ('start: "a"\n  %json {"const": 1e20}', f"line 2 of the grammar: at const: 1e+20 {BEYOND}"),
+        ('start: %json {"x-guidance": {}}', "line 1 of the grammar: the keyword x-guidance is not supported"),
         ("start: %json {", 'failed to parse "%json"'),
     ],
 )
@@ -163,11 +166,13 @@ def test_strings_and_comments_that_look_like_rules_are_accepted(grammar: str, te
 
 
 def test_a_schema_within_a_grammar_is_enforced_like_response_format() -> None:
-    assert not follows("grammar", 'start: "x" %json {"type": "array"}', "x[1,  2]")  # two spaces, which none writes
+    assert not follows(
+        "grammar", 'start: "x" %json {"type": "array"}', "x[1,  2]"
+    )  # JSON by a schema has at most one space
 
 
 @pytest.mark.parametrize(("day", "may"), [("2023-02-28", True), ("2023-02-29", True), ("2023-02-30", False)])
 def test_a_date_has_valid_months_and_ignores_leap_years(day: str, may: bool) -> None:
-    """docs/structured.md documents this limit of the `date` format."""
+    """docs/structured.md documents that 29 February is accepted in every year."""
     assert follows("json", {"type": "string", "format": "date"}, f'"{day}"') is may
     assert follows("json", {"type": "string", "format": "date-time"}, f'"{day}T01:02:03Z"') is may
