@@ -212,14 +212,10 @@ def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
 
 
 def _prepare(request: OwnTextRequest, settings: RunSettings, text: OwnText, report: Callable[[str], None]) -> _PlanFile:
-    """Train the tokenizer, plan the run, and write tokenizer, text, plan.json and recipe into the run directory.
-
-    The recipe is written last: a run directory with a recipe has a complete plan.
-    """
+    """Train the tokenizer, plan the run, and write the run directory: the recipe last, as it marks a complete plan."""
     directory, size_of_text = settings.run_directory, num_bytes(text.documents)
     train_texts, held_out = hold_out(text.documents)
-    none = "none is held out, as they quote each other"
-    held = f"{len(held_out)} of them are held out for evaluation" if held_out else none
+    held = f"{len(held_out)} of them are held out for evaluation" if held_out else "too similar, so none is held out"
     report(f"text: {size_in_words(size_of_text)} of {text.form}; {held}")
     learned_from = _sampled(train_texts, int(1_000_000 + 400_000 * min(request.minutes, 15.0)))
     tokenizer = train_bpe(learned_from, vocabulary_size(size_of_text))
