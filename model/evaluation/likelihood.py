@@ -157,8 +157,9 @@ def begin_of_text(tokenizer: Tokenizer) -> int:
     if tokenizer.bos_token_id is not None:
         return tokenizer.bos_token_id
     if not tokenizer.eos_token_ids:
-        problem = "the tokenizer has no BOS and no EOS token to predict the first token of a text from"
-        raise TokenizerError(f"{problem}; define one in the tokenizer")
+        raise TokenizerError(
+            "the tokenizer has no BOS and no EOS token to predict the first token of a text from; define one"
+        )
     return tokenizer.eos_token_ids[0]
 
 
@@ -172,7 +173,7 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 def evaluate(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, max_context_length: int | None = None
 ) -> HeldOut:
-    """Score held-out texts as training does: each after `begin_of_text`, and with `end_of_text`, if any, as last id.
+    """Score held-out texts as training does: after `begin_of_text`, and with `end_of_text`, if any, as last scored id.
 
     max_context_length: maximum number of inputs of a window; None: the model's context length.
     """

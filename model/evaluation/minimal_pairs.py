@@ -65,8 +65,10 @@ def _read_pair(path: Path, number: int, line: str) -> Pair:
         if not all(isinstance(value, str) for value in (good, bad, group)):
             raise TypeError("a sentence or the group is not a string")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        expected = 'expected a JSON object with the texts "sentence_good" and "sentence_bad"'
-        raise OneLineError(f'{path}, line {number}: {expected}, and an optional text "UID" or "field"') from error
+        raise OneLineError(
+            f'{path}, line {number}: expected a JSON object with the texts "sentence_good" and "sentence_bad", and an '
+            f'optional text "UID" or "field"'
+        ) from error
     if not good or not bad or good == bad:
         raise OneLineError(
             f"{path}, line {number}: the two sentences of the pair must differ, and neither may be empty"

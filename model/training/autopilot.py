@@ -176,8 +176,9 @@ def train_own_text(
             spent = plan.planning_seconds + sum(line["seconds"] for line in read_log(directory / LOG_FILE)[-1:])
             report(f"resuming the run in {directory}, {duration(spent)} of {duration(60 * request.minutes)} used")
         elif (directory / STATE_FILE).exists():
-            remedy = "choose another --out or --run-directory"
-            raise ValueError(f"{directory}: holds a run of its own recipe, not of --corpus; {remedy}")
+            raise ValueError(
+                f"{directory}: holds a run of its own recipe, not of --corpus; choose another --out or --run-directory"
+            )
         else:
             plan = _prepare(request, settings, text, report)
     deadline = Deadline(
@@ -201,7 +202,7 @@ def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
     try:
         plan = _PlanFile(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path}: missing or damaged; delete {directory} to start over") from error
+        raise ValueError(f"{path}: plan missing or damaged; delete {directory} to start over") from error
     if sorted(plan.digests.values()) != sorted(text.digests.values()):
         changed = ", ".join(sorted(name for name, digest in text.digests.items() if plan.digests.get(name) != digest))
         raise ValueError(
@@ -331,8 +332,10 @@ def make_plan(
     left = seconds_left()
     if left < FEWEST_STEPS * seconds:
         needed = FEWEST_STEPS * seconds - left
-        what = f"{FEWEST_STEPS} training steps, the fewest of a run,"
-        raise ValueError(f"too few --minutes: {what} need {needed:.0f} s more on this machine; raise --minutes")
+        raise ValueError(
+            f"too few --minutes: {FEWEST_STEPS} training steps, the fewest of a run, need {needed:.0f} s more on this "
+            f"machine; raise --minutes"
+        )
     most = max(FEWEST_STEPS, MOST_PASSES * num_tokens // config.tokens_per_step)
     steps = min(int(left / seconds), most)
     passes = steps * config.tokens_per_step / num_tokens

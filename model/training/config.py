@@ -160,9 +160,9 @@ def load_train_config(path: Path) -> TrainConfig:
         check_keys(TrainConfig, values, "recipe")
         return TrainConfig(**values)
     except KeyError as error:
-        raise ValueError(f"{path}: missing {error}; add this key to the recipe") from error
+        raise ValueError(f"recipe {path}: missing {error}; add this key") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"recipe {path}: {error}") from error
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     extended_by: recipes that lead to this one by `extends`.
     """
     if path.resolve() in extended_by:
-        raise ValueError(f"{path}: this recipe extends itself; correct its key extends")
+        raise ValueError(f"{path}: this recipe extends itself; correct its key `extends`")
     advice = f"{extended_by[-1]} extends it, by a path relative to {extended_by[-1].parent}" if extended_by else _ADVICE
     try:
         values = tomllib.loads(path.read_text())
@@ -180,12 +180,13 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
     except (TypeError, LookupError, AttributeError) as error:
-        expected = "extends must be a path, model a table, and sources a list of tables with a path each"
-        raise ValueError(f"{path}: {expected}") from error
+        raise ValueError(
+            f"recipe {path}: extends must be a path, model a table, and sources a list of tables with a path each"
+        ) from error
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {advice}") from error
+        raise ValueError(f"recipe {path}: {error.strerror}; {advice}") from error
     except ValueError as error:  # includes invalid TOML and invalid UTF-8
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"recipe {path}: {error}") from error
     if extended is None:
         return values
     inherited = _read(extended, (*extended_by, path.resolve()))

@@ -157,8 +157,10 @@ def _tokenizer(
             f"0, or use another --run-directory"
         )
     if size > config.vocab_size:
-        remedy = f"set vocab_size = {size}, or use another --run-directory"
-        raise ValueError(f"{directory}: its tokenizer has {size} tokens, not {config.vocab_size}; {remedy}")
+        raise ValueError(
+            f"{directory}: its tokenizer has {size} tokens, not {config.vocab_size}; set vocab_size = {size}, or use "
+            f"another --run-directory"
+        )
     if size < config.vocab_size:
         # Otherwise the model could sample token ids that the tokenizer does not have.
         raise ValueError(f"tokenizer: the texts yield only {size} tokens: set vocab_size = {size}, or give more text")
@@ -268,8 +270,10 @@ def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
                 if not isinstance(text, str):
                     raise TypeError('"text" is not a string')
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                expected = 'expected a JSON object with a "text" or with "turns", a list of [speaker, text]'
-                raise ValueError(f"{path}, line {number}: {expected}") from error
+                raise ValueError(
+                    f'{path}, line {number}: expected a JSON object with a "text" or with "turns", a list of '
+                    f"[speaker, text]"
+                ) from error
             yield str(record.get("id")), Document(text=text, turns=turns)
 
 

@@ -80,13 +80,13 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
     if step > plateau_end and any(saved[key] != current[key] for key in _LENGTHS):
         raise ValueError(
             f"{path}: the learning rate already decays at the saved step {step}; undo the change of "
-            f"{', '.join(_LENGTHS)}, or use another --run-directory"
+            "steps, decay_steps or chat_steps, or use another --run-directory"
         )
     return RunState(step=step, seconds=seconds, tensors=tensors)
 
 
 def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
-    """Return the config as JSON values, with the SHA-256 of the corpora in use, to compare with a save."""
+    """Return the config as JSON values, with the SHA-256 of the corpora in use, to compare it with that of a save."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     hashed = list(zip(config.sources, corpora, strict=True))
     texts = [(s, corpus) for s, corpus in hashed if s.repeats or s.held_out or s.held_out_ids]
@@ -139,7 +139,7 @@ def deterministic(seed: int) -> None:
 
 
 class Progress:
-    """Recent speed of a training run, including the work between steps, and a progress line every 10 s."""
+    """Recent speed of a training run, with the work between steps, and a printed progress line every 10 s."""
 
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line

@@ -226,8 +226,10 @@ class Trainer:
         self.optimizers.step(rate_factor(self.step, self.config))
         value = float(loss.detach())
         if not math.isfinite(value) or not math.isfinite(norm):  # the weights are unusable: do not save them
-            what = f"the training loss ({value}) or the norm of its gradient ({norm:g})"
-            raise ValueError(f"{what} is not finite at step {self.step}; lower matrix_lr and adam_lr in the recipe")
+            raise ValueError(
+                f"the training loss ({value}) or the norm of its gradient ({norm:g}) is not finite at step "
+                f"{self.step}; lower matrix_lr and adam_lr in the recipe"
+            )
         self.step += 1
         return value
 

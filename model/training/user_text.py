@@ -146,8 +146,10 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 def _check_size(named: str, size: int, what: str) -> None:
     if size < LEAST_BYTES:
-        needed = f"at least {size_in_words(LEAST_BYTES)} are needed to train a model; give more text"
-        raise ValueError(f"{named}: {size_in_words(size)} {what}; {needed}")
+        raise ValueError(
+            f"{named}: {size_in_words(size)} {what}; at least {size_in_words(LEAST_BYTES)} are needed to train a "
+            f"model; give more text"
+        )
 
 
 def size_in_words(size: int) -> str:

@@ -212,7 +212,7 @@ def test_a_run_is_not_resumed_with_another_text(here: Path, capfd: pytest.Captur
     (here / "my.txt").write_text(TALES[:24_000])
     (here / "runs" / "mine" / "plan.json").write_text("{")
     assert run() == 1
-    assert "plan.json: missing or damaged; delete runs/mine to start over" in capfd.readouterr().err
+    assert "plan.json: plan missing or damaged; delete runs/mine to start over" in capfd.readouterr().err
 
 
 @pytest.mark.slow
