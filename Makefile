@@ -16,7 +16,7 @@ CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.i
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-install: $(INSTALLED) ## install into .venv what serving, tests and benchmarks need; `make serve` installs less
+install: $(INSTALLED) ## install everything for serving, tests and benchmarks into .venv; `make serve` installs only what serving needs
 
 # Two stamp files for one environment: $(SERVING) has what serving needs, and $(INSTALLED) adds what tests need.
 # The extra `plots` is for pictures by `kvasir train` and `kvasir inspect attention`. Serving images leave it out.
@@ -71,7 +71,7 @@ check: install ## check format, lint, types, architecture and words: about a min
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_words.py
 
-test-fast: install ## run the tests that start no server and train nothing, as far as `slow` marks the others: about 4 minutes on 2 cores
+test-fast: install ## run all tests but those marked `slow`, which start servers or train models: about 4 minutes on 2 cores
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile -m 'not slow'
 
 format: install ## format the code and apply automatic lint fixes
@@ -88,7 +88,7 @@ performance: bench ## benchmark engine and service, and write docs/performance.m
 	$(BIN)/python -m loadtest.scenarios.bench_scaling --checkpoint $(CHECKPOINT) --out docs/results/scaling.json
 	$(BIN)/python -m loadtest.docgen.pages performance
 
-peers: install ## benchmark other engines for comparison, each in its own environment (5 GB, 10 minutes of compiling, once; resumable)
+peers: install ## benchmark Kvasir and other engines, each in its own environment (resumable; the first run installs 5 GB and compiles for 10 minutes)
 	$(BIN)/python -m loadtest.peers.bench_peers --out docs/results/peers.json
 	$(BIN)/python -m loadtest.docgen.pages performance
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen point: a sitecustomize module that sends SIGINT when a given module is imported."""
+"""SIGINT at a chosen point of a test: a sitecustomize module sends it when the process imports a given module."""
 
 import os
 from pathlib import Path

@@ -165,7 +165,7 @@ def test_no_import_inside_a_function(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_no_global_and_no_attic(path: Path) -> None:
+def test_no_global_statement_and_no_catch_all_module(path: Path) -> None:
     assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
     assert path.stem not in {"utils", "util", "common", "helpers", "base", "misc"}
 
@@ -191,15 +191,15 @@ def test_sizes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=name_of)
-def test_package_files_hold_the_map_alone(path: Path) -> None:
+def test_package_init_files_hold_a_docstring_alone(path: Path) -> None:
     (node,) = tree(path).body
     assert isinstance(node, ast.Expr)
     assert ast.get_docstring(tree(path))
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "__init__.py"], ids=name_of)
-def test_everything_public_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(tree(path)), "a file begins with what it is"
+def test_public_names_have_docstrings(path: Path) -> None:
+    assert ast.get_docstring(tree(path)), "the module has no docstring"
     for node in tree(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             # The docstring of the module may document an error instead.
@@ -207,7 +207,7 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
 
 
 def test_class_names_are_unique() -> None:
-    """A class name means one thing in the whole repository. Private names are unique in their package."""
+    """A public class name is unique in the whole repository."""
     places: dict[str, list[str]] = {}
     for path in SOURCES:
         for node in tree(path).body:
@@ -216,7 +216,7 @@ def test_class_names_are_unique() -> None:
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
-# Logs of experiments name the files of their time.
+# Logs of experiments name files that have been moved or removed since.
 LOGS = ("decisions.md", "performance-log.md", "training-log.md")
 
 
@@ -251,7 +251,7 @@ def test_the_api_process_imports_no_torch(module: str) -> None:
 
 
 def test_a_worker_imports_no_compiler_of_pytorch() -> None:
-    """torch._dynamo and its imports double the import time of a worker and take 70 MB."""
+    """Importing torch._dynamo would double the import time of a worker and take 70 MB."""
     code = "import sys, service.worker.engine_factory; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
 

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "evaluation.md").read_text()
 
 
 def rows(text: str) -> list[list[str]]:
-    """Return the cells of the table body."""
+    """Return the cells of each row of the tables in a text, which are drawn with │."""
     lines = [line for line in text.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
@@ -35,7 +35,7 @@ def test_the_command_prints_the_table(tmp_path: Path) -> None:
         assert float(row[5].rstrip("%")) == pytest.approx(float(expected[5].rstrip("%")), abs=0.05)
 
 
-def test_its_flags_exist() -> None:
+def test_flags_on_the_page_exist() -> None:
     of_others = {
         "--model",
         "--model_args",

@@ -31,7 +31,7 @@ def commands(text: str = README) -> list[str]:
     return re.findall(r"^\$ (.*)", joined, re.M)
 
 
-# Later commands use the output of earlier ones, so they run in order, and their output goes to another directory.
+# These commands run in order, since later commands use the output of earlier ones. Tests replace the output directory.
 BRING_YOUR_OWN = [command for command in commands() if " runs/" in command]
 TRAIN_YOUR_OWN = [command for command in commands() if "checkpoints/mine" in command]
 ALONE = [command for command in commands() if command not in (*BRING_YOUR_OWN, *TRAIN_YOUR_OWN)]
@@ -63,7 +63,7 @@ def test_commands_that_need_the_model(service: Service, command: str) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_talked_to(service: Service) -> None:
+def test_the_chat_command_returns_a_reply(service: Service) -> None:
     """A chat completion has words and ends with a stop token."""
     (command,) = [command for command in RUNNABLE if "/v1/chat/completions" in command]
     (choice,) = json.loads(shell(command, service.url))["choices"]
@@ -73,21 +73,21 @@ def test_it_is_talked_to(service: Service) -> None:
 
 
 @pytest.mark.slow
-def test_the_story_comes_token_by_token(service: Service) -> None:
+def test_the_streaming_command_returns_token_by_token(service: Service) -> None:
     (command,) = [command for command in RUNNABLE if '"stream": true' in command]
     *events, end = shell(command, service.url).strip().split("\n\n")
     assert end == "data: [DONE]"
-    told = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
-    assert sum(text != "" for text in told) > 50
+    texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert sum(text != "" for text in texts) > 50
 
 
 @pytest.mark.parametrize("command", TEXT_ONLY)
-def test_commands_that_only_read(command: str) -> None:
+def test_commands_that_need_no_service(command: str) -> None:
     assert shell(command).strip()
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_the_commands_for_an_own_checkpoint(tmp_path: Path) -> None:
     *made, served = [command.replace(" runs/", f" {shlex.quote(str(tmp_path))}/") for command in BRING_YOUR_OWN]
     assert made[0].startswith(".venv/bin/kvasir convert")
     for command in made:
@@ -99,8 +99,8 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_on_ones_own_text_begins_as_shown(tmp_path: Path) -> None:
-    """Compare output up to the vocabulary: what follows depends on the machine, and takes the full time limit."""
+def test_training_on_own_text_prints_the_lines_of_the_readme(tmp_path: Path) -> None:
+    """Compare the output up to the vocabulary: later lines depend on the machine, and take the full time limit."""
     shown = README[README.index(f"$ {TRAIN_YOUR_OWN[0]}\n") :].splitlines()[1:3]
     assert [line.split(":")[0] for line in shown] == ["text", "vocabulary"]
     trained = TRAIN_YOUR_OWN[0].replace("checkpoints/mine", shlex.quote(str(tmp_path / "mine")))
@@ -114,8 +114,8 @@ def test_training_on_ones_own_text_begins_as_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_trained_on_ones_own_text(tmp_path: Path) -> None:
-    """The text is cut short, so that training takes seconds and needs no compilation."""
+def test_a_model_trained_on_own_text_generates_and_is_served(tmp_path: Path) -> None:
+    """A short text is used, so that training takes seconds and needs no compilation."""
     mine, corpus = shlex.quote(str(tmp_path / "mine")), tmp_path / "tales.txt"
     corpus.write_text((ROOT / "loadtest" / "client" / "tales.txt").read_text()[:24_000])
     trained, generated, served = [command.replace("checkpoints/mine", mine) for command in TRAIN_YOUR_OWN]
@@ -128,13 +128,13 @@ def test_a_model_trained_on_ones_own_text(tmp_path: Path) -> None:
         assert running.text("The king had three sons.", max_tokens=5)
 
 
-def test_the_recipe_on_the_page_is_the_one_that_runs() -> None:
+def test_the_recipe_in_training_md_equals_the_file() -> None:
     (recipe,) = blocks("toml", TRAINING)
     assert recipe == (ROOT / "model" / "training" / "configs" / "tales.toml").read_text()
 
 
 @pytest.mark.slow
-def test_training_with_what_the_repository_carries(tmp_path: Path) -> None:
+def test_the_training_commands_of_training_md(tmp_path: Path) -> None:
     trained, generated = [c.replace(" runs/", f" {shlex.quote(str(tmp_path))}/") for c in commands(TRAINING)]
     said = shell(f"{trained} --run-directory {shlex.quote(str(tmp_path / 'tales'))}")
     assert "held out, grimm: " in said
@@ -148,7 +148,7 @@ def test_python_examples(service: Service, code: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.strip()
 
 
-def test_there_is_something_to_run() -> None:
+def test_the_readme_has_commands_of_each_kind() -> None:
     assert len(RUNNABLE) >= 3
     assert len(TEXT_ONLY) >= 1
     assert len(BRING_YOUR_OWN) >= 3
@@ -169,13 +169,13 @@ def test_kvasir_commands_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_name_existing_files(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_numbers_are_those_of_the_performance_page() -> None:
-    """Compare streams, engine, HTTP, ratio, TTFT and ITL of each row, rounded as on the page or further."""
+def test_figures_of_the_readme_equal_the_performance_page() -> None:
+    """Compare streams, engine, HTTP, ratio, TTFT and ITL of each table row, with the rounding of README.md."""
     page = (ROOT / "docs" / "performance.md").read_text()
     measured = {}
     for row in re.findall(
@@ -184,9 +184,9 @@ def test_the_numbers_are_those_of_the_performance_page() -> None:
         streams, http, engine, ratio, rest = row
         ttft, itl = (float(cell.split("/")[0]) for cell in rest.split("|")[:2])
         measured[streams] = [float(engine), float(http), float(ratio), ttft, itl]
-    told = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \| (\d+) ms \| ([\d.]+) ms \|$", README, re.M)
-    assert [streams for streams, *_ in told] == ["1", "4", "16", "64"]
-    for streams, *cells in told:
+    shown = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \| (\d+) ms \| ([\d.]+) ms \|$", README, re.M)
+    assert [streams for streams, *_ in shown] == ["1", "4", "16", "64"]
+    for streams, *cells in shown:
         assert [float(cell.replace(",", "")) for cell in cells] == pytest.approx(measured[streams], abs=0.51)
     first_token = re.search(r"From start to the first token \| .*? \| ([\d.]+) ", page)
     memory = re.search(r"API process, resident memory under load \| .*? \| (\d+) MB", page)

@@ -16,7 +16,7 @@ CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "kvasir-9m"
 _MOST = 0.01  # as a share of its bits per byte
 
 
-def test_int8_cost_at_most_a_hundredth() -> None:
+def test_int8_raises_the_loss_by_at_most_one_percent() -> None:
     manifest, texts = read_manifest(CHECKPOINT), stories()[::32]
     model = load_model(manifest, device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
     tokenizer = load_native(CHECKPOINT)

@@ -56,7 +56,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"[a-z]+", text.lower())
 
 
-def test_it_is_whole_and_was_made_by_the_recipe() -> None:
+def test_the_checkpoint_is_complete_and_matches_the_recipe() -> None:
     manifest = read_manifest(CHECKPOINT)
     manifest.verify()
     recipe = load_train_config(RECIPE)
@@ -64,7 +64,7 @@ def test_it_is_whole_and_was_made_by_the_recipe() -> None:
     for name in ("steps", "chat_steps", "seed"):
         assert manifest.training[name] == getattr(recipe, name)
     assert manifest.training["tokens"] == recipe.steps * recipe.tokens_per_step
-    # The checkpoint is older than the recipe's "-chat" sources: its manifest has them in the row of their texts.
+    # The checkpoint is older than the recipe's "-chat" sources: its manifest has their chat_repeats with the texts.
     chat = {s.name.removesuffix("-chat"): s.chat_repeats for s in recipe.sources if s.name.endswith("-chat")}
     wanted = [
         [s.name, s.licence, s.attribution, s.repeats, chat.get(s.name, s.chat_repeats)]
@@ -77,12 +77,12 @@ def test_it_is_whole_and_was_made_by_the_recipe() -> None:
     assert re.fullmatch(r"[0-9a-f]{40}", manifest.training["commit"])
 
 
-def test_it_is_small() -> None:
+def test_the_checkpoint_files_are_below_the_size_limits() -> None:
     assert all(path.stat().st_size <= 15 * MB for path in read_manifest(CHECKPOINT).weight_files)
     assert sum(path.stat().st_size for path in CHECKPOINT.parent.rglob("*") if path.is_file()) <= 48 * MB
 
 
-def test_its_card_says_what_was_measured() -> None:
+def test_the_model_card_has_the_measured_figures() -> None:
     training = read_manifest(CHECKPOINT).training
     documents = {source["name"]: source["held_out_documents"] for source in training["sources"]}
     assert set(training["held_out_bits_per_byte"]) == {name for name, number in documents.items() if number}
@@ -96,15 +96,15 @@ def test_its_card_says_what_was_measured() -> None:
     assert (CHECKPOINT / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_its_card_has_a_completion_of_every_fixed_prompt() -> None:
+def test_the_model_card_has_a_completion_of_every_fixed_prompt() -> None:
     for prompt in PROMPTS:
         quoted = prompt.text.replace("\n", "\n> ")
         (completion,) = re.findall(rf"^> \*\*{re.escape(quoted)}\*\*(.*(?:\n> .*)*)", CARD, re.M)
         assert len(words(completion)) >= 3, prompt
 
 
-def test_everybody_whose_texts_it_read_is_named_in_the_notice() -> None:
-    """An entry of NOTICE has the attribution of a source and the name of its licence."""
+def test_notice_has_the_attribution_of_every_training_source() -> None:
+    """For each source with an attribution, one entry of NOTICE has the attribution and the licence."""
     entries = [set(re.findall(r"\w+", entry.lower())) for entry in re.split(r"\n(?=  \S)|\n\n", NOTICE)]
     named = 0
     for source in read_manifest(CHECKPOINT).training["sources"]:
@@ -115,15 +115,15 @@ def test_everybody_whose_texts_it_read_is_named_in_the_notice() -> None:
     assert named >= 5
 
 
-def test_the_readme_tells_its_losses_as_measured() -> None:
+def test_the_readme_has_the_measured_losses() -> None:
     measured = read_manifest(CHECKPOINT).training["held_out_bits_per_byte"]
     words_apart = re.sub(r"\s+", " ", README)
-    told = re.search(r"([\d.]+) bits per byte on held-out TinyStories, ([\d.]+) on the Simple English", words_apart)
-    assert told is not None
-    assert told.groups() == tuple(f"{measured[name]:.2f}" for name in ("tinystories-valid", "simplewiki"))
+    shown = re.search(r"([\d.]+) bits per byte on held-out TinyStories, ([\d.]+) on the Simple English", words_apart)
+    assert shown is not None
+    assert shown.groups() == tuple(f"{measured[name]:.2f}" for name in ("tinystories-valid", "simplewiki"))
 
 
-def test_it_writes_english(shipped: Shipped) -> None:
+def test_the_model_writes_english_words(shipped: Shipped) -> None:
     """Nearly every word of a greedy story is a common word of stories; random letters would form none."""
     known = set(words(AESOP)) | {word for story in stories() for word in words(story)}
     greedy = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
@@ -132,20 +132,20 @@ def test_it_writes_english(shipped: Shipped) -> None:
     assert sum(word in known for word in words(text)) > 0.9 * len(words(text))
 
 
-def test_it_expects_english(shipped: Shipped) -> None:
-    """Check bits per byte: random bytes have 8, single letters over 4. The stories are held out."""
+def test_the_model_has_a_low_loss_on_english(shipped: Shipped) -> None:
+    """Bits per byte of held-out stories and fables: random bytes have 8, independent letters over 4."""
     for texts, limit in ((stories()[::8], 1.0), (AESOP.split("\n\n")[:20], 1.9)):
         assert evaluate(shipped.model, shipped.tokenizer, texts).bits_per_byte < limit
 
 
 @pytest.mark.parametrize("greeting", ["Hello!", "Hi there!", "Good morning!"])
-def test_it_answers_a_greeting_and_ends_by_itself(shipped: Shipped, greeting: str) -> None:
+def test_the_model_replies_to_a_greeting_and_stops(shipped: Shipped, greeting: str) -> None:
     text, ids = shipped.says(Prompt(PromptKind.CHAT, greeting), SamplingParams(max_tokens=80, temperature=0.0))
     assert ids[-1] == shipped.tokenizer.special_tokens[END]
     assert set(words(text)) & {"hello", "hi", "good", "morning", "hey", "help", "nice", "kvasir"}, text
 
 
-def test_it_tells_a_story_when_asked(shipped: Shipped) -> None:
+def test_the_model_writes_a_story_on_request(shipped: Shipped) -> None:
     params = SamplingParams(max_tokens=600, temperature=0.7, top_p=0.95, seed=1)
     text, ids = shipped.says(Prompt(PromptKind.CHAT, "Tell me a story about a little dog."), params)
     assert ids[-1] == shipped.tokenizer.special_tokens[END]
@@ -153,8 +153,8 @@ def test_it_tells_a_story_when_asked(shipped: Shipped) -> None:
     assert "dog" in words(text)
 
 
-def test_it_asks_to_be_sampled_with_care() -> None:
-    """Requests without a temperature get one that suits a small model, not OpenAI's default of 1."""
+def test_the_default_temperature_is_below_one() -> None:
+    """Requests without a temperature get a lower temperature than OpenAI's default of 1, which suits a small model."""
     defaults = read_generation_config(CHECKPOINT)
     assert defaults.temperature is not None
     assert 0 < defaults.temperature < 1

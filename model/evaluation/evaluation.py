@@ -13,9 +13,10 @@ from model.tokenizer.interface import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Metrics of a checkpoint: held-out texts by split, minimal pairs, diversity by temperature, shown samples.
+    """Metrics of a checkpoint. A metric that was not measured is empty.
 
-    A metric that was not measured is empty.
+    held_out: scores of held-out texts, by name of the split. pairs: scores of minimal pairs. diversity: of completions,
+    by temperature. samples: completions of the sample prompts.
     """
 
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)
@@ -24,7 +25,7 @@ class Evaluation:
     samples: Sequence[Sample] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metrics as JSON values, with totals instead of single documents and pairs."""
+        """Return the metrics as JSON values, with one total over all documents and one over all pairs."""
         groups = {name: _pairs_facts(scores) for name, scores in by_group(self.pairs).items()}
         return {
             "held_out": {name: _held_out_facts(measured) for name, measured in self.held_out.items()},
@@ -61,11 +62,11 @@ def evaluate_checkpoint(
 ) -> Evaluation:
     """Measure a loaded checkpoint, and report a progress line before each measurement.
 
-    splits: held-out texts by name of the split; an empty split is skipped. sampler: completes prompts, None for no
-    samples. max_context_length: see `evaluate`.
+    splits: held-out texts by name of the split; an empty split is skipped. sampler: completes the sample prompts; None:
+    no samples and no diversity. max_context_length: see `evaluate`.
 
     Raises:
-        ValueError: a sentence of a pair is longer than the context, or the tokenizer cannot encode a text.
+        ValueError: a sentence of a pair exceeds the model's context, or the tokenizer cannot encode a text.
     """
     held_out = {}
     for name, texts in splits.items():

@@ -1,6 +1,6 @@
 """Export of held-out texts and minimal pairs as tasks for an unmodified lm-evaluation-harness (EleutherAI).
 
-The text fields of a task are column names, never templates: a text with template syntax reaches the model unchanged.
+A task names columns of its JSON Lines file and has no templates, so template syntax in a text is not evaluated.
 """
 
 import json
@@ -31,12 +31,12 @@ _PAIRS: dict[str, Any] = {
 
 
 def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Sequence[Pair]) -> list[str]:
-    """Write one task for each split and one for the minimal pairs, if any. Return the names of the tasks.
+    """Write one task for each split of held-out texts, and one for the minimal pairs, if any. Return the task names.
 
     A task is a YAML file with the absolute path of its JSON Lines file, so the directory must not be moved.
 
     Raises:
-        OneLineError: the directory holds other files or cannot be written, or two splits have the same task name.
+        OneLineError: the directory holds files of another origin or cannot be written, or two task names are equal.
     """
     data: dict[str, tuple[dict[str, Any], Iterable[object]]] = {
         name: (_TEXTS, ({"text": text} for text in texts)) for name, texts in splits.items()
@@ -45,12 +45,12 @@ def export_tasks(directory: Path, splits: Mapping[str, Sequence[str]], pairs: Se
         data[PAIRS_NAME] = (_PAIRS, ({"choices": [pair.good, pair.bad], "group": pair.group} for pair in pairs))
     tasks = {PREFIX + re.sub(r"\W+", "_", name.lower(), flags=re.ASCII): task for name, task in data.items()}
     if len(tasks) < len(data):
-        raise OneLineError(f"two of {', '.join(data)} have the same task name; rename one")
+        raise OneLineError(f"task export: two of the splits {', '.join(data)} have the same task name; rename one")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         others = sorted(path.name for path in directory.iterdir() if not path.name.startswith(PREFIX))
         if others:
-            raise OneLineError(f"{directory}: holds {others[0]}; choose an empty or a new directory")
+            raise OneLineError(f"{directory}: holds {others[0]}; choose an empty or a new directory for the tasks")
         for name, (scoring, rows) in tasks.items():
             path = directory.resolve() / f"{name}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))

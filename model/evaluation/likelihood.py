@@ -24,20 +24,20 @@ _ROWS_PER_SOFTMAX = 1024
 
 
 class Window(NamedTuple):
-    """Consecutive token ids of a text: at least one given id, then at least one id to score."""
+    """Consecutive token ids of a text: at least one id as context (given), then at least one id to predict (scored)."""
 
     given: Sequence[int]
     scored: Sequence[int]
 
     @property
     def num_inputs(self) -> int:
-        """Number of ids that the model reads: all but the last scored id, which is only predicted."""
+        """Number of token ids that the model reads: all but the last scored id, which is only predicted."""
         return len(self.given) + len(self.scored) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Log-likelihood of token ids in nats. num_greedy: number of ids that were the model's most likely next id."""
+    """Log-likelihood of predicted token ids, summed, in nats. num_greedy: how many were the model's most likely id."""
 
     log_likelihood: float
     num_tokens: int
@@ -56,7 +56,7 @@ _ZERO = Score(0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Score of each held-out text, in order. num_bytes: size of all texts in UTF-8."""
+    """Score of each held-out text, in the order of the texts. num_bytes: total size of the texts in UTF-8."""
 
     documents: tuple[Score, ...]
     num_bytes: int
@@ -81,7 +81,9 @@ class HeldOut:
 
 @torch.inference_mode()
 def score_windows(model: Transformer, windows: Sequence[Window]) -> list[Score]:
-    """Return the score of each window. Windows share forward passes, which changes a score only by rounding.
+    """Return the score of each window's ids under the model. Several windows are computed in one forward pass.
+
+    Sharing a pass changes a score only by rounding.
 
     Raises:
         ValueError: a window is longer than the model's context.
@@ -89,14 +91,14 @@ def score_windows(model: Transformer, windows: Sequence[Window]) -> list[Score]:
     longest = max((window.num_inputs for window in windows), default=0)
     if longest > model.config.max_context_length:
         raise ValueError(
-            f"a window of {longest} tokens exceeds the model's context of {model.config.max_context_length}"
+            f"a text window of {longest} tokens exceeds the model's context of {model.config.max_context_length}"
         )
     max_tokens = min(_MAX_TOKENS, _MAX_LOGITS // model.config.vocab_size)
     return [score for batch in _batches(windows, max_tokens) for score in _score(model, batch)]
 
 
 def _batches(windows: Sequence[Window], max_tokens: int) -> Iterator[list[Window]]:
-    """Yield batches of consecutive windows of at most `max_tokens` inputs; a longer window is a batch alone."""
+    """Yield batches of consecutive windows, at most `max_tokens` inputs in total; a longer window is a batch alone."""
     batch: list[Window] = []
     num_tokens = 0
     for window in windows:
@@ -135,8 +137,8 @@ def _score(model: Transformer, windows: Sequence[Window]) -> list[Score]:
 def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> list[Window]:
     """Cut a text into windows of at most `max_inputs` inputs, so that every id of the text is scored once.
 
-    The first window is given `begin`, each later window the id before it, and the last as many ids as fit. These are
-    the windows of lm-evaluation-harness (`get_rolling_token_windows`, context_len 1).
+    The given ids are `begin` for the first window, the preceding id for each later window, and as many preceding ids as
+    fit for the last. lm-evaluation-harness has the same windows (`get_rolling_token_windows`, context_len 1).
     """
     windows = []
     for start in range(0, len(token_ids), max_inputs):
@@ -147,7 +149,7 @@ def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> li
 
 
 def begin_of_text(tokenizer: Tokenizer) -> int:
-    """Return the id that the first token of a text is predicted from: BOS, else the EOS token that joins texts.
+    """Return the token id that precedes the first token of a text: BOS, else the first EOS token.
 
     Raises:
         TokenizerError: the tokenizer has neither a BOS nor an EOS token.
@@ -155,12 +157,14 @@ def begin_of_text(tokenizer: Tokenizer) -> int:
     if tokenizer.bos_token_id is not None:
         return tokenizer.bos_token_id
     if not tokenizer.eos_token_ids:
-        raise TokenizerError("the tokenizer has no BOS and no EOS token to predict a first token from; define one")
+        raise TokenizerError(
+            "the tokenizer has no BOS and no EOS token to predict the first token of a text from; define one"
+        )
     return tokenizer.eos_token_ids[0]
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the id that ends a document in training: BOS if it is also an EOS token, else the first EOS token."""
+    """Return the token id that ends a document in training: BOS if it is an EOS token, else the first EOS token."""
     if tokenizer.bos_token_id in tokenizer.eos_token_ids:
         return tokenizer.bos_token_id
     return next(iter(tokenizer.eos_token_ids), None)
@@ -169,12 +173,12 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 def evaluate(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, max_context_length: int | None = None
 ) -> HeldOut:
-    """Score held-out texts as training does: from `begin_of_text`, and with `end_of_text`, if any, as the last target.
+    """Score held-out texts as training does: after `begin_of_text`, and with `end_of_text`, if any, as last scored id.
 
     max_context_length: maximum number of inputs of a window; None: the model's context length.
     """
     if not texts:
-        raise ValueError("no texts to evaluate")
+        raise ValueError("no texts to evaluate; give at least one held-out text")
     end = end_of_text(tokenizer)
     ids = [[*tokenizer.encode(text), *([] if end is None else [end])] for text in texts]
     length = model.config.max_context_length if max_context_length is None else max_context_length
@@ -185,10 +189,10 @@ def evaluate(
 def rolling_log_likelihoods(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, max_length: int
 ) -> list[float]:
-    """Return the `loglikelihood_rolling` of each text, as lm-evaluation-harness with `local-completions` computes it.
+    """Return the log-likelihood of each text in nats, as lm-evaluation-harness computes `loglikelihood_rolling`.
 
-    Unlike `evaluate`, the harness does not predict the EOS token. It also reserves two of its `max_length` tokens: one
-    for the completion that it requests from the server, and one that it counts twice.
+    Unlike `evaluate`, the harness does not predict the EOS token. With its model type `local-completions` it reserves
+    two of its `max_length` tokens: one for the completion that it requests, and one that it counts twice.
     """
     ids = [tokenizer.encode(text) for text in texts]
     scores = _score_texts(model, ids, begin_of_text(tokenizer), max_length - 2)

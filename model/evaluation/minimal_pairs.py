@@ -53,7 +53,7 @@ def read_pairs(path: Path) -> list[Pair]:
         problem = getattr(error, "strerror", None) or error
         raise OneLineError(f"{path}: {problem}; give a JSON Lines file in UTF-8, plain or .xz") from error
     if not pairs:
-        raise OneLineError(f"{path}: has no pairs; give a JSON Lines file with one pair a line")
+        raise OneLineError(f"{path}: has no minimal pairs; give a JSON Lines file with one pair a line")
     return pairs
 
 
@@ -63,17 +63,21 @@ def _read_pair(path: Path, number: int, line: str) -> Pair:
         good, bad = values["sentence_good"], values["sentence_bad"]
         group = next((values[key] for key in _GROUP_KEYS if key in values), "")
         if not all(isinstance(value, str) for value in (good, bad, group)):
-            raise TypeError("not strings")
+            raise TypeError("a sentence or the group is not a string")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        expected = 'expected a JSON object with the texts "sentence_good" and "sentence_bad"'
-        raise OneLineError(f'{path}, line {number}: {expected}, and an optional text "UID" or "field"') from error
+        raise OneLineError(
+            f'{path}, line {number}: expected a JSON object with the texts "sentence_good" and "sentence_bad", and an '
+            f'optional text "UID" or "field"'
+        ) from error
     if not good or not bad or good == bad:
-        raise OneLineError(f"{path}, line {number}: the two sentences must differ, and neither may be empty")
+        raise OneLineError(
+            f"{path}, line {number}: the two sentences of the pair must differ, and neither may be empty"
+        )
     return Pair(good=good, bad=bad, group=group)
 
 
 def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[PairScore]:
-    """Score both sentences of each minimal pair after `begin_of_text`, without an EOS token at the end.
+    """Score both sentences of each minimal pair: each after `begin_of_text`, without an EOS token at the end.
 
     The scores equal `loglikelihood` of lm-evaluation-harness with an empty context.
 
@@ -93,7 +97,7 @@ def accuracy(scores: Sequence[PairScore]) -> float:
 
 
 def by_group(scores: Sequence[PairScore]) -> dict[str, list[PairScore]]:
-    """Group the scores of minimal pairs by phenomenon, in alphabetical order."""
+    """Return the scores of minimal pairs by grammatical phenomenon, in alphabetical order."""
     groups: dict[str, list[PairScore]] = {}
     for score in scores:
         groups.setdefault(score.pair.group, []).append(score)

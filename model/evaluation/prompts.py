@@ -26,7 +26,7 @@ _WORD = re.compile(r"\w+(?:['’]\w+)*")
 
 
 class PromptKind(StrEnum):
-    """Kind of a fixed prompt: CHAT is a user message to reply to, other kinds are texts to continue."""
+    """Kind of a prompt of `PROMPTS`: CHAT is a user message to reply to, other kinds are texts to continue."""
 
     STORY = "story"
     FACT = "fact"
@@ -36,7 +36,7 @@ class PromptKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Text to complete for a model card, or a user message to reply to. kind: None if the prompt is not fixed."""
+    """Text to complete for a model card, or a user message to reply to. kind: None if not one of `PROMPTS`."""
 
     kind: PromptKind | None
     text: str
@@ -78,7 +78,7 @@ def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
-    """Return the token ids of a prompt as the service encodes it: a text after BOS, a message by the chat template."""
+    """Return a prompt's token ids as the service encodes it: a text after BOS, a user message by the chat template."""
     if prompt.kind is PromptKind.CHAT:
         rendered = template.render([{"role": "user", "content": prompt.text}])
         return tokenizer.encode(rendered, parse_special=True)
@@ -92,7 +92,7 @@ Complete = Callable[[Transformer, Tokenizer, Sequence[Sequence[int]], Sequence[S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Prompt with its completion, for a model card or `kvasir eval`. kind: None if the prompt is not fixed."""
+    """Prompt with its completion, for a model card or `kvasir eval`. kind: None if not one of `PROMPTS`."""
 
     prompt: str
     completion: str
@@ -101,7 +101,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diversity:
-    """Diversity of the samples at one temperature. A value is None if no sample has enough words for the value."""
+    """Diversity of the words of completions at one temperature. A value is None if all completions are too short.
+
+    distinct: distinct-1, distinct-2 and distinct-3. repetition: mean of the `repetition` of each completion.
+    """
 
     temperature: float
     num_samples: int
@@ -113,13 +116,16 @@ class Diversity:
 def complete_one_by_one(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[list[int]]:
-    """Complete prompts with the reference implementation: slow, without a KV-cache. An engine must return equal ids."""
+    """Return the token ids that the reference implementation generates for each prompt: slow, without a KV-cache.
+
+    Another `Complete` function, such as the engine's, must return equal ids.
+    """
     eos = tokenizer.eos_token_ids
     return [generate(model, ids, wanted, eos_token_ids=eos) for ids, wanted in zip(prompts, params, strict=True)]
 
 
 class Sampler:
-    """Sampler of completions. Prompts without tokens, or without room for a new token in the context, are skipped.
+    """Sampler of completions of `prompts`. A prompt that is empty or fills the model's whole context is skipped.
 
     directory: checkpoint directory, which may have a chat template. draws: number of completions of each prompt at each
     temperature for `diversity`; 0 if diversity is not measured.
@@ -154,12 +160,12 @@ class Sampler:
         return [Sample(prompt=prompt.text, completion=text, kind=prompt.kind) for (prompt, _), text in shown]
 
     def diversity(self, temperature: float) -> Diversity:
-        """Measure the diversity of completions sampled at this temperature, without top_p or top_k."""
+        """Measure the diversity of completions of all prompts, sampled at this temperature without top_p and top_k."""
         seeds = [draw * len(PROMPTS) + i for draw in range(self.draws) for i in range(len(self._prompts))]
         return measure_diversity(temperature, self._completions(seeds, COUNTED_TOKENS, temperature, top_p=1.0))
 
     def _completions(self, seeds: Sequence[int], max_tokens: int, temperature: float, top_p: float) -> list[str]:
-        """Return one completion for each seed: of the prompts in order, then again of the prompts in order."""
+        """Return one completion for each seed. The prompts are used in order, after the last again the first."""
         prompts = [self._prompts[number % len(self._prompts)][1] for number in range(len(seeds))]
         context = self._model.config.max_context_length
         params = [
@@ -176,7 +182,7 @@ class Sampler:
 
 
 def measure_diversity(temperature: float, texts: Sequence[str]) -> Diversity:
-    """Measure the diversity of sampled texts."""
+    """Measure the diversity of texts sampled at one temperature."""
     samples = [words(text) for text in texts]
     repeated = [share for sample in samples if (share := repetition(sample)) is not None]
     return Diversity(
@@ -194,7 +200,7 @@ def words(text: str) -> list[str]:
 
 
 def distinct(samples: Iterable[Sequence[str]], n: int) -> float | None:
-    """Return distinct-n over all samples: unique word n-grams / word n-grams; None without n-grams.
+    """Return distinct-n of samples (lists of words): unique n-grams / n-grams of all samples; None without n-grams.
 
     Source: Li et al. 2016 (arXiv 1510.03055), section 5.2. The value falls as the amount of text grows.
     """

@@ -1,11 +1,11 @@
 """Training attention over packed documents: causal attention within each document.
 
-A GPU runs PyTorch's varlen flash attention (Dao et al. 2022, arXiv 2205.14135), a CPU matrix products over 256 queries,
-which take half the time of PyTorch's flash attention on CPUs (docs/training-log.md). The shapes of the operator's
-tensors do not depend on the document boundaries, so a training step is compiled only once.
+A GPU runs PyTorch's varlen flash attention (Dao et al. 2022, arXiv 2205.14135). A CPU runs matrix products over blocks
+of 256 queries, which take half the time of PyTorch's flash attention on CPUs (docs/training-log.md). The shapes of the
+operator's tensors do not depend on the document boundaries, so a training step is compiled only once.
 
-Legend: T packed tokens, N + 1 document boundaries, H query heads, K key/value heads, G = H / K heads per group, D head
-dimension, Q queries and S keys of a part, X = G * Q.
+Legend: T packed tokens, N + 1 document boundaries, H query heads, K key/value heads, G = H / K query heads per
+key/value head, D head dimension, Q queries and S keys of a `_Part`, X = G * Q.
 """
 
 import functools
@@ -27,7 +27,10 @@ _MASK_SIZES = 512
 
 
 class DocumentAttention:
-    """Attention backend for `PackedDocuments`, without bias and sliding window; `others` handles other metadata."""
+    """Attention backend of a training step with `PackedDocuments` metadata, without attention bias and sliding window.
+
+    others: backend that computes the attention of batches with any other metadata.
+    """
 
     def __init__(self, others: AttentionBackend) -> None:
         self._others = others
@@ -64,7 +67,10 @@ class DocumentAttention:
 
 @library.custom_op("kvasir::attend_documents", mutates_args=())
 def attend_documents(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, softmax(q·k * scale), within each document. starts_N: start of each document, and T."""
+    """Return the causal attention output, softmax(q·k * scale)·v, of packed tokens, each within its own document.
+
+    starts_N: index of the first token of each document, and as last entry T, the number of tokens.
+    """
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     for part in _parts(q_THD, k_TKD, v_TKD, starts_N, scale):
         mixed_XD = part.weights_GQS.flatten(0, 1) @ part.v_SD
@@ -76,7 +82,7 @@ def attend_documents(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tens
 def attend_documents_backward(
     grad_THD: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the queries, keys and values of `attend_documents`."""
+    """Return the gradients of `attend_documents` for its queries, keys and values. grad_THD: gradient of its output."""
     grad_q_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     grad_k_TKD, grad_v_TKD = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k_TKD, v_TKD))
     for part in _parts(q_THD, k_TKD, v_TKD, starts_N, scale):
@@ -93,7 +99,10 @@ def attend_documents_backward(
 
 
 class _Part(NamedTuple):
-    """Block of queries of one document for the heads of one key/value head. scaled_XD: the queries times the scale."""
+    """Attention weights of a block of queries of one document, for the query heads that share one key/value head.
+
+    queries, keys: indices of the tokens. scaled_XD: the queries times the attention scale.
+    """
 
     queries: slice
     keys: slice
@@ -106,7 +115,7 @@ class _Part(NamedTuple):
 
 
 def _parts(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, scale: float) -> Iterator[_Part]:
-    """Split a batch into parts whose attention scores fit into the CPU cache."""
+    """Yield the attention weights of all queries in blocks. The scores of one block fit into the CPU cache."""
     num_kv_heads = k_TKD.shape[1]
     groups = q_THD.shape[1] // num_kv_heads
     for start, end in itertools.pairwise(starts_N.tolist()):
@@ -118,15 +127,15 @@ def _parts(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_N: Tensor, scale:
                 scaled_XD = (q_THD[queries, heads] * scale).transpose(0, 1).flatten(0, 1)
                 k_SD, v_SD = k_TKD[keys, kv_head], v_TKD[keys, kv_head]
                 scores_GQS = (scaled_XD @ k_SD.T).view(groups, stop - first, num_keys)
-                mask = _future(-(-num_keys // _MASK_SIZES) * _MASK_SIZES, scores_GQS.dtype, scores_GQS.device)
+                mask = _causal_mask(-(-num_keys // _MASK_SIZES) * _MASK_SIZES, scores_GQS.dtype, scores_GQS.device)
                 scores_GQS += mask[first - start : num_keys, :num_keys]
                 weights_GQS = torch.softmax(scores_GQS, -1)
                 yield _Part(queries, keys, heads, kv_head, scaled_XD, k_SD, v_SD, weights_GQS)
 
 
 @functools.lru_cache(maxsize=4)
-def _future(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a causal mask of size * size: -inf above the diagonal, else 0."""
+def _causal_mask(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a causal mask of shape [size, size] to add to attention scores: -inf above the diagonal, else 0."""
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
 
 
@@ -140,7 +149,7 @@ def _(grad_THD: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: object)
     return q_THD.new_empty(q_THD.shape), k_TKD.new_empty(k_TKD.shape), v_TKD.new_empty(v_TKD.shape)
 
 
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _save_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 
@@ -149,4 +158,4 @@ def _backward(ctx, grad_THD):  # type: ignore[no-untyped-def]
     return *attend_documents_backward(grad_THD, *ctx.saved_tensors, ctx.scale), None, None
 
 
-attend_documents.register_autograd(_backward, setup_context=_keep)
+attend_documents.register_autograd(_backward, setup_context=_save_for_backward)

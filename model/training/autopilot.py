@@ -1,7 +1,7 @@
 """`kvasir train --corpus`: train on the user's text within a time limit, with a model chosen from a table of sizes.
 
 Each compute budget has an optimal model size, with a fixed number of training tokens per parameter (Hoffmann et al.
-2022, arXiv 2203.15556). A text too small for this is repeated, with dropout. docs/training.md has the measurements.
+2022, arXiv 2203.15556). A text with fewer tokens is repeated, with dropout. docs/training.md has the measurements.
 """
 
 import dataclasses
@@ -67,7 +67,10 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTextRequest:
-    """Arguments of `kvasir train --corpus`. minutes: time limit of the command, which began at `began` (monotonic)."""
+    """Arguments of `kvasir train --corpus`.
+
+    corpora: text files and directories. minutes: time limit of the command. began: its start, as `time.monotonic`.
+    """
 
     name: str
     corpora: tuple[Path, ...]
@@ -77,7 +80,10 @@ class OwnTextRequest:
 
 
 class Plan(NamedTuple):
-    """Recipe for a text and a time limit. most_steps: limit on the steps by the size of the text."""
+    """Recipe of a training run, planned for one text and one time limit.
+
+    most_steps: maximum number of steps, since more passes over the text would overfit it.
+    """
 
     config: TrainConfig
     most_steps: int
@@ -86,7 +92,11 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PlanFile:
-    """Content of plan.json. after_seconds: reserved after the last step. planning_seconds: spent before the first."""
+    """Content of plan.json: the parts of the plan of a run that its recipe does not hold.
+
+    digests: SHA-256 of each text file, by path. most_steps: see `Plan`. after_seconds: time reserved after the last
+    step. planning_seconds: time from the start of the first command to the end of planning.
+    """
 
     digests: dict[str, str]
     compile: bool
@@ -97,10 +107,12 @@ class _PlanFile:
 
 @dataclass(kw_only=True, slots=True)
 class Deadline:
-    """Time limit of a training run, which adapts the number of steps on the plateau of the learning rate.
+    """Time limit of a training run: changes the number of steps while the learning rate is on its plateau.
 
-    The plateau ends when the decay needs the remaining time, or when the model overfits. at: the limit, as
-    `time.monotonic`. changed: called with each new config.
+    The decay begins when it needs all of the remaining time, or when the model overfits.
+
+    at: time at which the command must end, as `time.monotonic`. after_seconds, most_steps: see `_PlanFile`.
+    changed: called with each new config. is_overfitting: the last two held-out losses are above the lowest before.
     """
 
     at: float
@@ -112,7 +124,10 @@ class Deadline:
     def next_config(
         self, step: int, config: TrainConfig, seconds: float | None, held_out: Sequence[float]
     ) -> TrainConfig:
-        """Return the config to continue with. Arguments: see `RunSettings.next_config`."""
+        """Return the config for the next step: with another number of steps if the speed or overfitting requires it.
+
+        Arguments: see `RunSettings.next_config`. seconds: recent seconds per step.
+        """
         if seconds is None or step > config.steps - config.decay_steps or step < config.warmup_steps:
             return config
         before, recent = held_out[:-_WORSE_MEASUREMENTS], held_out[-_WORSE_MEASUREMENTS:]
@@ -137,12 +152,14 @@ def train_own_text(
     should_stop: Callable[[], bool],
     complete: Complete = complete_one_by_one,
 ) -> bool:
-    """Plan and train a model of the user's text, or resume its run. Return True if the checkpoint is finished.
+    """Plan a training run on the user's text and run it, or resume the run. Return True if the checkpoint is finished.
 
-    The first command writes recipe, tokenizer and text into the run directory. A later command follows the recipe.
+    The first command writes the recipe, the tokenizer and the text into the run directory. A later command with the
+    same run directory resumes the run by this recipe.
 
     Raises:
-        ValueError: the text or the time limit is too short, or the text differs from the first command's.
+        CheckpointError: see `train`.
+        ValueError: the text or the time limit is too short, the text is not that of the first command, or see `train`.
     """
     directory, recipe = settings.run_directory, settings.run_directory / RECIPE_FILE
     # Skip the files of the run and checkpoint directories, which may lie inside the text directory.
@@ -159,7 +176,9 @@ def train_own_text(
             spent = plan.planning_seconds + sum(line["seconds"] for line in read_log(directory / LOG_FILE)[-1:])
             report(f"resuming the run in {directory}, {duration(spent)} of {duration(60 * request.minutes)} used")
         elif (directory / STATE_FILE).exists():
-            raise ValueError(f"{directory}: holds a run with its own recipe; choose another --out or --run-directory")
+            raise ValueError(
+                f"{directory}: holds a run of its own recipe, not of --corpus; choose another --out or --run-directory"
+            )
         else:
             plan = _prepare(request, settings, text, report)
     deadline = Deadline(
@@ -178,26 +197,26 @@ def train_own_text(
 
 
 def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
-    """Read plan.json of an existing run, and check that the run began with the same text."""
+    """Read plan.json of the run in `directory`; raise ValueError if the run began with a different text."""
     path = directory / _PLAN_FILE
     try:
         plan = _PlanFile(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path}: damaged; delete {directory} to start over") from error
+        raise ValueError(f"{path}: plan missing or damaged; delete {directory} to start over") from error
     if sorted(plan.digests.values()) != sorted(text.digests.values()):
         changed = ", ".join(sorted(name for name, digest in text.digests.items() if plan.digests.get(name) != digest))
         raise ValueError(
-            f"{directory}: this run began with a different text than {changed or 'the given one'}; give "
-            f"the first text, or start over: choose another --out, or delete {directory}"
+            f"{directory}: this run began with a different text than {changed or 'the given one'}; give the first "
+            f"text to --corpus, or start over: choose another --out, or delete {directory}"
         )
     return plan
 
 
 def _prepare(request: OwnTextRequest, settings: RunSettings, text: OwnText, report: Callable[[str], None]) -> _PlanFile:
-    """Train the tokenizer, plan the run, and write its files: the recipe last, since a recipe marks a complete plan."""
+    """Train the tokenizer, plan the run, and write the run directory: the recipe last, as it marks a complete plan."""
     directory, size_of_text = settings.run_directory, num_bytes(text.documents)
     train_texts, held_out = hold_out(text.documents)
-    held = f"{len(held_out)} of them are held out for evaluation" if held_out else "too similar to hold any out"
+    held = f"{len(held_out)} of them are held out for evaluation" if held_out else "too similar, so none is held out"
     report(f"text: {size_in_words(size_of_text)} of {text.form}; {held}")
     learned_from = _sampled(train_texts, int(1_000_000 + 400_000 * min(request.minutes, 15.0)))
     tokenizer = train_bpe(learned_from, vocabulary_size(size_of_text))
@@ -255,19 +274,19 @@ def _prepare(request: OwnTextRequest, settings: RunSettings, text: OwnText, repo
 
 
 def vocabulary_size(num_bytes: int) -> int:
-    """Return a vocabulary size for a text: the power of two nearest to 2.3 times the square root of its bytes."""
+    """Return the vocabulary size for a text: the power of two nearest to 2.3 * sqrt(num_bytes), from 512 to 8192."""
     return int(min(max(1 << round(math.log2(2.3 * math.sqrt(num_bytes))), 512), 8192))
 
 
 def base_config(vocab_size: int, **values: Any) -> TrainConfig:
-    """Return the recipe tales.toml, whose architecture serves all sizes, with another vocabulary and other values."""
+    """Return the recipe tales.toml, whose architecture all `SIZES` share, with this vocabulary size and `values`."""
     recipe = load_train_config(_SMALLEST_RECIPE)
     model = dataclasses.replace(recipe.model, vocab_size=vocab_size)
     return dataclasses.replace(recipe, vocab_size=vocab_size, model=model, checkpoint_minutes=0.4, **values)
 
 
 def _sized(base: TrainConfig, width: int, layers: int, sequence_length: int, batch_size: int) -> TrainConfig:
-    """Return the recipe `base` with the model and batch sizes of one entry of `SIZES`."""
+    """Return the recipe `base` with the model sizes, sequence length and batch size of one entry of `SIZES`."""
     heads = width // 32
     model = dataclasses.replace(
         base.model,
@@ -288,10 +307,16 @@ def make_plan(
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[TrainConfig], float],
 ) -> Plan:
-    """Time models of increasing size, and plan a run of the largest model that fits the time and the text.
+    """Measure the speed of models of increasing size, and plan a run of the largest that fits the time and the text.
 
     A model does not fit the time if it would see fewer than TOKENS_PER_PARAMETER tokens per parameter, and would also
-    make fewer than ENOUGH_PASSES passes over the text of `num_tokens` tokens.
+    make fewer than ENOUGH_PASSES passes over the text of `num_tokens` tokens. A model does not fit the text if it has
+    over PARAMETERS_PER_TOKEN parameters per token of the text.
+
+    seconds_left: returns the time left for training steps. seconds_per_step: measures the time of a step.
+
+    Raises:
+        ValueError: the time left is too short for FEWEST_STEPS steps.
     """
     config, *larger_configs = (_sized(base, *size) for size in SIZES)
     seconds = seconds_per_step(config)
@@ -307,7 +332,10 @@ def make_plan(
     left = seconds_left()
     if left < FEWEST_STEPS * seconds:
         needed = FEWEST_STEPS * seconds - left
-        raise ValueError(f"too few --minutes: the smallest model needs {needed:.0f} s more on this machine")
+        raise ValueError(
+            f"too few --minutes: {FEWEST_STEPS} training steps, the fewest of a run, need {needed:.0f} s more on this "
+            f"machine; raise --minutes"
+        )
     most = max(FEWEST_STEPS, MOST_PASSES * num_tokens // config.tokens_per_step)
     steps = min(int(left / seconds), most)
     passes = steps * config.tokens_per_step / num_tokens
@@ -340,7 +368,7 @@ def _report_plan(plan: Plan, num_tokens: int, report: Callable[[str], None]) -> 
 
 
 def _seconds_per_step(config: TrainConfig, settings: RunSettings) -> float:
-    """Return the median duration of three training steps on random tokens, after a warm-up step, not compiled."""
+    """Return the median seconds per step of three training steps on random tokens, after a warm-up, not compiled."""
     device, model = settings.device, Transformer(config.model, ATTENTION_BACKENDS[settings.attention])
     model.initialize(0)
     model.to(device)
@@ -361,6 +389,6 @@ def _seconds_per_step(config: TrainConfig, settings: RunSettings) -> float:
 
 
 def _sampled(documents: Sequence[str], most_bytes: int) -> list[str]:
-    """Return evenly spaced documents of about `most_bytes` bytes in total, or all documents if they are smaller."""
+    """Return every n-th document, about `most_bytes` bytes in total, or all documents if their total is smaller."""
     share = min(1.0, most_bytes / num_bytes(documents))
     return [text for index, text in enumerate(documents) if int((index + 1) * share) > int(index * share)]

@@ -1,4 +1,4 @@
-"""Configuration of a training run, read from a TOML recipe and written as a recipe."""
+"""Configuration of a training run, and its TOML file, called a recipe."""
 
 import dataclasses
 import json
@@ -29,12 +29,12 @@ _Texts = tuple[Annotated[str, Meta(min_length=1)], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
-    """Corpus of a recipe: a .txt file (documents separated by blank lines) or a .jsonl file, optionally .xz.
+    """Source of a recipe: one .txt file (documents separated by blank lines) or .jsonl file, optionally with .xz.
 
     repeats: occurrences of each document in an epoch of the pretraining phase, possibly a fraction; 0 for never.
-    held_out: share of the documents kept for validation, chosen by hash.
-    held_out_ids: documents kept for validation by their "id", such as whole books.
-    chat_repeats: as `repeats`, for the chat phase.
+    held_out: share (0 to 1) of the documents that are held out for evaluation, chosen by the hash of their text.
+    held_out_ids: "id" of each further document to hold out, such as a whole book.
+    attribution: text that the licence requires in the model card. chat_repeats: as `repeats`, for the chat phase.
     """
 
     name: str
@@ -52,18 +52,18 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Configuration of a training run. Two runs with equal configs and equal corpora have equal losses.
+    """Configuration of a training run. Runs with equal configs and equal corpora have equal losses, up to rounding.
 
     vocab_size: at most 65,536, since the token ids of a corpus are held in memory as uint16.
     sequence_length: tokens per sequence. batch_size: sequences per step.
-    warmup_steps, decay_steps: first steps with a rising and last steps with a falling learning rate.
+    warmup_steps, decay_steps: numbers of first steps with a rising and of last steps with a falling learning rate.
     matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all other parameters).
     weight_decay: decoupled, on matrices and embeddings.
-    checkpoint_minutes: minutes between saves. evaluate_every: steps between held-out evaluations.
-    sample_prompts: completed in the model card; empty for the fixed prompts. description: for the model card.
+    checkpoint_minutes: minutes between saves. evaluate_every: steps between evaluations of held-out texts.
+    sample_prompts: prompts that the model card completes; if empty, `PROMPTS`. description: text of the model card.
     mask_documents: pack whole documents side by side, with attention within each document. If false, sequences are cut
         from a stream of documents, and attention spans all documents of a sequence.
-    chat_steps: last steps, which train on conversations; the tokenizer then has ChatML's special tokens.
+    chat_steps: number of last steps that train on conversations; if not 0, the tokenizer has ChatML's special tokens.
     dropout: dropout rate on the output of attention and MLP.
     """
 
@@ -101,7 +101,9 @@ class TrainConfig:
             f"{MAX_NAME_CHARACTERS} characters: {self.name!r}": (
                 re.fullmatch(r"[\w-][\w.-]*", self.name) and len(self.name) <= MAX_NAME_CHARACTERS
             ),
-            "warmup_steps and decay_steps must fit into steps": self.warmup_steps + self.decay_steps <= self.steps,
+            "warmup_steps and decay_steps must fit into steps: their sum must be at most steps": (
+                self.warmup_steps + self.decay_steps <= self.steps
+            ),
             "chat_steps must be less than steps": self.chat_steps < self.steps,
             "mask_documents does not support a sliding_window, attention = 'average' or positions that change "
             "attention scores: set mask_documents = false": has_only_plain_attention or not self.mask_documents,
@@ -119,12 +121,12 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens predicted in one optimizer step."""
+        """Number of token positions of one optimizer step."""
         return self.batch_size * self.sequence_length
 
     @property
     def chat_start(self) -> int:
-        """First step of the chat phase; equal to `steps` without a chat phase."""
+        """Number of the first step (from 0) of the chat phase; equal to `steps` without a chat phase."""
         return self.steps - self.chat_steps
 
 
@@ -142,8 +144,8 @@ def _convert_fields(config: SourceConfig | TrainConfig) -> None:
 def load_train_config(path: Path) -> TrainConfig:
     """Read a TOML recipe. With `extends = "other.toml"`, the recipe inherits the values of the other recipe.
 
-    The keys of `[model]` are merged, other values and the list of sources are replaced. A recipe with its own sources
-    does not inherit `description` and `sample_prompts`, which describe the sources.
+    The keys of both `[model]` tables are merged. Any other value, also the list of sources, replaces the inherited one.
+    A recipe with its own sources does not inherit `description` and `sample_prompts`, which describe the sources.
 
     Raises:
         ValueError: a file cannot be read or extends itself, a key is unknown or missing, or a value is unusable.
@@ -158,16 +160,19 @@ def load_train_config(path: Path) -> TrainConfig:
         check_keys(TrainConfig, values, "recipe")
         return TrainConfig(**values)
     except KeyError as error:
-        raise ValueError(f"{path}: missing {error}") from error
+        raise ValueError(f"recipe {path}: missing {error}; add this key") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"recipe {path}: {error}") from error
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the values of a recipe, merged over the recipe that it extends. A path is relative to its own recipe."""
+    """Return the values of a recipe, merged over the recipe that it extends, with paths relative to their own recipe.
+
+    extended_by: recipes that lead to this one by `extends`.
+    """
     if path.resolve() in extended_by:
-        raise ValueError(f"{path}: this recipe extends itself")
-    advice = f"{extended_by[-1]} extends it, by a path relative to its own directory" if extended_by else _ADVICE
+        raise ValueError(f"{path}: this recipe extends itself; correct its key `extends`")
+    advice = f"{extended_by[-1]} extends it, by a path relative to {extended_by[-1].parent}" if extended_by else _ADVICE
     try:
         values = tomllib.loads(path.read_text())
         extended = path.parent / values.pop("extends") if "extends" in values else None
@@ -175,11 +180,13 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
     except (TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{path}: extends must be a path, model a table, sources tables with a path each") from error
+        raise ValueError(
+            f"recipe {path}: extends must be a path, model a table, and sources a list of tables with a path each"
+        ) from error
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {advice}") from error
+        raise ValueError(f"recipe {path}: {error.strerror}; {advice}") from error
     except ValueError as error:  # includes invalid TOML and invalid UTF-8
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"recipe {path}: {error}") from error
     if extended is None:
         return values
     inherited = _read(extended, (*extended_by, path.resolve()))
@@ -189,7 +196,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def write_recipe(path: Path, config: TrainConfig) -> None:
-    """Write a recipe atomically, with relative paths of the sources in the directory of the recipe."""
+    """Write a config as a recipe, atomically. Paths of sources below its directory are written relative to it."""
     directory = path.parent.resolve()
     run = {key: value for key, value in chosen_values(config).items() if key not in ("model", "sources")}
     model = {key: config.model.to_dict()[key] for key in chosen_values(config.model) if key != "vocab_size"}

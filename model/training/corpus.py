@@ -1,4 +1,7 @@
-"""Training data of a run: documents of the sources, held-out texts, tokenizer, and the batches of the two phases."""
+"""Training data of a run: documents and held-out texts of each source, tokenizer, and batches of both phases.
+
+A source is a corpus file of the recipe. The phases are pretraining and, for a chat model, training on conversations.
+"""
 
 import contextlib
 import dataclasses
@@ -47,7 +50,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Training text. turns: the conversation of a record with "turns"; empty without an answer; None for plain text."""
+    """Training text. turns: its messages if it is a conversation; () if no message is a reply; None for plain text."""
 
     text: str
     turns: tuple[Turn, ...] | None = None
@@ -55,7 +58,10 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSource:
-    """Documents of one corpus in file order. left_out: number of training documents that quote a held-out text."""
+    """Training documents and held-out texts of one corpus file, each in file order.
+
+    sha256: of the file. left_out: number of documents that were removed from `train`, as they quote a held-out text.
+    """
 
     config: SourceConfig
     sha256: str
@@ -66,7 +72,7 @@ class TextSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Sources of a training run, their tokenizer, and the batches of the two phases."""
+    """Training data of a run: the texts of each source, their tokenizer, and the batches of both phases."""
 
     config: TrainConfig
     sources: list[TextSource]
@@ -74,7 +80,7 @@ class Corpus:
 
     @functools.cached_property
     def pretraining(self) -> Batches:
-        """Batches of the pretraining phase: plain texts."""
+        """Batches of the pretraining phase: the text of every document, a conversation as its transcript."""
         return self.batches([self._tokenized(s, s.config.repeats) for s in self.sources], _PRETRAINING)
 
     @functools.cached_property
@@ -103,7 +109,7 @@ class Corpus:
         )
 
     def batches(self, sources: Sequence[TokenizedSource], tag: int = _PRETRAINING) -> Batches:
-        """Return the batches of tokenized sources. tag: number of the phase."""
+        """Return the batches of tokenized sources. tag: number of the phase, a part of the seed that shuffles texts."""
         config = self.config
         length = config.sequence_length if config.mask_documents else _STREAM_BATCHES * config.tokens_per_step
         round_length = ROUND_BATCHES * config.tokens_per_step
@@ -116,21 +122,22 @@ class Corpus:
 
 
 def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], None]) -> Corpus:
-    """Read and tokenize the sources of a run. The tokenizer is loaded from `directory`, or trained and saved there.
+    """Read and tokenize the corpus files of a run. Load the tokenizer from `directory`, or train and save it there.
 
     Raises:
-        ValueError: a source is unusable or too small, or `directory` holds another recipe's tokenizer.
+        ValueError: a corpus file is unusable or too small, or `directory` holds another recipe's tokenizer.
     """
     sources = leave_out_held_out(map(read_source, config.sources))
     for source in sources:
         if source.left_out:
-            report(f"{source.config.name}: {source.left_out:,} documents left out because they quote held-out texts")
+            reason = "left out because they quote held-out texts"
+            report(f"{source.config.name}: {source.left_out:,} training documents {reason}")
         if config.chat_steps and source.config.chat_repeats and not any(d.turns != () for d in source.train):
             raise ValueError(f"{source.config.path}: no conversation has an answer; set chat_repeats = 0")
     corpus = Corpus(config=config, sources=sources, tokenizer=_tokenizer(config, sources, directory, report))
     total = corpus.pretraining.mixture.epoch_length
     epochs = config.chat_start * config.tokens_per_step / total
-    report(f"{total:,} tokens per epoch, {epochs:.1f} epochs; {config.model.num_parameters:,} parameters")
+    report(f"{total:,} tokens per epoch, {epochs:.1f} epochs; model of {config.model.num_parameters:,} parameters")
     return corpus
 
 
@@ -146,19 +153,22 @@ def _tokenizer(
     size = tokenizer.vocab_size
     if config.chat_steps and not supports_chatml(tokenizer.special_tokens):
         raise ValueError(
-            f"{directory}: the run began without conversations, and its tokenizer has no ChatML tokens; set "
-            f"chat_steps = 0, or use another --run-directory"
+            f"{directory}: this run began with chat_steps = 0, so its tokenizer has no ChatML tokens; set chat_steps = "
+            f"0, or use another --run-directory"
         )
     if size > config.vocab_size:
-        raise ValueError(f"{directory}: its tokenizer has {size} tokens, not {config.vocab_size}")
+        raise ValueError(
+            f"{directory}: its tokenizer has {size} tokens, not {config.vocab_size}; set vocab_size = {size}, or use "
+            f"another --run-directory"
+        )
     if size < config.vocab_size:
         # Otherwise the model could sample token ids that the tokenizer does not have.
-        raise ValueError(f"the texts yield only {size} tokens: set vocab_size = {size}, or give more text")
+        raise ValueError(f"tokenizer: the texts yield only {size} tokens: set vocab_size = {size}, or give more text")
     return tokenizer
 
 
 def check_sources(sources: Iterable[SourceConfig]) -> None:
-    """Open the files of all sources, before any is read; raise ValueError for a file that cannot be opened."""
+    """Check that the corpus file of every source can be opened, before a long read; raise ValueError if not."""
     for source in sources:
         path = source.path.resolve()
         try:
@@ -169,7 +179,9 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
 
 
 def read_source(config: SourceConfig) -> TextSource:
-    """Read a corpus, and hold out documents by `id` and by hash, so that a growing file keeps its held-out documents.
+    """Read a corpus file, and split its documents into training documents and held-out texts.
+
+    Documents are held out by `held_out_ids` and by the hash of their text, so a growing file keeps its held-out texts.
 
     Raises:
         ValueError: the file is missing, empty or invalid, or lacks a document of `held_out_ids`.
@@ -189,9 +201,9 @@ def read_source(config: SourceConfig) -> TextSource:
             elif config.repeats or config.chat_repeats:
                 train.append(Document(text=part, turns=document.turns))
     if missing:
-        raise ValueError(f"{config.path}: no document has the id {sorted(missing)[0]!r} of held_out_ids")
+        raise ValueError(f"{config.path}: no document has the id {sorted(missing)[0]!r}; remove it from held_out_ids")
     if not train and not held_out:
-        raise ValueError(f"{config.path}: contains no documents")
+        raise ValueError(f"{config.path}: contains no documents; give a file with text")
     return TextSource(config=config, sha256=file_digest(config.path), train=train, held_out=held_out)
 
 
@@ -221,7 +233,7 @@ def _share(text: str) -> float:
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a UTF-8 text file, unpacked if its suffix is .xz; raise ValueError if the file cannot be read as text."""
+    """Open a UTF-8 text file, decompressed if its suffix is .xz; raise ValueError for a file that is not text."""
     try:
         with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8-sig") as file:
             yield file
@@ -234,12 +246,15 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def text_suffix(path: Path) -> str:
-    """Return the suffix of a text file, without .xz."""
+    """Return the suffix of a text file before a possible .xz: ".txt" for "a.txt" and for "a.txt.xz"."""
     return (path.with_suffix("") if path.suffix == ".xz" else path).suffix
 
 
 def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
-    """Yield the id and the document of each record of a corpus file. The text of a dialogue is its transcript."""
+    """Yield the "id" and the document of each record of a corpus file. The text of a conversation is its transcript.
+
+    Plain text has the id "" for each document, a JSON record without an id "None".
+    """
     with open_text(path) as file:
         if text_suffix(path) not in JSON_SUFFIXES:
             for text in file.read().split("\n\n"):
@@ -253,14 +268,17 @@ def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
                 turns = conversation(record["turns"]) if "turns" in record else None
                 text = record["text"] if turns is None else _transcript(record["turns"])
                 if not isinstance(text, str):
-                    raise TypeError("not a string")
+                    raise TypeError('"text" is not a string')
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f'{path}, line {number}: expected a JSON object with a "text" or "turns"') from error
+                raise ValueError(
+                    f'{path}, line {number}: expected a JSON object with a "text" or with "turns", a list of '
+                    f"[speaker, text]"
+                ) from error
             yield str(record.get("id")), Document(text=text, turns=turns)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Cut a long text at line ends into parts of about MAX_DOCUMENT_CHARACTERS; a shorter text is one part."""
+    """Cut a text at line ends into parts of about MAX_DOCUMENT_CHARACTERS; a text of up to twice this is one part."""
     if len(text) <= 2 * MAX_DOCUMENT_CHARACTERS:
         yield text
         return
@@ -281,10 +299,10 @@ def _transcript(turns: Sequence[Sequence[str]]) -> str:
 
 
 def conversation(turns: Sequence[Sequence[str]]) -> tuple[Turn, ...]:
-    """Return the turns of a corpus record as a conversation; empty without a question that has an answer.
+    """Return the "turns" of a corpus record as messages; () if the assistant does not reply to any user message.
 
-    The user is first, optionally after a system message, and the assistant is last. Consecutive messages of one role
-    are joined. No text is empty, or starts or ends with white space.
+    The first message is the user's, optionally after a system message, and the last message is the assistant's.
+    Consecutive messages of one role are joined. No text is empty, or starts or ends with white space.
     """
     spoken = [(_SPEAKERS[speaker], text.strip()) for speaker, text in turns if text.strip()]
     joined = [Turn(role, " ".join(text for _, text in said)) for role, said in groupby(spoken, lambda pair: pair[0])]
@@ -297,9 +315,10 @@ def conversation(turns: Sequence[Sequence[str]]) -> tuple[Turn, ...]:
 
 
 def encode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a conversation, as the chat template renders it and BOS at the end, and its loss mask.
+    """Return the token ids of a conversation, as the chat template renders it and with BOS appended, and its loss mask.
 
-    Targets are the assistant's messages and the `<|im_end|>` after each. Message texts never become special tokens.
+    The mask is True for the tokens of the assistant's messages and the `<|im_end|>` after each. The text of a message
+    never becomes a special token.
     """
     begin, start, end = tokenizer.bos_token_id, tokenizer.special_tokens[START], tokenizer.special_tokens[END]
     assert begin is not None  # `train_bpe` always sets it

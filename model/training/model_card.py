@@ -41,7 +41,7 @@ def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: in
 
 
 def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any], evaluation: Evaluation) -> None:
-    """Write the model card. Sections without data (held-out texts, samples) are left out."""
+    """Write the model card in Markdown. Sections without data (held-out texts, samples) are left out."""
     introduction = (
         f"A decoder-only transformer of {config.model.num_parameters:,} parameters, trained from scratch by "
         f"`kvasir train` in this repository. {config.description}"
@@ -64,13 +64,13 @@ def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any
 
 
 def _table(columns: str, rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table. columns: names separated by " | "."""
+    """Return a Markdown table. columns: names of the columns, separated by " | "."""
     head = f"| {columns} |\n|{'---|' * len(columns.split('|'))}"
     return "\n".join([head, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
 def _data(config: TrainConfig, training: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table of sources, with the attributions that licences require, and facts about the texts."""
+    """Yield the card's table of sources, with the attributions that licences require, and facts about the texts."""
     rows = []
     for source in training["sources"]:
         chat_repeats = source.get("chat_repeats", 0) if config.chat_steps else 0
@@ -87,7 +87,7 @@ def _data(config: TrainConfig, training: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> dict[str, object]:
-    """Return the chosen values of the recipe, and the measurements of the run."""
+    """Return the card's recipe table: values that differ from their defaults, and measurements of the run."""
     epochs = (training["tokens"] - config.chat_steps * config.tokens_per_step) / training["epoch_tokens"]
     hidden = ("name", "description", "model", "sources", "vocab_size", "sample_prompts", "checkpoint_minutes")
     rows = {key: value for key, value in chosen_values(config).items() if key not in hidden}

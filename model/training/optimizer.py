@@ -41,7 +41,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the state tensors of both optimizers by PARAMETER/KEY."""
+        """Return the state tensors of both optimizers, named as "layers.0.mlp.down.weight/momentum_buffer"."""
         return {
             f"{self._names[id(parameter)]}/{key}": value
             for optimizer, _ in self._with_peaks
@@ -50,7 +50,7 @@ class Optimizers:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the `state_tensors` of an equal model, each moved to the device of its parameter."""
+        """Load tensors that `state_tensors` returned for the same model, each moved to the device of its parameter."""
         for optimizer, _ in self._with_peaks:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 prefix = self._names[id(parameter)] + "/"
@@ -65,8 +65,8 @@ class Optimizers:
 def rate_factor(step: int, config: TrainConfig) -> float:
     """Return the learning rate at a step as a share of its peak: linear warm-up, plateau, linear decay to zero.
 
-    On the plateau a run can be lengthened or shortened without changing the steps done (warmup-stable-decay, Hu et al.
-    2024, arXiv 2404.06395, section 4).
+    During the plateau, a run can be lengthened or shortened without a change to the steps already done
+    (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395, section 4).
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

@@ -1,4 +1,4 @@
-"""State of a training run: the last complete save, the log with a JSON line per step, the lock, and the progress."""
+"""Files of a training run (last complete save, log with a JSON line per step, lock), and its progress lines."""
 
 import collections
 import contextlib
@@ -31,7 +31,7 @@ _WINDOW_SECONDS = 60.0  # window over which the speed is measured
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Saved state of a training run: steps done, seconds spent on the steps, and named tensors."""
+    """Saved state of a training run: steps done, seconds spent on them, tensors of model and optimizers by name."""
 
     step: int
     seconds: float
@@ -39,7 +39,10 @@ class RunState:
 
 
 def save_state(directory: Path, state: RunState, config: TrainConfig, corpora: list[str]) -> None:
-    """Replace the last save of a run. The new file is synced before the rename: after a crash one file is complete."""
+    """Replace the last save of a run. After a crash, the old or the new file is complete: it is synced, then renamed.
+
+    corpora: SHA-256 of each corpus file, in the order of the sources.
+    """
     partial = directory / "state.partial"
     facts = {"step": state.step, "seconds": state.seconds, "config": config_facts(config, corpora)}
     # Copies, since tied weights share memory, which safetensors rejects.
@@ -65,7 +68,7 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         step, seconds, saved = int(facts["step"]), float(facts["seconds"]), dict(facts["config"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ValueError(f"{path}: damaged ({error}); delete it to start over") from error
+        raise ValueError(f"{path}: damaged save ({error}); delete it to start the run over") from error
     current = config_facts(config, corpora)
     plateau_end = min(facts["steps"] - max(facts["decay_steps"], facts["chat_steps"]) for facts in (saved, current))
     changeable = (*_CHANGEABLE, "chat_sources") if step <= plateau_end else _CHANGEABLE
@@ -76,14 +79,14 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
         )
     if step > plateau_end and any(saved[key] != current[key] for key in _LENGTHS):
         raise ValueError(
-            f"{path}: the learning rate already decays at step {step}; restore the number of steps, or "
-            "use another --run-directory"
+            f"{path}: the learning rate already decays at the saved step {step}; undo the change of "
+            "steps, decay_steps or chat_steps, or use another --run-directory"
         )
     return RunState(step=step, seconds=seconds, tensors=tensors)
 
 
 def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
-    """Return the config as JSON values, with the SHA-256 of each corpus that a phase of the run reads."""
+    """Return the config as JSON values, with the SHA-256 of the corpora in use, to compare it with that of a save."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     hashed = list(zip(config.sources, corpora, strict=True))
     texts = [(s, corpus) for s, corpus in hashed if s.repeats or s.held_out or s.held_out_ids]
@@ -103,12 +106,14 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"{directory}: another run is using it; use another --run-directory") from error
+            raise ValueError(
+                f"{directory}: another run is using it as its run directory; use another --run-directory"
+            ) from error
         yield
 
 
 def truncate_log(path: Path, step: int) -> list[dict[str, float]]:
-    """Drop the log lines of step `step` and later steps, which a resumed run repeats. Return the remaining lines."""
+    """Remove the lines of step `step` and later from a log, since a resumed run repeats them. Return the rest."""
     earlier = [line for line in read_log(path) if line["step"] < step]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(line) + "\n" for line in earlier))
@@ -117,7 +122,7 @@ def truncate_log(path: Path, step: int) -> list[dict[str, float]]:
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """Return the complete lines of a log. Lines damaged by a crash or a power cut are skipped."""
+    """Return the lines of a run's log as dicts, without lines that a crash or a power cut has damaged."""
     if not path.exists():
         return []
     read = []
@@ -128,13 +133,13 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def deterministic(seed: int) -> None:
-    """Make PyTorch results bitwise identical between runs on the same hardware with the same number of threads."""
+    """Seed PyTorch, and make its results bitwise identical between runs on the same hardware and number of threads."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
 
 
 class Progress:
-    """Recent speed of a training run, including the work between steps, and a progress line every 10 s."""
+    """Recent speed of a training run, with the work between steps, and a printed progress line every 10 s."""
 
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line
@@ -143,7 +148,7 @@ class Progress:
         self._printed_at = -_LINE_SECONDS
 
     def record(self, step: int) -> None:
-        """Record that `step` steps are done."""
+        """Record that `step` steps of the run are done now."""
         now = time.monotonic()
         self._marks.append((step, now))
         # Keep at least two measurements, even if they are far apart.
@@ -152,16 +157,17 @@ class Progress:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the last minute; None before two steps are recorded."""
+        """Mean seconds per step over the last minute; None before two steps are recorded."""
         if len(self._marks) < 2:
             return None
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
         return (ended - began) / (last - first)
 
     def report(self, config: TrainConfig, loss: float, held_out: Sequence[float], spent: float) -> None:
-        """Print a progress line at the last step, and if the last line is 10 s old.
+        """Print a progress line, unless the previous line is less than 10 s old and the run has steps left.
 
-        loss: of the recorded step. held_out: all held-out losses. spent: seconds of training.
+        loss: training loss of the recorded step. held_out: all held-out losses so far, of which the last is printed.
+        spent: seconds of training so far.
         """
         self._loss = loss if self._loss is None else self._loss + (loss - self._loss) / _SMOOTHING
         step, seconds = self._marks[-1][0], self.seconds_per_step

@@ -61,13 +61,13 @@ _CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Execution settings of a training run. Settings change the losses of a run only by rounding.
+    """Execution settings of a training run. All but `next_config` change its losses only by rounding.
 
     precision: "float32" or "bfloat16" (autocast: weights stay float32).
-    stop_after: stop as if interrupted after this many steps.
+    stop_after: stop as if interrupted when this many steps of the run are done; None: at the last step.
     next_config: called after each step with the number of steps done, the config, the recent seconds per step (None if
-        unknown) and all held-out losses. It returns the config to continue with, in which the numbers of steps may
-        change before the learning rate decays.
+        unknown) and all held-out losses. It returns the config for the next step. Its `steps` and `decay_steps` may
+        differ from the previous config until the learning rate decays.
     """
 
     run_directory: Path
@@ -81,7 +81,7 @@ class RunSettings:
 
 
 def default_precision(device: str) -> str:
-    """Return "bfloat16" if the hardware multiplies it natively, else "float32"."""
+    """Return "bfloat16" if the hardware of the device multiplies bfloat16 natively, else "float32"."""
     if device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
@@ -102,6 +102,7 @@ def train(
     """Start or resume a training run, and write the finished checkpoint. Return True if the run finished.
 
     should_stop: called between steps; after True the run is saved and can be resumed.
+    complete: completes the sample prompts of the model card.
 
     Raises:
         CheckpointError: the checkpoint directory holds files that this run did not write.
@@ -169,13 +170,13 @@ class Trainer:
         }
 
     def _loss_of(self, inputs_T: Tensor, targets_T: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return the mean loss over the target tokens of a batch, or 0 for a batch without targets."""
+        """Return the mean loss in nats over the target tokens of a batch, or 0 for a batch without targets."""
         logits_TV = self.model(inputs_T, metadata, None)
         total = functional.cross_entropy(logits_TV, targets_T, ignore_index=UNTRAINED, reduction="sum")
         return total / (targets_T != UNTRAINED).sum().clamp(min=1)
 
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
-        """Train until the last step or `stop_after`, with periodic saves. Return True after the last step."""
+        """Train to the last step, `stop_after` or `should_stop`, and save regularly. Return True at the last step."""
         settings = self.settings
         if not self.step:
             self.save()  # a later run with another config is then rejected
@@ -206,7 +207,7 @@ class Trainer:
         return self.step >= self.config.steps
 
     def train_step(self) -> float:
-        """Run one optimizer step. Return its loss in nats per token; raise ValueError if the loss is not finite."""
+        """Run one optimizer step. Return its training loss in nats per token; raise ValueError if it is not finite."""
         chat_step = self.step - self.config.chat_start
         batch = self.corpus.pretraining.batch(self.step) if chat_step < 0 else self.corpus.chat.batch(chat_step)
         batch = batch.to(self.settings.device)
@@ -225,12 +226,15 @@ class Trainer:
         self.optimizers.step(rate_factor(self.step, self.config))
         value = float(loss.detach())
         if not math.isfinite(value) or not math.isfinite(norm):  # the weights are unusable: do not save them
-            raise ValueError(f"the loss became {value} at step {self.step}; lower matrix_lr and adam_lr")
+            raise ValueError(
+                f"the training loss ({value}) or the norm of its gradient ({norm:g}) is not finite at step "
+                f"{self.step}; lower matrix_lr and adam_lr in the recipe"
+            )
         self.step += 1
         return value
 
     def held_out(self) -> dict[str, Any]:
-        """Measure a sample of the held-out texts: the loss in nats per token, and bits per byte of each source."""
+        """Measure a sample of the held-out texts: one loss in nats per token, and the bits per byte of each source."""
         self.model.eval()
         measured = {name: evaluate(self.model, self.corpus.tokenizer, texts) for name, texts in self._held_out.items()}
         self.model.train()
@@ -246,7 +250,7 @@ class Trainer:
 
 
 def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None]) -> None:
-    """Write the checkpoint in bfloat16, measure it, and write its manifest and model card."""
+    """Write the finished checkpoint in bfloat16, evaluate it, and write its manifest, loss curve and model card."""
     config, corpus, directory = trainer.config, trainer.corpus, trainer.settings.checkpoint
     log = read_log(trainer.settings.run_directory / LOG_FILE)
     training = _facts(trainer, log)
@@ -331,7 +335,7 @@ def _hardware(device: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of this repository, or "unknown" outside of a repository."""
+    """Return the git commit of the repository of this file, or "unknown" outside of a repository."""
     git = ("git", "-C", str(Path(__file__).parent))
     try:
         # An installed copy may lie inside a different repository (site-packages), which does not track this file.

@@ -24,7 +24,10 @@ _ENDS = tuple(map(re.compile, (r"[.!?…。！？][\"')”’»]*(?=\s|$)|[。�
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnText:
-    """Training documents without duplicates, and the SHA-256 of each text file. form: phrase on how texts were cut."""
+    """Training documents of the user's text files, without duplicates.
+
+    digests: SHA-256 of each file, by path. form: phrase that describes the documents, for a progress line.
+    """
 
     digests: dict[str, str]
     documents: list[str]
@@ -32,10 +35,11 @@ class OwnText:
 
 
 def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
-    """Read text files, and all text files in directories, except below the directories `apart`.
+    """Read text files, and all text files in and below directories, except in and below the directories `apart`.
 
     Raises:
-        ValueError: a file is missing or not text, a line of JSON has no "text", or there is too little text.
+        ValueError: a file is missing or not text, a line of JSON has neither "text" nor "turns", or there is too little
+            or too much text.
     """
     without = {path.resolve() for path in apart}
     files = [file for path in paths for file in _files(path, without)]
@@ -45,7 +49,9 @@ def read_own_text(paths: Sequence[Path], apart: Iterable[Path] = ()) -> OwnText:
     for text in itertools.chain.from_iterable(map(_texts, files)):
         total += len(text)
         if total > MOST_CHARACTERS:
-            raise ValueError(f"{named}: over {MOST_CHARACTERS:,} characters, the limit; give a part of the text")
+            raise ValueError(
+                f"{named}: over {MOST_CHARACTERS:,} characters of text, the limit; give a part of the text"
+            )
         texts.append(text)
     _check_size(named, num_bytes(texts), "of text")
     documents, form = _documented(texts)
@@ -59,8 +65,8 @@ def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split documents into training documents and held-out documents, both in their order.
 
     Held-out documents are chosen by hash: 5% of the text, 10% below 200,000 characters, at least two documents, and
-    about 120,000 characters at most. Training documents that quote a held-out document are dropped. If that would drop
-    over half of the documents, no document is held out.
+    about 120,000 characters at most. Other documents that quote a held-out document are dropped. If over half of them
+    would be dropped, no document is held out.
     """
     total = sum(map(len, documents))
     wanted = min(total * (0.1 if total < 200_000 else 0.05), 120_000)
@@ -90,12 +96,17 @@ def _files(path: Path, without: Set[Path]) -> list[Path]:
         and without.isdisjoint(file.resolve().parents)
     )
     if not found:
-        raise ValueError(f"{path}: a directory without text files (.txt, .md or .jsonl, also as .xz)")
+        raise ValueError(
+            f"{path}: a directory without text files; give files ending in .txt, .md or .jsonl, also with .xz"
+        )
     return found
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield the separate texts of a file: JSON lines, or texts between end-of-text tokens or blank lines."""
+    """Yield the separate texts of a file: one per JSON line, else those between end-of-text tokens or blank lines.
+
+    Blank lines that separate short paragraphs are ignored: the file is then one text.
+    """
     if text_suffix(path) in JSON_SUFFIXES:
         # JSON can hold lone surrogates, which UTF-8 cannot encode.
         yield from (document.text.encode("utf-8", "replace").decode() for _, document in read_documents(path))
@@ -112,7 +123,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
-    """Cut running texts into documents of about PART_CHARACTERS; also return a phrase that describes the documents."""
+    """Cut long texts into documents of about PART_CHARACTERS or less. Also return a phrase that describes them."""
     size = max(400, min(PART_CHARACTERS, sum(map(len, texts)) // _FEWEST_PARTS))
     parts = [part for text in texts for part in ([text] if len(text) <= 3 * size else _parts(text, size))]
     documents = [part.strip("\n") for part in parts if part.strip()]
@@ -123,7 +134,7 @@ def _documented(texts: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _parts(text: str, size: int) -> Iterator[str]:
-    """Cut a text into parts of `size` to 1.5 times `size` characters, at the preferred ends of `_ENDS`."""
+    """Cut a text into parts of `size` to 1.5 * `size` characters, at sentence ends, else line ends, else word ends."""
     start = 0
     while len(text) - start > 3 * size // 2:
         ends = (pattern.search(text, start + size, start + 3 * size // 2) for pattern in _ENDS)
@@ -135,15 +146,18 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 def _check_size(named: str, size: int, what: str) -> None:
     if size < LEAST_BYTES:
-        raise ValueError(f"{named}: {size_in_words(size)} {what}; at least {size_in_words(LEAST_BYTES)} are needed")
+        raise ValueError(
+            f"{named}: {size_in_words(size)} {what}; at least {size_in_words(LEAST_BYTES)} are needed to train a "
+            f"model; give more text"
+        )
 
 
 def size_in_words(size: int) -> str:
-    """Format a number of bytes with two significant digits."""
+    """Format a number of bytes, such as "3.4 MB", "202 KB" or "17 bytes"."""
     unit, length = ("MB", 10**6) if size >= 10**6 else ("KB", 10**3)
     return f"{size / length:.{0 if size >= 10 * length else 1}f} {unit}" if size >= length else f"{size} bytes"
 
 
 def num_bytes(texts: Iterable[str]) -> int:
-    """Return the number of UTF-8 bytes of all texts together."""
+    """Return the total size of texts in UTF-8 bytes."""
     return sum(len(text.encode()) for text in texts)

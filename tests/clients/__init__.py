@@ -1,4 +1,4 @@
-"""Other people's clients, as their registries have them, against a live service: `make test-clients`.
+"""Tests of released client libraries and benchmarks against a running service: `make test-clients`.
 
-Left out of `make test`: they are some gigabytes, and each has an environment of its own, made by the Makefile.
+Not part of `make test`: the clients are several gigabytes, each in its own environment, which the Makefile creates.
 """

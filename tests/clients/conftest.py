@@ -1,4 +1,4 @@
-"""One service for all clients, on a model of the repository, and one that is full."""
+"""Services for all client tests: one with a model of this repository, and one whose queue is full."""
 
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -19,7 +19,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def full(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Asks for a key. One request runs, one waits, and the worker stands still: whoever else comes is refused."""
+    """Service that requires an API key and rejects further requests: one runs, one waits, the worker is suspended."""
     directory = tmp_path_factory.mktemp("full")
     keys = directory / "keys"
     keys.write_text(f"tests: {KEY}\n")

@@ -1,4 +1,4 @@
-"""Where the clients live, and how a program is run beside one of them."""
+"""Environments of the clients: their executables, the snippets of docs/clients.md, and running a program in one."""
 
 import os
 import re
@@ -11,16 +11,16 @@ from pathlib import Path
 from tests.e2e.process import clean_environment
 
 ROOT = Path(__file__).parents[2]
-CHECKPOINT = min((ROOT / "checkpoints").glob("*/manifest.json")).parent  # any that ships
+CHECKPOINT = min((ROOT / "checkpoints").glob("*/manifest.json")).parent  # any shipped checkpoint
 PAGE = ROOT / "docs" / "clients.md"
 PROGRAMS = Path(__file__).parent / "programs"
-# As the page has them.
+# As in docs/clients.md.
 URL = "http://127.0.0.1:8000"
 MODEL = "demo"
-# Of the service that asks for one.
+# API key of the service that requires one.
 KEY = "sk-clients-0123456789abcdef"
 _ENVIRONMENTS = ROOT / ".venv-clients"
-# Nothing is fetched, and nobody is told: what some of the clients do unless they are asked not to.
+# Some clients download files or send usage data unless these variables are set.
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -31,7 +31,7 @@ _QUIET = {
 
 
 def snippet(client: str, language: str) -> str:
-    """The block in this language under the page's heading of that name."""
+    """Return the first code block in this language in the section of docs/clients.md about this client."""
     text = PAGE.read_text()
     section = re.search(rf"^## {re.escape(client)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     assert section is not None, f"{PAGE.name} has no section {client}"
@@ -40,27 +40,29 @@ def snippet(client: str, language: str) -> str:
     return block[1]
 
 
-def python_arguments(environment: str, name: str) -> str:
-    """An executable of a client's environment; `own` is the one the tests run in."""
+def executable(environment: str, name: str) -> str:
+    """Return the path of an executable in a client's environment. `own` is the environment of the tests: its Python."""
     if environment == "own":
         return sys.executable
     path = _ENVIRONMENTS / environment / "bin" / name
-    assert path.exists(), f"{path.relative_to(ROOT)} is not there: the clients are installed by `make test-clients`"
+    assert path.exists(), f"{path.relative_to(ROOT)} is missing; install the clients with `make test-clients`"
     return str(path)
 
 
 def node(directory: Path) -> str:
-    """The node executable; programs in `directory` can import what was installed for it."""
+    """Return the path of node. Programs in `directory` can then import the installed packages."""
     path = shutil.which("node")
-    assert path is not None, "Node.js is needed for its client: install `node` and `npm`, then `make test-clients`"
+    assert path is not None, "Node.js is missing; install `node` and `npm`, then run `make test-clients`"
     modules = _ENVIRONMENTS / "node" / "node_modules"
-    assert modules.is_dir(), f"{modules.relative_to(ROOT)} is not there: `make test-clients` installs it, with npm"
+    assert modules.is_dir(), (
+        f"{modules.relative_to(ROOT)} is missing; install it with `make test-clients`, which needs npm"
+    )
     (directory / "node_modules").symlink_to(modules)
     return path
 
 
 def run(words: Sequence[object], home: Path, *, seconds: float = 300, **variables: str) -> str:
-    """What a program prints. It must succeed, and finds nobody's settings but those in `home`."""
+    """Run a program, which must succeed, with `home` as its home directory. Return its standard output."""
     environment = {
         **clean_environment(),
         **_QUIET,

@@ -1,4 +1,4 @@
-"""Other people's benchmarks: they finish, nothing fails, and their counts are the service's own."""
+"""Benchmark clients aiperf and guidellm: all requests succeed, and token counts equal the service's metrics."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.environments import CHECKPOINT, ROOT, URL, python_arguments, run, snippet
+from tests.clients.environments import CHECKPOINT, ROOT, URL, executable, run, snippet
 from tests.e2e.process import Service, clean_environment
 
 NUM_REQUESTS, NUM_TOKENS = 6, 8
@@ -18,7 +18,7 @@ NUM_REQUESTS, NUM_TOKENS = 6, 8
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A directory with the model's tokenizer, as transformers reads it."""
+    """Home directory with the model's tokenizer in the format of transformers."""
     directory = tmp_path / "tokenizer"
     words = ("export-tokenizer", "--checkpoint", str(CHECKPOINT), "--out", str(directory))
     subprocess.run([sys.executable, "-m", "service.cli", *words], cwd=ROOT, env=clean_environment(), check=True)
@@ -26,11 +26,11 @@ def home(tmp_path: Path) -> Path:
 
 
 def command(client: str, service: Service) -> list[str]:
-    """The client's command on the page."""
+    """Return the client's command in docs/clients.md, with the URL of this service."""
     text = snippet(client, "console").replace("\\\n", "").replace(URL, service.url)
     line = re.search(rf"^\$ {client} (.*)", text, re.M)
     assert line is not None
-    return [python_arguments(client, client), *shlex.split(line[1])]
+    return [executable(client, client), *shlex.split(line[1])]
 
 
 def counts(service: Service) -> tuple[float, float]:
@@ -43,7 +43,9 @@ def test_aiperf(service: Service, home: Path, endpoint: str) -> None:
     words[words.index("completions")] = endpoint
     num_tokens, num_failures = counts(service)
     quiet = ("--ui", "none", "--no-gpu-telemetry", "--workers-max", "1", "--artifact-dir", "out")
-    run([*words, *quiet], home, HF_HUB_OFFLINE="")  # offline it looks into Hugging Face's cache alone
+    run(
+        [*words, *quiet], home, HF_HUB_OFFLINE=""
+    )  # offline, aiperf ignores the tokenizer directory and reads the Hugging Face cache only
     results: dict[str, Any] = json.loads((home / "out" / "profile_export_aiperf.json").read_text())
     assert results["request_count"]["avg"] == NUM_REQUESTS
     assert "error_request_count" not in results

@@ -1,4 +1,4 @@
-"""The libraries: the page's snippets, streams, usage, vectors, and each one's own errors."""
+"""Client libraries: snippets of docs/clients.md, streams, usage, embeddings, and the exceptions of each library."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.clients.environments import KEY, MODEL, PROGRAMS, URL, node, python_arguments, run, snippet
+from tests.clients.environments import KEY, MODEL, PROGRAMS, URL, executable, node, run, snippet
 from tests.e2e.process import Service
 
 PROMPT = "Once upon a time"
@@ -15,7 +15,7 @@ SAMPLING = {"max_tokens": 20, "temperature": 0}
 
 
 class Library(NamedTuple):
-    """A section of the page, the environment it needs, the program that tries the rest, and what it calls errors."""
+    """Section of docs/clients.md, environment and test program of a library, and its names of three exceptions."""
 
     section: str
     environment: str
@@ -36,7 +36,7 @@ LIBRARIES = [
 
 
 def interpreter(library: Library, directory: Path) -> str:
-    return node(directory) if library.environment == "node" else python_arguments(library.environment, "python")
+    return node(directory) if library.environment == "node" else executable(library.environment, "python")
 
 
 def talk(service: Service) -> tuple[str, list[int]]:
@@ -47,7 +47,7 @@ def talk(service: Service) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.section)
 def test_the_snippet_on_the_page_runs(service: Service, library: Library, tmp_path: Path) -> None:
-    """It prints a completion, then a conversation's answer as it streams in."""
+    """The snippet prints a completion, then a streamed chat completion."""
     language, suffix = ("js", "mjs") if library.environment == "node" else ("python", "py")
     path = tmp_path / f"snippet.{suffix}"
     path.write_text(snippet(library.section, language).replace(URL, service.url))
@@ -63,7 +63,7 @@ def test_streams_usage_and_errors(service: Service, full: Service, library: Libr
     said = json.loads(printed.splitlines()[-1])
     assert said["text"] == service.text(PROMPT, **SAMPLING)
     assert (said["chat"], said["usage"]) == talk(service)
-    if library.environment != "llama-index":  # its vectors are another package's
+    if library.environment != "llama-index":  # embeddings are in another package of llama-index
         (vector,) = service.post("/v1/embeddings", input=[PROMPT]).json()["data"]
         assert said["vector"] == pytest.approx(vector["embedding"], abs=1e-6)
     bad, busy = library.bad_request, library.rate_limit

@@ -1,4 +1,4 @@
-"""The `llm` command: what the page says, with and without streaming, and what it says of errors."""
+"""Command `llm`: the commands of docs/clients.md, with and without streaming, and its error messages."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.environments import MODEL, URL, python_arguments, run, snippet
+from tests.clients.environments import MODEL, URL, executable, run, snippet
 from tests.clients.test_libraries import PROMPT, SAMPLING, talk
 from tests.e2e.process import Service
 
@@ -15,16 +15,16 @@ COMMANDS = re.findall(r"^\$ (llm .*)", snippet("llm", "console"), re.M)
 
 @pytest.fixture
 def home(service: Service, tmp_path: Path) -> Path:
-    """Where `llm` finds the models that the page tells of, and one more that the service has not."""
+    """Home directory with the models of docs/clients.md for `llm`, and a model that the service does not have."""
     models = snippet("llm", "yaml").replace(URL, service.url)
-    nobody = f"- model_id: nobody\n  model_name: nobody\n  api_base: {service.url}/v1\n"
-    (tmp_path / "extra-openai-models.yaml").write_text(models + nobody)
+    unknown = f"- model_id: nobody\n  model_name: nobody\n  api_base: {service.url}/v1\n"
+    (tmp_path / "extra-openai-models.yaml").write_text(models + unknown)
     return tmp_path
 
 
 def say(command: str, home: Path, *more: str) -> str:
     words = shlex.split(command)
-    return run([python_arguments("llm", "llm"), *words[1:], *more], home, LLM_USER_PATH=str(home))
+    return run([executable("llm", "llm"), *words[1:], *more], home, LLM_USER_PATH=str(home))
 
 
 @pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])
@@ -38,6 +38,8 @@ def test_the_commands_on_the_page_run(service: Service, home: Path, more: tuple[
     ("words", "status", "said"),
     [(("-m", "nobody"), 404, "does not exist"), (("-m", MODEL, "-o", "max_tokens", "100000"), 400, "context")],
 )
-def test_an_error_is_told_in_our_words(home: Path, words: tuple[str, ...], status: int, said: str) -> None:
+def test_llm_prints_the_error_message_of_the_service(
+    home: Path, words: tuple[str, ...], status: int, said: str
+) -> None:
     with pytest.raises(AssertionError, match=rf"Error: Error code: {status} .*{said}"):
         say("llm", home, *words, "--key", "none", "Once")

@@ -1,8 +1,8 @@
-"""What `vllm bench serve` sends and reads, by its own code (vllm 0.33.0, benchmarks/lib/endpoint_request_func.py).
+"""Requests and responses of `vllm bench serve`, by its source (vllm 0.33.0, benchmarks/lib/endpoint_request_func.py).
 
-The program itself is not run: docs/clients.md says why. Held here: requests as it makes them are served; messages end
-with an empty line and are comments, JSON, or [DONE]; what has choices has text; usage stands in a last message without
-choices; a refusal has a reason phrase, which is all that it shows.
+The program itself is not run: docs/clients.md says why. These tests send the same requests and check the responses. An
+SSE message ends with an empty line and is a comment, JSON or [DONE]. A message with choices has text. The last message
+has usage and no choices. An error has a reason phrase, the only part of an error that the program prints.
 """
 
 import json
@@ -23,7 +23,7 @@ CHAT = {"messages": MESSAGES, "max_completion_tokens": NUM_TOKENS, "temperature"
 
 
 def messages(service: Service, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """Every JSON message of a stream; the last message is [DONE]."""
+    """Return the JSON messages of a stream, and check that [DONE] follows them."""
     with httpx.stream("POST", service.url + path, json=COMMON | fields, timeout=60) as response:
         assert response.status_code == 200
         found = [message.strip() for message in "".join(response.iter_text()).split("\n\n")]
@@ -32,7 +32,7 @@ def messages(service: Service, path: str, **fields: Any) -> list[dict[str, Any]]
     return [json.loads(message.removeprefix("data: ")) for message in data]
 
 
-def test_a_completion_as_it_asks_for_one(service: Service) -> None:
+def test_completion_stream_has_the_format_of_vllm_bench_serve(service: Service) -> None:
     *chunks, closing = messages(service, "/v1/completions", **COMPLETION)
     assert all(chunk["choices"] for chunk in chunks)
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
@@ -42,10 +42,10 @@ def test_a_completion_as_it_asks_for_one(service: Service) -> None:
     assert closing["usage"]["prompt_tokens"] == service.post("/tokenize", prompt=PROMPT).json()["count"]
 
 
-def test_a_conversation_as_it_asks_for_one(service: Service) -> None:
+def test_chat_stream_has_the_format_of_vllm_bench_serve(service: Service) -> None:
     *chunks, closing = messages(service, "/v1/chat/completions", **CHAT)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert "role" in deltas[0], "the opening one is told from a token by its role"
+    assert "role" in deltas[0], "the opening message differs from those with tokens by its role"
     assert not [delta for delta in deltas[1:] if "role" in delta]
     whole = service.post("/v1/chat/completions", **CHAT, ignore_eos=True).json()
     assert "".join(delta.get("content") or "" for delta in deltas) == whole["choices"][0]["message"]["content"]
@@ -56,7 +56,7 @@ def test_a_conversation_as_it_asks_for_one(service: Service) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"), [({"model": "nobody"}, "Not Found"), ({"max_tokens": -1}, "Bad Request")]
 )
-def test_a_refusal_has_a_reason_phrase(service: Service, fields: dict[str, Any], reason: str) -> None:
+def test_an_error_response_has_a_reason_phrase(service: Service, fields: dict[str, Any], reason: str) -> None:
     answer = httpx.post(service.url + "/v1/completions", json=COMMON | COMPLETION | fields, timeout=60)
     assert answer.reason_phrase == reason
     assert answer.is_client_error

@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz --seconds 60`: each target so long, guided by the code that its inputs reach.
+"""`python -m tests.fuzz --seconds 60`: fuzz each target for this time, guided by code coverage.
 
-Each runs in a process of its own, for libFuzzer ends the process that it ran in. What failed is written to `--keep`,
-and the exit code is 1; `python -m tests.fuzz --replay FILE --target NAME` runs it again.
+Each target runs in a separate process, because libFuzzer ends its process. Inputs that fail are written below `--keep`,
+and the exit code is 1. `python -m tests.fuzz --replay FILE --target NAME` runs such an input again.
 """
 
 import argparse
@@ -11,19 +11,21 @@ from pathlib import Path
 
 from tests.fuzz.targets import TARGETS
 
-# Longer than any target takes for one input; what takes longer counts as a hang.
+# No target takes this long for one input; an input that takes longer counts as a hang.
 _HANG_SECONDS = 20
 _MEMORY_MB = 3000
 _LONGEST = 20_000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Fuzz what reads bytes of strangers.")
-    parser.add_argument("--seconds", type=int, default=60, help="of each target")
-    parser.add_argument("--seed", type=int, default=1, help="of the random numbers; 0 takes the clock")
-    parser.add_argument("--target", choices=TARGETS, action="append", help="may be repeated (default: all)")
-    parser.add_argument("--keep", type=Path, default=Path("runs/fuzz"), help="where failures and corpora are kept")
-    parser.add_argument("--replay", type=Path, help="run one input of --target, without fuzzing")
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Fuzz the parsers of untrusted bytes.")
+    parser.add_argument("--seconds", type=int, default=60, help="seconds for each target")
+    parser.add_argument("--seed", type=int, default=1, help="random seed; 0: use the clock")
+    parser.add_argument(
+        "--target", choices=TARGETS, action="append", help="target to fuzz; may be repeated; default: all"
+    )
+    parser.add_argument("--keep", type=Path, default=Path("runs/fuzz"), help="directory for failing inputs and corpora")
+    parser.add_argument("--replay", type=Path, help="file with one input to run on --target, without fuzzing")
     given = parser.parse_args()
     if given.replay is not None:
         TARGETS[given.target[0]](given.replay.read_bytes())

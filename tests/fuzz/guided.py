@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.guided TARGET FLAGS CORPUS`: one target under atheris, libFuzzer for Python."""
+"""`python -m tests.fuzz.guided TARGET FLAGS CORPUS`: fuzz one target with atheris, libFuzzer for Python."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Valid inputs of each target, from which others are made."""
+"""Valid inputs of each fuzz target, from which the fuzzers derive other inputs."""
 
 import json
 from functools import cache
@@ -16,7 +16,7 @@ from tests.tiny_model import save_tiny_checkpoint
 
 @cache
 def seeds() -> dict[str, list[bytes]]:
-    """By the target's name."""
+    """Return the valid inputs by name of the target."""
     posts = [methods["post"] for methods in openapi_document()["paths"].values() if "post" in methods]
     contents = [post["requestBody"]["content"]["application/json"]["examples"] for post in posts]
     bodies = [json.dumps(example["value"]).encode() for examples in contents for example in examples.values()]

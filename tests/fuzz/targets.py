@@ -1,4 +1,4 @@
-"""What must hold of any bytes. Each function takes some and raises where it does not."""
+"""Fuzz targets: each function passes bytes to a parser, and raises if a required property does not hold."""
 
 import asyncio
 import re
@@ -28,7 +28,7 @@ _TOKENIZER: Final = tiny_tokenizer()
 
 
 def request(data: bytes) -> None:
-    """A body is a request, or refused in one short line that names a field at most."""
+    """A request body is parsed, or rejected with a short message."""
     for kind in (CompletionRequest, ChatCompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest):
         try:
             kind.parse(data)
@@ -53,7 +53,7 @@ async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def http(data: bytes) -> None:
-    """What a connection is sent is answered, refused, or waited for the rest of; no answer is malformed."""
+    """A connection that receives these bytes sends a well-formed response, or waits for more bytes."""
 
     async def talk() -> bytes:
         state = ServerState()
@@ -83,7 +83,7 @@ def _is_line(error: Exception) -> None:
 
 
 def config(data: bytes) -> None:
-    """Another library's config.json describes a model, or is refused in one line."""
+    """A config.json of another library is read as a model config, or rejected with a one-line error."""
     directory = _directory("config")
     (directory / CONFIG_FILE).write_bytes(data)
     try:
@@ -93,7 +93,7 @@ def config(data: bytes) -> None:
 
 
 def native(data: bytes) -> None:
-    """Each file of a checkpoint of ours may be any bytes, with a manifest and without."""
+    """A native checkpoint of files with these bytes is read, or rejected with a one-line error."""
     directory = _directory("native")
     for name in (MANIFEST_FILE, CONFIG_FILE, "tokenizer_spec.json"):
         (directory / name).write_bytes(data)
@@ -105,7 +105,7 @@ def native(data: bytes) -> None:
 
 
 def header(data: bytes) -> None:
-    """A safetensors file has tensors within it, or is refused in one line."""
+    """The tensors of a safetensors file lie inside the file, or it is rejected with a one-line error."""
     path = _directory("header") / "x.safetensors"
     path.write_bytes(data)
     try:
@@ -116,7 +116,7 @@ def header(data: bytes) -> None:
 
 
 def tokenizer(data: bytes) -> None:
-    """Another library's tokenizer.json encodes text, or is refused in one line."""
+    """A tokenizer.json of another library encodes and decodes text, or is rejected with a one-line error."""
     directory = _directory("tokenizer")
     (directory / "tokenizer.json").write_bytes(data)
     try:
@@ -128,7 +128,7 @@ def tokenizer(data: bytes) -> None:
 
 
 def ids(data: bytes) -> None:
-    """Any ids stream to what their bytes say, no character is shown by halves, and a text comes back."""
+    """Token ids stream as the text of their bytes, in whole characters, and any text survives encoding and decoding."""
     decoder = StreamDecoder(_TOKENIZER)
     token_ids = [byte % _TOKENIZER.vocab_size for byte in data]
     pieces = [*(decoder.push([token_id]) for token_id in token_ids), decoder.flush()]

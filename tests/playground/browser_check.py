@@ -1,11 +1,11 @@
-"""Checks in a real browser what the playground page does.
+"""Checks of the playground page in a real browser.
 
-    python -m tests.playground.browser_check                                # against a stub server that also misbehaves
+    python -m tests.playground.browser_check                                # against a stub server that can fail
     python -m tests.playground.browser_check --url http://127.0.0.1:8000    # against a running service
-    … --screenshots DIR                                  # and write playground.png, inside.png, and each -dark, -phone
+    … --screenshots DIR    # also write playground.png and inside.png, and their -dark and -phone variants
 
-Needs Chromium on the PATH and, to run what the copy buttons give, curl and the `openai` package. Prints a line a check;
-the exit status is 1 if one failed. Not collected by pytest: a bare machine has no browser.
+Needs Chromium on the PATH and, to run the copied commands, curl and the `openai` package. Prints a line per check. The
+exit status is 1 if a check failed. Not collected by pytest: a new machine has no browser.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SHOT_TOKEN = 40
 SHOT_LOOK = {"layer": "4", "head": "1"}  # of the shipped model: the head whose " it" looks at " dog"
 SHOT_WORD = " it"
 
-# Spans that show another text than their token's; a token that is not whole characters has no text of its own.
+# Token spans that show a wrong text. A token that is part of a character has no text.
 MISPLACED_TOKENS = """[...document.querySelectorAll('.token')].slice(0, -1).filter(span => {
   const { text } = shown.tokens[span.dataset.index];
   return !text.startsWith('bytes:') && span.textContent !== (text.trimStart() || text);
@@ -63,7 +63,7 @@ def check_stream(page: Playground) -> None:
         for name in ("first", "between", "rate", "total", "tokens"):
             assert page.text(f"{row}-{name}") not in ("", "–"), f"{row}-{name}"
     assert page.text("seen-tokens") == page.text("told-tokens")
-    assert page.browser.run("document.activeElement.id") == "prompt", "the keyboard's place is kept"
+    assert page.browser.run("document.activeElement.id") == "prompt", "the keyboard focus stays on the prompt"
     if page.record is not None:
         assert STORY.startswith(page.text("completion"))
 
@@ -186,7 +186,7 @@ def check_screens(page: Playground) -> None:
 
 
 def check_scrolling(page: Playground) -> None:
-    """The page follows the end of the text, except while the reader has scrolled back."""
+    """The page scrolls with the end of the text, except while the user has scrolled back."""
     follows = "document.getElementById('caret').getBoundingClientRect().bottom <= innerHeight"
     for screen, scroller in ((DESK, "document.getElementById('page')"), (PHONE, "document.scrollingElement")):
         page.browser.set_screen(**screen)
@@ -197,7 +197,7 @@ def check_scrolling(page: Playground) -> None:
         for _ in range(4):
             page.browser.wheel("#story", -15)
         page.browser.until_script("!following")
-        page.browser.until(partial(page.rests, scroller), "the text to stay where the reader put it")
+        page.browser.until(partial(page.rests, scroller), "the scroll position to stay unchanged")
         page.browser.wheel("#story", 2000)
         page.browser.until_script("following")
         page.wait()
@@ -333,7 +333,7 @@ def run_checks(page: Playground, checks: Sequence[Callable[[Playground], None]])
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a running service; default: a stub server, which also misbehaves")
+    parser.add_argument("--url", help="URL of a running service; default: a stub server, which also sends errors")
     parser.add_argument(
         "--screenshots", type=Path, help="folder for playground.png and inside.png, light, dark and on a phone"
     )

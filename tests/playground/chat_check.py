@@ -97,7 +97,7 @@ def check_copied_conversation(page: Playground) -> None:
 
 
 def check_conversation_stops(page: Playground) -> None:
-    """A stopped answer becomes part of the conversation."""
+    """A reply that the user stopped becomes part of the conversation."""
     if not begin(page):
         return
     page.start("<slow> Tell me a long story", max_tokens="300")
@@ -109,7 +109,7 @@ def check_conversation_stops(page: Playground) -> None:
 
 
 def check_a_turn_that_fails(page: Playground) -> None:
-    """A failed answer is not kept: the message stays in the input."""
+    """A reply that failed is not kept: the user's message stays in the prompt field."""
     assert begin(page)
     first = page.generate("Hello", max_tokens="60")
     assert page.problem("<503> again")["title"] == "The server is not ready"

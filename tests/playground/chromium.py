@@ -1,7 +1,4 @@
-"""Drives one headless Chromium through the DevTools protocol over its debugging pipe: the standard library suffices.
-
-`Chromium` is a context manager; its methods speak to the one page it opens. Needs `chromium` on the PATH.
-"""
+"""Client of a headless Chromium over its debugging pipe, in the DevTools protocol, with the standard library alone."""
 
 import base64
 import json
@@ -28,10 +25,12 @@ FLAGS = (
 
 
 class Chromium:
-    """A browser with one page.
+    """Headless Chromium with one page, as a context manager. Needs `chromium` on the PATH.
 
-    `events` collects what the page reported since it was opened: requests, exceptions, console errors.
-    Raises `RuntimeError` when Chromium is missing, refuses a command, or the page's script throws.
+    events: requests, exceptions and console errors of the page since it was opened.
+
+    Raises:
+        RuntimeError: Chromium is missing or rejects a command, or a script on the page throws.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class Chromium:
     def __enter__(self) -> Self:
         program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
         if program is None:
-            raise RuntimeError("no chromium on the PATH")
+            raise RuntimeError("no chromium on the PATH; install it")
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_browser, self._write_fd = os.pipe()
         self._read_fd, from_browser = os.pipe()
@@ -101,14 +100,14 @@ class Chromium:
     def _read(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._received:
             if not select([self._read_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise RuntimeError("chromium does not answer")
+                raise RuntimeError(f"chromium sent no response within {ANSWER_SECONDS:g} s")
             self._received += os.read(self._read_fd, 1 << 20)
         message, _, self._received = self._received.partition(b"\0")
         answer: dict[str, Any] = json.loads(message)
         return answer
 
     def open(self, url: str) -> None:
-        """Load a page afresh and wait until it is complete."""
+        """Load a page and wait until it is complete."""
         self._command("Page.navigate", url="about:blank")
         self.until(lambda: self.run("location.href") == "about:blank", "a blank page")
         self.events.clear()
@@ -116,7 +115,7 @@ class Chromium:
         self.until(lambda: self.run("location.href !== 'about:blank' && document.readyState") == "complete", "the page")
 
     def run(self, script: str) -> Any:
-        """The JSON value of a JavaScript expression, awaited if it is a promise."""
+        """Return the value of a JavaScript expression on the page; a promise is awaited."""
         answer = self._command(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, userGesture=True
         )
@@ -125,7 +124,7 @@ class Chromium:
         return answer["result"].get("value")
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
-        """Poll until `condition` holds. Raises `AssertionError` naming `what` when it does not in time."""
+        """Poll until `condition()` is true; raise AssertionError with `what` after `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -135,7 +134,7 @@ class Chromium:
         self.until(lambda: self.run(script), script, seconds)
 
     def press(self, key: str, *, ctrl: bool = False) -> None:
-        """A key as the keyboard would send it: "Enter", "Escape", "ArrowRight"."""
+        """Press and release a key by its DOM name, such as "Enter" or "ArrowRight"."""
         codes = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, " ": 32}
         for kind in ("keyDown", "keyUp"):
             self._command(

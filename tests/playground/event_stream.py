@@ -1,6 +1,6 @@
-"""An event stream with every form that the grammar allows, and a script that feeds the page all its splits."""
+"""Event stream with every form of the SSE grammar, and a script that feeds it to the page in all its splits."""
 
-# Every way to cut a stream must give the same events: whole, byte by byte, and in two at each place.
+# The events must be the same for the whole stream, byte by byte, and in two pieces cut at each byte.
 CHECK = """(async (bytes) => {
   const parse = async cuts => {
     const events = [], ends = [...cuts, bytes.length];

@@ -6,7 +6,7 @@ from tests.playground.playground import Playground
 from tests.playground.stub_server import HOSTILE, StubServer
 
 PROMPT = "The dog did not cross the road as it was too tired."
-# What is shown is what was told: for the token looked at, every chip's percentage is its weight's.
+# Number of tokens whose percentage differs from the attention weight of the selected token.
 MISPLACED_WEIGHTS = """[...document.querySelectorAll('.glyph')].filter((chip, at) => {
   const weight = inside.weights[inside.token][at];
   return chip.lastChild.textContent !== (at <= inside.token && weight >= 0.005 ? percent(weight) : '');

@@ -18,7 +18,7 @@ class Playground:
         self.record = record
 
     def open(self, state: str = "") -> None:
-        """The page afresh, with the server's model known to it."""
+        """Load the page and wait until it knows the server's model. state: fragment of the URL."""
         self.browser.open(f"{self.url}/playground{state}")
         self.browser.until_script("server.model !== null && document.getElementById('budget').textContent !== ''")
 
@@ -26,8 +26,10 @@ class Playground:
         """Fill the form and press Ctrl+Enter in the prompt."""
         for name, value in {"prompt": prompt, **values}.items():
             set_value = f"e[e.type === 'checkbox' ? 'checked' : 'value'] = {json.dumps(value)}"
-            tell = "e.dispatchEvent(new Event('input', { bubbles: true }))"
-            self.browser.run(f"(e => {{ {set_value}; {tell}; }})(document.getElementsByName({json.dumps(name)})[0])")
+            dispatch = "e.dispatchEvent(new Event('input', { bubbles: true }))"
+            self.browser.run(
+                f"(e => {{ {set_value}; {dispatch}; }})(document.getElementsByName({json.dumps(name)})[0])"
+            )
         self.browser.run("document.getElementById('prompt').focus()")
         self.browser.press("Enter", ctrl=True)
         self.browser.until_script("shown !== null")
@@ -36,7 +38,7 @@ class Playground:
         self.browser.until_script("active === null", seconds=120)
 
     def generate(self, prompt: str, **values: str | bool) -> str:
-        """Run to the end; the completion as the page shows it."""
+        """Generate a completion to its end; return its text on the page."""
         self.start(prompt, **values)
         self.wait()
         return self.text("completion")
@@ -57,7 +59,7 @@ class Playground:
         return boxes
 
     def problem(self, prompt: str) -> dict[str, Any]:
-        """Provoke an error; what the page then says."""
+        """Generate from a prompt that makes the stub server fail; return the error that the page shows."""
         self.generate(prompt)
         assert self.visible("problem")
         return {part: self.text(f"problem-{part}") for part in ("title", "message", "detail")} | {

@@ -1,8 +1,8 @@
-"""A server that speaks the service's wire without a model, and misbehaves on request.
+"""HTTP server with the service's routes but without a model, which fails on request.
 
-`StubServer` serves the playground page and the routes the page calls. What `/v1/completions` does is chosen by a
-word in the prompt (see `FAULTS`); without one it streams `STORY` a token at a time. Every byte of a stream passes
-through `_send`, which cuts it at seeded random places, inside characters and line ends too.
+`StubServer` serves the playground page and the routes that the page calls. A word of `FAULTS` in the prompt selects a
+failure of `/v1/completions`; without such a word it streams `STORY` token by token. `_send` writes a stream in chunks
+cut at seeded random bytes, also inside characters and line ends.
 """
 
 import json
@@ -36,7 +36,7 @@ HOSTILE = '<img src=x onerror="document.title=1"> & <b>bold</b> </script><script
 
 @dataclass
 class Record:
-    """Requests to the stub server: the bodies of completion requests, and the number of streams that clients left."""
+    """Requests to the stub server: bodies of completion requests, and number of streams that clients disconnected."""
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_left: int = 0
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
     chats: ClassVar[bool]
 
     def parse_request(self) -> bool:
-        """Reject a request for anything but the page without the API key."""
+        """Reject a request without the API key, except for the page itself."""
         if not super().parse_request():
             return False
         has_key = self.key in ("", (self.headers["Authorization"] or "").removeprefix("Bearer "))
@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         return is_open
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet: the check prints what matters."""
+        """Write no access log: it would hide the output of the checks."""
 
     def do_GET(self) -> None:
         model = {"id": MODEL, "object": "model", "created": 1, "owned_by": "stub", "max_model_len": CONTEXT_LENGTH}
@@ -219,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(f"data: {json.dumps(envelope | event, ensure_ascii=False)}{self.line_end * 2}")
 
     def _send(self, text: str) -> None:
-        """Write `text` in two to four HTTP chunks, cut anywhere."""
+        """Write `text` in at most four HTTP chunks, cut at any byte."""
         data = text.encode()
         cuts = sorted(random.Random(data).choices(range(1, len(data)), k=3))
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):

@@ -1,10 +1,10 @@
-"""Batches of a training run, by number: a pure function of texts, weights and seed.
+"""Batches of a training run: a batch is a pure function of the texts, their weights, the seed and the batch's number.
 
-Each source contributes its share of the tokens to a round of ROUND_BATCHES batches, starting where its share of the
-previous round stopped. A source is shuffled for each of its epochs. A round does not depend on the length of the run or
-on earlier calls, so an interrupted run resumes exactly, and a run can be lengthened.
+A round is ROUND_BATCHES consecutive batches. Each source fills its share of the round's tokens, and continues in the
+next round where it stopped. A source is shuffled for each of its epochs. A round does not depend on the length of the
+run or on earlier calls, so an interrupted run resumes with the same batches, and a run can be lengthened.
 
-Legend: T tokens of a batch, N + 1 boundaries of its N sequences (each start, and the end of the last).
+Legend: T tokens of a batch, N + 1 boundaries of its N sequences (start of each sequence, and end of the last one).
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ Ids = NDArray[np.uint16]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedSource:
-    """Concatenated documents of a source, each between two BOS tokens.
+    """Token ids of all documents of a source, concatenated. A BOS token precedes and follows each document.
 
-    starts: offset of each document, and the end of the last. trained: loss mask per token. repeats: occurrences of a
-    document in an epoch of the mixture.
+    starts: offset of each document in `token_ids`, and the end of the last one. trained: loss mask, True for each token
+    to predict. repeats: occurrences of each document in an epoch of the mixture.
     """
 
     token_ids: Ids
@@ -39,22 +39,24 @@ class TokenizedSource:
 
     @property
     def num_predicted(self) -> int:
-        """Number of predicted tokens: all but the first of each document."""
+        """Number of tokens to predict: all but the first token of each document."""
         return len(self.token_ids) - (len(self.starts) - 1)
 
 
 class Piece(NamedTuple):
-    """Part of a document: inputs, and the next token of each input (int64), UNTRAINED outside the loss mask."""
+    """Part of a document: input token ids, and the token id to predict after each, UNTRAINED outside the loss mask."""
 
     inputs: Ids
     targets: NDArray[np.int64]
 
 
 class Mixture:
-    """Weighted mixture of sources, as rounds of pieces of documents; lengths count predicted tokens.
+    """Weighted mixture of tokenized sources, as rounds of shuffled pieces of documents.
+
+    piece_length, round_length and epoch_length are numbers of predicted tokens. tag: part of the seed.
 
     Raises:
-        ValueError: there are no tokens.
+        ValueError: the sources have no tokens to predict.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Mixture:
     ) -> None:
         self._sources = [source for source in sources if source.repeats > 0 and source.num_predicted > 0]
         if not self._sources:
-            raise ValueError("there is no text to learn from; give more, or hold out less")
+            raise ValueError("corpus: there is no text to learn from; give more text, or hold out less of it")
         self._round_length = round_length
         self._seed = (seed, tag)
         weights = np.array([source.repeats * source.num_predicted for source in self._sources])
@@ -73,17 +75,20 @@ class Mixture:
         self._slack = sum(int(lengths.max()) for _, lengths in self._pieces)
 
     def round(self, number: int) -> list[Piece]:
-        """Return the shuffled pieces of round `number`, with at least `round_length` predicted tokens in total."""
+        """Return the shuffled pieces of round `number`, which predict at least `round_length` tokens in total."""
         chosen: list[tuple[int, int]] = []
         wanted = self._round_length + self._slack
         for index, share in enumerate(self.shares):
             first, last = (int(share * wanted * turn) for turn in (number, number + 1))
-            chosen += [(index, piece) for piece in self._between(index, first, last)]
+            chosen += [(index, piece) for piece in self._pieces_between(index, first, last)]
         order = self._generator(number).permutation(len(chosen))
         return [self._piece(*chosen[place]) for place in order]
 
-    def _between(self, index: int, first: int, last: int) -> list[int]:
-        """Return the numbers of a source's pieces that start at tokens `first` to `last` - 1, counted across epochs."""
+    def _pieces_between(self, index: int, first: int, last: int) -> list[int]:
+        """Return which pieces of a source start at its predicted tokens `first` to `last` - 1, counted across epochs.
+
+        index: index of the source. The result holds indices of pieces.
+        """
         _, lengths = self._pieces[index]
         total = int(lengths.sum())
         pieces: list[int] = []
@@ -105,7 +110,7 @@ class Mixture:
 
 
 def _cut(source: TokenizedSource, piece_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the start of each piece of a source, and the piece's number of predicted tokens."""
+    """Cut the documents of a source into pieces. Return each piece's offset and number of predicted tokens."""
     documents, ends = source.starts[:-1], source.starts[1:] - 1  # the last token is only predicted
     counts = -(-(ends - documents) // piece_length)
     nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -114,7 +119,10 @@ def _cut(source: TokenizedSource, piece_length: int) -> tuple[NDArray[np.int64],
 
 
 class Batch(NamedTuple):
-    """Packed token ids of one training step. positions_T: position of each token in its sequence. starts_N: int32."""
+    """Packed token ids of one training step. targets_T: token id to predict after each input, or UNTRAINED.
+
+    positions_T: position of each token in its sequence. starts_N: index of each sequence's first token, and T (int32).
+    """
 
     inputs_T: Tensor
     targets_T: Tensor
@@ -127,7 +135,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedDocuments(AttentionMetadata):
-    """Attention metadata of packed documents."""
+    """Attention metadata of a batch of packed documents, in which a token attends within its own document."""
 
     starts_N: Tensor  # see `attend_documents`
     max_length: int  # upper bound of a document's length, in tokens
@@ -145,10 +153,10 @@ class PackedDocuments(AttentionMetadata):
 
 
 class Batches:
-    """Batches of a mixture, by number. The pieces of the current round are kept in memory.
+    """Batches of a mixture, by number. The tokens of the current round are kept in memory.
 
-    documents: each piece is a separate sequence, cut where a batch ends. Otherwise the pieces of a round form one
-    stream, which is cut into rows of `sequence_length` and shuffled.
+    documents: if True, each piece is a separate sequence, cut where a batch ends. If False, the pieces of a round are
+    joined and cut into sequences of `sequence_length` tokens, which are shuffled.
     """
 
     def __init__(self, mixture: Mixture, *, sequence_length: int, batch_size: int, documents: bool) -> None:

@@ -26,10 +26,10 @@ _SEPARATOR = b"\xff"  # between words; UTF-8 has no such byte
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, chat: bool = False) -> ByteLevelTokenizer:
-    """Train a tokenizer of at most `vocab_size` tokens; of fewer tokens if no pair of tokens occurs twice.
+    """Train a tokenizer of `vocab_size` tokens, or of fewer if no further pair of adjacent tokens occurs twice.
 
-    The vocabulary is 256 bytes, the merges, `<|endoftext|>` and, if `chat`, ChatML's two special tokens. Training is
-    deterministic: of equally frequent pairs, the pair with the lower ids merges first.
+    The vocabulary is 256 bytes, the merged pairs, `<|endoftext|>` and, if `chat`, ChatML's two special tokens. Training
+    is deterministic: of equally frequent pairs, the pair with the lower ids merges first.
 
     Raises:
         ValueError: `vocab_size` is too small for the bytes and the special tokens.
@@ -64,7 +64,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, chat: bool = False) -> B
 
 
 def _separated(texts: Iterable[str]) -> Iterator[str]:
-    """Yield each text as separated words with one character per byte, since the library trains on characters."""
+    """Yield each text as words joined by a separator, with one character per byte: the library trains on characters."""
     split = regex.compile(SPLIT_PATTERN)
     for text in texts:
         words = (

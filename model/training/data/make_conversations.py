@@ -1,9 +1,10 @@
-"""Preparation of chat data: JSON lines with "turns", made from a corpus by fixed rules and the texts of wordings.toml.
+"""Preparation of chat training data: make JSON lines with "turns" from a corpus by fixed rules and wordings.toml.
 
     python -m model.training.data.make_conversations story data/tinystories/train.jsonl data/chat/tinystories.jsonl
 
-Kinds: `story` makes a request and the story, `encyclopedia` a question on the title and the first sentences of the
-article. `dialogue` keeps "turns"; of a list of wordings one is chosen. Equal files, counts and seeds give equal output.
+Kinds of corpus: a `story` becomes a request and the story as the reply. An article of an `encyclopedia` becomes a
+question on its title and its first sentences as the reply. A `dialogue` keeps its "turns"; of a turn with several
+wordings one is chosen. Equal corpora and counts give equal output.
 """
 
 import argparse
@@ -39,7 +40,7 @@ _HOLES = re.compile(
 
 
 def _story(record: Mapping[str, Any], rng: random.Random) -> list[list[str]]:
-    """Return a request for the story of a record, and the story; empty if the story is unsuitable."""
+    """Return two turns [speaker, text]: a request for a record's story, and the story; [] if it is unsuitable."""
     lines = (" ".join(line.split()) for line in record["text"].translate(_QUOTES).splitlines())
     text = "\n".join(line for line in lines if line)
     if len(text) not in _STORY_CHARACTERS or not text[0].isupper() or text[-1] not in ".!?\"'":
@@ -53,7 +54,7 @@ def _story(record: Mapping[str, Any], rng: random.Random) -> list[list[str]]:
 
 
 def _encyclopedia(record: Mapping[str, Any], rng: random.Random) -> list[list[str]]:
-    """Return a question on the title of an article, and its first sentences; empty if the article is unsuitable."""
+    """Return two turns: a question on an article's title, and its first sentences; [] if the article is unsuitable."""
     title = re.sub(r"\s*\([^)]*\)$", "", record["title"]).strip()
     lead = " ".join(record["text"].partition("\n")[0].translate(_QUOTES).split())
     clean: list[str] = []
@@ -82,7 +83,7 @@ _KINDS = {"story": _story, "encyclopedia": _encyclopedia, "dialogue": _dialogue}
 
 
 def make(kind: str, record: Mapping[str, Any], seed: int) -> list[list[str]]:
-    """Return the turns of one conversation; empty if the record is unsuitable. The seed selects the wording."""
+    """Return the turns of the conversation made from a record; [] if it is unsuitable. The seed selects the wording."""
     rng = random.Random(f"{seed} {kind} {json.dumps(record)[:500]}")
     turns = _KINDS[kind](record, rng)
     words = re.findall(r"[a-z]+", " ".join(text for _, text in turns).lower())
@@ -96,12 +97,14 @@ def make(kind: str, record: Mapping[str, Any], seed: int) -> list[list[str]]:
 
 
 def main() -> None:
-    """Run the command."""
+    """Read the command line, and write the conversations of a corpus file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=_KINDS, help="kind of the corpus")
-    parser.add_argument("corpus", type=Path, help="JSON lines, perhaps packed by xz")
-    parser.add_argument("out", type=Path, help="file to write")
-    parser.add_argument("--count", type=int, default=1, help="wordings of each record")
+    parser.add_argument("kind", choices=_KINDS, help="kind of the records in the corpus file")
+    parser.add_argument("corpus", type=Path, help="corpus file of JSON lines, plain or .xz")
+    parser.add_argument("out", type=Path, help="file of conversations to write")
+    parser.add_argument(
+        "--count", type=int, default=1, help="number of conversations made from each record, in different wordings"
+    )
     flags = parser.parse_args()
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     opener = lzma.open if flags.corpus.suffix == ".xz" else open

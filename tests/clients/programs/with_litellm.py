@@ -1,5 +1,7 @@
-"""litellm: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one
-that asks for a key, a model, the key."""
+"""Program that prints results of litellm as JSON: completions, chat, usage, embeddings and exceptions.
+
+Arguments: URL of a service, URL of a full service that requires an API key, model name, API key.
+"""
 
 import json
 import sys
@@ -15,13 +17,13 @@ here, full, stranger = (
 messages = [{"role": "user", "content": "Tell me a story."}]
 text, chat = f"text-completion-openai/{model}", f"openai/{model}"
 
-told = (litellm.AuthenticationError, litellm.NotFoundError, litellm.BadRequestError, litellm.RateLimitError)
+known_errors = (litellm.AuthenticationError, litellm.NotFoundError, litellm.BadRequestError, litellm.RateLimitError)
 
 
 def error_of(call: Callable[[], object]) -> list[object]:
     try:
         return [str(call())]
-    except told as error:
+    except known_errors as error:
         return [type(error).__name__, error.status_code]
 
 

@@ -1,5 +1,7 @@
-"""llama-index: streams, usage, and what its errors are called. Arguments: a service, a full one
-that asks for a key, a model, the key."""
+"""Program that prints results of llama-index as JSON: completions, chat, usage and exceptions.
+
+Arguments: URL of a service, URL of a full service that requires an API key, model name, API key.
+"""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-// openai: streams, usage, vectors, and what its errors are called. Arguments: a service, a full one that asks for a key,
-// a model, the key.
+// Program that prints results of openai for Node as JSON: completions, chat, usage, embeddings and exceptions.
+// Arguments: URL of a service, URL of a full service that requires an API key, model name, API key.
 import OpenAI from "openai";
 
 const [url, fullUrl, model, fullKey] = process.argv.slice(2);

@@ -100,7 +100,7 @@ def test_rolling_windows_equal_those_of_the_harness(ids: list[int], max_inputs: 
 
 def test_a_window_longer_than_the_context_is_rejected(model: Transformer) -> None:
     assert score_windows(model, []) == []
-    with pytest.raises(ValueError, match="a window of 65 tokens exceeds the model's context of 64"):
+    with pytest.raises(ValueError, match="a text window of 65 tokens exceeds the model's context of 64"):
         score_windows(model, [Window([0], [1] * (CONTEXT + 1))])
 
 

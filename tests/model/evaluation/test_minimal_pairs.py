@@ -36,7 +36,7 @@ def test_pairs_are_read_in_the_format_of_blimp(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "has no pairs"),
+        ("", "has no minimal pairs"),
         ("{", "line 1: expected a JSON object"),
         ('{"sentence_good": "a"}', "line 1: expected a JSON object"),
         ('{"sentence_good": "a", "sentence_bad": 3}', "line 1: expected a JSON object"),

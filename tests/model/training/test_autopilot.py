@@ -23,7 +23,7 @@ VOCAB_SIZE, NUM_TOKENS = 2048, 1_000_000
 
 
 def machine(flops: float) -> Callable[[TrainConfig], float]:
-    """Return a machine with this many operations per second: a step needs 6 per parameter and token."""
+    """Return the seconds per step on a machine of `flops` FLOPS: a step needs 6 FLOPs per parameter and token."""
     return lambda config: 6 * config.model.num_parameters * config.tokens_per_step / flops
 
 
@@ -52,7 +52,7 @@ def test_more_time_and_faster_machines_give_larger_models() -> None:
 @pytest.mark.parametrize("num_tokens", [6_000, 60_000, 1_000_000, 50_000_000])
 @pytest.mark.parametrize("seconds", [40.0, 300.0, 3000.0])
 @pytest.mark.parametrize("flops", [5e10, 2e11, 1e14])
-def test_time_and_text_bound_the_model_and_the_steps(num_tokens: int, seconds: float, flops: float) -> None:
+def test_time_and_text_limit_the_model_size_and_the_steps(num_tokens: int, seconds: float, flops: float) -> None:
     made = plan(seconds, flops, num_tokens)
     config, seen = made.config, made.config.steps * made.config.tokens_per_step
     assert config.steps * machine(flops)(config) <= seconds
@@ -77,5 +77,5 @@ def test_text_that_is_read_once_gets_no_dropout() -> None:
 
 @pytest.mark.parametrize("seconds", [-5.0, 0.0, 0.4])
 def test_too_little_time_is_rejected(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"too few --minutes: the smallest model needs [1-9]"):
+    with pytest.raises(ValueError, match=r"too few --minutes: 40 training steps, the fewest of a run, need [1-9]"):
         plan(seconds)

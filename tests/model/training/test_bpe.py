@@ -61,13 +61,13 @@ def test_equal_corpora_in_another_order_give_the_same_tokenizer() -> None:
     assert [forward.token_bytes(token) for token in tokens] == [backward.token_bytes(token) for token in tokens]
 
 
-def test_refuses_a_vocabulary_without_room_for_the_bytes() -> None:
+def test_a_vocabulary_without_room_for_the_bytes_is_rejected() -> None:
     with pytest.raises(ValueError, match="need at least 257"):
         train_bpe(["a"], 256)
 
 
-def test_a_word_without_an_end_is_learned_in_parts() -> None:
-    """DNA has no spaces: without splitting, each merge would read all of it."""
+def test_a_text_without_spaces_is_split_before_training() -> None:
+    """A text without spaces, such as DNA, is split: else each merge would read the whole text."""
     whole, parts = ("ab" * 128 + "cd" * 128) * 2, ("ab" * 128, "cd" * 128)
     tokenizer = train_bpe([whole], 300)
     assert tokenizer.ranks == train_bpe([" ".join(("", *parts, *parts)).replace(" ", "\n")], 300).ranks

@@ -38,14 +38,14 @@ def has_marks(turns: list[Turn]) -> bool:
 
 
 @given(TURNS.filter(lambda turns: not has_marks(turns)))
-def test_the_ids_are_those_of_the_template(turns: list[Turn]) -> None:
+def test_conversations_have_the_token_ids_of_the_chat_template(turns: list[Turn]) -> None:
     ids, targets = encode_conversation(TOKENIZER, turns)
     assert ids == [*prompt(turns, add_generation_prompt=False), TOKENIZER.bos_token_id]
     assert len(targets) == len(ids)
 
 
 @given(TURNS.filter(lambda turns: not has_marks(turns)), TEXTS.map(str.strip).filter(lambda text: "<|" not in text))
-def test_what_stands_before_an_answer_is_the_generation_prompt(turns: list[Turn], answer: str) -> None:
+def test_the_tokens_before_a_reply_are_the_generation_prompt(turns: list[Turn], answer: str) -> None:
     asked = prompt(turns, add_generation_prompt=True)
     ids, targets = encode_conversation(TOKENIZER, [*turns, Turn("assistant", answer)])
     assert ids[: len(asked)] == asked
@@ -55,7 +55,7 @@ def test_what_stands_before_an_answer_is_the_generation_prompt(turns: list[Turn]
 
 
 @given(TURNS)
-def test_only_answers_and_their_ends_are_learned(turns: list[Turn]) -> None:
+def test_only_replies_and_their_end_tokens_are_targets(turns: list[Turn]) -> None:
     ids, targets = encode_conversation(TOKENIZER, turns)
     learned = TOKENIZER.decode(token for token, target in zip(ids, targets, strict=True) if target)
     said = [turn.text for turn in turns if turn.role == "assistant"]
@@ -65,7 +65,7 @@ def test_only_answers_and_their_ends_are_learned(turns: list[Turn]) -> None:
 
 
 @given(TURNS)
-def test_a_text_never_becomes_a_mark(turns: list[Turn]) -> None:
+def test_a_message_text_never_becomes_a_special_token(turns: list[Turn]) -> None:
     ids, _ = encode_conversation(TOKENIZER, turns)
     counts = {name: ids.count(token) for name, token in TOKENIZER.special_tokens.items()}
     assert counts == {END_OF_TEXT: 2, START: len(turns), END: len(turns)}
@@ -81,7 +81,7 @@ def test_conversation_begins_with_the_user_and_alternates(system: list[list[str]
     assert [turn.role for turn in turns[: len(system)]] == ["system"] * len(system)
 
 
-def test_record_without_an_answer_yields_no_conversation() -> None:
+def test_record_without_a_reply_yields_no_conversation() -> None:
     assert conversation([["U", "Hello?"]]) == conversation([["S", "Hello."]]) == ()
 
 
@@ -89,7 +89,7 @@ def stories() -> list[dict[str, Any]]:
     return [json.loads(line) for line in lzma.decompress(STORIES.read_bytes()).decode().splitlines()]
 
 
-def test_stories_become_requests_and_answers() -> None:
+def test_stories_become_requests_and_replies() -> None:
     made = [make_conversations.make("story", record, 3) for record in stories()]
     asked = {turns[-2][1] for turns in made if turns}
     assert sum(map(bool, made)) > 0.9 * len(made)
@@ -113,7 +113,7 @@ ARTICLES = {
 
 
 @pytest.mark.parametrize("article", ARTICLES, ids=lambda article: article[0])
-def test_articles_become_questions_and_their_first_sentences(article: tuple[str, str]) -> None:
+def test_articles_become_questions_and_replies_of_their_first_sentences(article: tuple[str, str]) -> None:
     title, text = article
     made = [make_conversations.make("encyclopedia", {"title": title, "text": text}, seed) for seed in range(60)]
     assert ARTICLES[article] in {turns[-2][1].lower().rstrip("?") for turns in made}

@@ -22,7 +22,7 @@ def texts_of(source: TextSource) -> list[str]:
     return [document.text for document in source.train]
 
 
-def test_reads_text_and_json_lines_plain_and_compressed(tmp_path: Path) -> None:
+def test_text_and_json_lines_are_read_plain_and_compressed(tmp_path: Path) -> None:
     texts = [f"Story number {number}." for number in range(40)]
     (tmp_path / "a.txt").write_text("\n\n".join(texts))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -46,7 +46,7 @@ def test_held_out_documents_stay_held_out_when_the_file_grows(tmp_path: Path) ->
     assert small.sha256 != large.sha256
 
 
-def test_nothing_held_out_anywhere_is_trained_on(tmp_path: Path) -> None:
+def test_a_text_held_out_of_one_source_is_left_out_of_all(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("One fox.\n\nTwo foxes!\n\nThree foxes.")
     (tmp_path / "valid.txt").write_text("TWO foxes.")
     sources = leave_out_held_out(
@@ -58,7 +58,7 @@ def test_nothing_held_out_anywhere_is_trained_on(tmp_path: Path) -> None:
 
 
 def shares_a_run(text: str, others: list[str]) -> bool:
-    """Naive implementation of the definition of a shared run."""
+    """Return whether a text shares RUN_WORDS words in a row with one of `others`, by a naive search."""
     words = text.split()
     runs = {tuple(words[start : start + RUN_WORDS]) for start in range(len(words) - RUN_WORDS + 1)}
     for other in others:
@@ -71,7 +71,7 @@ def shares_a_run(text: str, others: list[str]) -> bool:
 
 
 @given(data=st.data())
-def test_a_run_of_words_in_common_is_found_wherever_it_stands(data: st.DataObject) -> None:
+def test_documents_that_share_a_run_of_words_with_a_held_out_text_are_left_out(data: st.DataObject) -> None:
     texts = st.lists(st.sampled_from(WORDS), max_size=3 * RUN_WORDS).map(" ".join)
     held_out = data.draw(st.lists(texts, min_size=1, max_size=3))
     train = data.draw(st.lists(texts, max_size=3))
@@ -97,7 +97,7 @@ def test_whole_books_are_held_out_by_their_id(tmp_path: Path) -> None:
         read_source(source_config(tmp_path / "books.jsonl", ids=("a", "c")))
 
 
-def test_an_article_of_several_parts_is_held_out_whole(tmp_path: Path) -> None:
+def test_all_parts_of_a_held_out_article_are_held_out(tmp_path: Path) -> None:
     articles = ["\n".join([f"Sentence {n} of article {article}." * 20] * 40) for article in range(60) for n in (1,)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in articles))
     source = read_source(source_config(tmp_path / "a.jsonl", held_out=0.3))
@@ -138,7 +138,7 @@ def test_whole_books_are_cut_at_line_ends(tmp_path: Path) -> None:
         ("broken.jsonl.xz", b"nothing", "truncated or damaged xz file"),
     ],
 )
-def test_unusable_corpora_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_an_error_names_the_unusable_corpus(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:

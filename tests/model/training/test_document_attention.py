@@ -19,7 +19,7 @@ from tests.model.configs import ROTARY
 
 
 def alone(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts: list[int], scale: float) -> Tensor:
-    """Compute the formula, document by document, in float32."""
+    """Return the attention output by the textbook formula, one document at a time, in float32."""
     groups = q_THD.shape[1] // k_TKD.shape[1]
     out = []
     for start, end in itertools.pairwise(starts):
@@ -35,7 +35,7 @@ def alone(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts: list[int], scale:
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(5, 1, 64), (4, 2, 32), (3, 3, 16)])
 @settings(max_examples=10, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_values_and_gradients_are_those_of_each_document_alone(
+def test_values_and_gradients_equal_those_of_each_document_alone(
     dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, size: int, lengths: list[int], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_each_document_alone(
         torch.testing.assert_close(got.float(), wanted.float(), rtol=tolerance, atol=2 * tolerance)
 
 
-def test_the_operator_keeps_what_pytorch_asks_of_one() -> None:
+def test_the_operator_passes_opcheck_of_pytorch() -> None:
     """PyTorch's opcheck covers shapes, the gradient, and that inputs are neither changed nor returned."""
     inputs = [torch.randn(9, n, 16, requires_grad=True) for n in (4, 2, 2)]
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -62,7 +62,7 @@ def test_the_operator_keeps_what_pytorch_asks_of_one() -> None:
 
 
 @pytest.mark.parametrize("score_scale", [None, 0.3])
-def test_a_model_learns_from_packed_documents_what_it_learns_from_each(score_scale: float | None) -> None:
+def test_gradients_of_packed_documents_equal_those_of_separate_documents(score_scale: float | None) -> None:
     config = ModelConfig.from_dict({**ROTARY, "vocab_size": 50, "score_scale": score_scale})
     model = Transformer(config, DocumentAttention(ATTENTION_BACKENDS["sdpa"]))
     model.initialize(1)

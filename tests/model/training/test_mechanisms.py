@@ -1,4 +1,4 @@
-"""Every mechanism trains in the real loop, reproducibly, and is served as it was trained."""
+"""Every attention mechanism of docs/attention.md trains reproducibly, and the engine serves its checkpoint."""
 
 import dataclasses
 from pathlib import Path
@@ -28,7 +28,7 @@ FEWER = {"sliding_window": 8, "rotary_dim": 4, "max_relative_distance": 20, "num
 
 
 def small(recipe: TrainConfig) -> TrainConfig:
-    """Return the recipe's mechanism at a size that trains in a second, on fables, with one sample."""
+    """Return a recipe with the mechanism of `recipe` at a size that trains in a second, on fables."""
     model = recipe.model
     fewer = {name: value for name, value in FEWER.items() if getattr(model, name) is not None}
     layers = {"global_layers": (1,)} if model.global_layers else {}
@@ -58,21 +58,23 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return config, directory
 
 
-def test_it_learns_and_does_so_again(trained: tuple[TrainConfig, Path], tmp_path: Path) -> None:
+def test_losses_fall_and_are_reproducible(trained: tuple[TrainConfig, Path], tmp_path: Path) -> None:
     config, directory = trained
     losses = [line["loss"] for line in read_log(directory / "log.jsonl")]
     assert sum(losses[-3:]) / 3 < 0.85 * losses[0]
     assert run(config, tmp_path, stop_after=3) == losses[:3]
 
 
-def test_written_out_attention_learns_the_same(trained: tuple[TrainConfig, Path], tmp_path: Path) -> None:
-    """Covers gradients: the second and third losses depend on those of the first steps."""
+def test_eager_attention_has_the_same_losses(trained: tuple[TrainConfig, Path], tmp_path: Path) -> None:
+    """Covers gradients: all losses but the first depend on the gradients of earlier steps."""
     config, directory = trained
     losses = [line["loss"] for line in read_log(directory / "log.jsonl")]
     assert run(config, tmp_path, stop_after=4, attention="eager") == pytest.approx(losses[:4], rel=1e-4)
 
 
-def test_its_checkpoint_is_served_as_it_generates(trained: tuple[TrainConfig, Path]) -> None:
+def test_the_engine_generates_as_the_reference_implementation_from_the_checkpoint(
+    trained: tuple[TrainConfig, Path],
+) -> None:
     config, directory = trained
     manifest = read_manifest(directory / "checkpoint")
     assert manifest.config == config.model
@@ -101,7 +103,7 @@ def test_its_checkpoint_is_served_as_it_generates(trained: tuple[TrainConfig, Pa
         assert submit.params.greedy or len(set(expected)) > 8
 
 
-def test_no_two_mechanisms_are_the_same_model() -> None:
+def test_each_recipe_differs_from_its_baseline_in_one_mechanism() -> None:
     """Each recipe differs from its baseline in model options alone, and in one mechanism."""
     recipes = {row.name: row.recipe() for row in ROWS}
     together = ({"num_heads", "num_kv_heads", "head_dim"}, {"sliding_window", "global_layers"})

@@ -12,7 +12,10 @@ from model.training.data.batches import ROUND_BATCHES, UNTRAINED, Batch, Batches
 
 
 def tokenized(lengths: list[int], *, first: int = 0, repeats: float = 1.0, trained: bool = True) -> TokenizedSource:
-    """Return documents of consecutive token ids, delimited by 9,999; odd positions may be untrained."""
+    """Return a source with documents of these lengths, of consecutive token ids between two BOS tokens (9,999).
+
+    trained: if False, the loss mask is False at odd positions.
+    """
     ids = [[9999, *range(first + sum(lengths[:i]), first + sum(lengths[:i]) + n), 9999] for i, n in enumerate(lengths)]
     flat = np.array(list(itertools.chain.from_iterable(ids)), dtype=np.uint16)
     return TokenizedSource(
@@ -32,7 +35,7 @@ def first_targets(pieces: list[Piece]) -> Counter[int]:
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 50))
-def test_every_piece_comes_once_before_any_comes_twice(lengths: list[int], piece: int, rounds: int) -> None:
+def test_every_piece_occurs_once_before_any_occurs_twice(lengths: list[int], piece: int, rounds: int) -> None:
     source = tokenized(lengths)
     mixed = mixture([source], length=piece, rounds=rounds)
     pieces = sum(-(-(n + 1) // piece) for n in lengths)
@@ -43,7 +46,7 @@ def test_every_piece_comes_once_before_any_comes_twice(lengths: list[int], piece
         assert max(seen.values()) <= 1 + (min(seen.values()) if len(seen) == pieces else 0)
 
 
-def test_a_piece_and_the_next_join_without_a_gap() -> None:
+def test_consecutive_pieces_of_a_document_have_no_gap() -> None:
     (source,) = [tokenized([20])]
     pieces = {int(p.inputs[0]): p for p in mixture([source], length=8).round(0)}
     first, second, third = pieces[9999], pieces[7], pieces[15]
@@ -62,19 +65,19 @@ def test_sources_are_mixed_by_their_repeats() -> None:
     assert mixed.epoch_length == 3 * 400 + 200
 
 
-def test_rounds_do_not_depend_on_who_asks_but_on_seed_and_phase() -> None:
+def test_rounds_depend_on_seed_and_phase_alone() -> None:
     source = tokenized([5, 9, 30, 1, 12])
 
-    def told(number: int, **changes: int) -> list[list[int]]:
+    def inputs(number: int, **changes: int) -> list[list[int]]:
         return [piece.inputs.tolist() for piece in mixture([source], **changes).round(number)]
 
-    assert told(3) == told(3)
-    assert told(3) != told(4)
-    assert told(0) != told(0, seed=2)
-    assert told(0) != told(0, tag=1)
+    assert inputs(3) == inputs(3)
+    assert inputs(3) != inputs(4)
+    assert inputs(0) != inputs(0, seed=2)
+    assert inputs(0) != inputs(0, tag=1)
 
 
-def test_no_text_is_refused() -> None:
+def test_sources_without_text_are_rejected() -> None:
     with pytest.raises(ValueError, match="no text to learn from"):
         mixture([tokenized([5], repeats=0.0)])
 
@@ -92,7 +95,7 @@ def sequences(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("documents", [True, False])
-def test_batches_are_full_and_the_same_in_any_order(documents: bool) -> None:
+def test_batches_are_full_and_equal_in_any_order_of_access(documents: bool) -> None:
     source = tokenized([5, 9, 30, 1, 12])
     forward, backward = (batches(source, documents=documents) for _ in range(2))
     wanted = [forward.batch(number) for number in range(3 * ROUND_BATCHES)]
@@ -104,7 +107,7 @@ def test_batches_are_full_and_the_same_in_any_order(documents: bool) -> None:
         assert got.starts_N[-1] == 16
 
 
-def test_documents_lie_side_by_side_and_are_torn_only_where_a_batch_ends() -> None:
+def test_packed_documents_are_cut_only_where_a_batch_ends() -> None:
     packed = batches(tokenized([3, 9, 1, 5]), documents=True)
     for number in range(ROUND_BATCHES):
         parts = sequences(packed.batch(number))
@@ -117,7 +120,7 @@ def test_documents_lie_side_by_side_and_are_torn_only_where_a_batch_ends() -> No
                 assert inputs[0] == 9999 or inputs[0] == 10
 
 
-def test_rows_are_windows_over_a_stream() -> None:
+def test_sequences_are_consecutive_tokens_of_a_stream() -> None:
     packed = batches(tokenized([3, 9, 1, 5]), documents=False)
     for number in range(ROUND_BATCHES):
         for inputs, targets, positions in sequences(packed.batch(number)):
@@ -127,7 +130,7 @@ def test_rows_are_windows_over_a_stream() -> None:
 
 
 @pytest.mark.parametrize("documents", [True, False])
-def test_what_is_not_learned_is_marked_in_the_targets(documents: bool) -> None:
+def test_targets_outside_the_loss_mask_are_untrained(documents: bool) -> None:
     source = tokenized([4, 6], trained=False)
     follows = {int(a): int(b) for a, b in itertools.pairwise(source.token_ids) if int(a) != 9999}
     learned = {int(b) for b, is_trained in zip(source.token_ids, source.trained, strict=True) if is_trained}

@@ -43,7 +43,7 @@ def card(tmp_path: Path, training: dict[str, Any] | None = None, **changes: obje
     return (tmp_path / "card.md").read_text()
 
 
-def test_it_says_what_the_recipe_says_and_no_more(tmp_path: Path) -> None:
+def test_the_card_has_the_description_and_figures_of_the_run(tmp_path: Path) -> None:
     assert "stories" not in card(tmp_path)
     text = card(tmp_path, description="It knows fables.")
     assert "`kvasir train` in this repository. It knows fables." in " ".join(text.split())
@@ -66,7 +66,7 @@ def test_measurements_of_the_run_are_rows(tmp_path: Path, change: dict[str, Any]
     assert row in card(tmp_path, change)
 
 
-def test_the_recipes_choices_are_named(tmp_path: Path) -> None:
+def test_the_card_names_recipe_values_that_differ_from_defaults(tmp_path: Path) -> None:
     talked = dataclasses.replace(config().sources[0], name="talk", repeats=0, chat_repeats=0.5)
     sources = [
         TRAINING["sources"][0] | {"chat_repeats": 0.0},
@@ -88,7 +88,7 @@ def test_the_recipes_choices_are_named(tmp_path: Path) -> None:
         assert absent not in plain
 
 
-def test_what_was_measured_stands_in_tables(tmp_path: Path) -> None:
+def test_measured_metrics_are_rows_of_tables(tmp_path: Path) -> None:
     held_out = HeldOut((Score(-4.0, 3, 1), Score(-5.0, 5, 2)), num_bytes=20)
     distinct = (0.1, 0.25, None)
     diversity = [
@@ -114,7 +114,7 @@ def test_what_was_measured_stands_in_tables(tmp_path: Path) -> None:
     assert "###" not in card(tmp_path)
 
 
-def test_what_a_run_has_not_is_not_spoken_of(tmp_path: Path) -> None:
+def test_the_card_has_no_sections_without_data(tmp_path: Path) -> None:
     path = tmp_path / "card.md"
     sources = [TRAINING["sources"][0] | {"held_out_documents": 0}]
     write_model_card(path, config(), TRAINING | {"sources": sources}, Evaluation())
@@ -142,6 +142,6 @@ def test_each_architecture_option_is_a_row(tmp_path: Path, change: dict[str, Any
     assert row in card(tmp_path, model=ModelConfig.from_dict({**config().model.to_dict(), **change}))
 
 
-def test_a_description_is_a_text() -> None:
+def test_a_description_that_is_no_text_is_rejected() -> None:
     with pytest.raises(ValueError, match="description: Expected `str`"):
         dataclasses.replace(config(), description=3)  # type: ignore[arg-type]

@@ -22,20 +22,20 @@ from tests.model.training.test_train import config, losses, saved_step, settings
 
 
 def source(path: Path, records: Iterable[dict[str, object]], **changes: object) -> SourceConfig:
-    """Return a .jsonl source of these records."""
+    """Write these records to a .jsonl file, and return the file as a source."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     values = {"name": path.stem, "path": path, "repeats": 1, "held_out": 0.0, "licence": "none"}
     return SourceConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def with_dialogues(path: Path, question: str, **changes: object) -> TrainConfig:
-    """Return a run with a chat phase on dialogues."""
+    """Return a config whose sources are fables and, for the chat phase, dialogues with this question."""
     turns = [["U", question], ["S", "Yes."]]
     told = source(path, ({"turns": turns} for _ in range(8)), repeats=0, chat_repeats=1.0)
     return config(sources=(*config().sources, told), **changes)
 
 
-def test_a_batch_without_a_target_teaches_nothing(tmp_path: Path) -> None:
+def test_a_batch_without_a_target_has_a_loss_of_zero(tmp_path: Path) -> None:
     """The batch lies in the middle of a question that is longer than a batch."""
     recipe = with_dialogues(tmp_path / "dialogues.jsonl", "why " * 400, chat_steps=10, batch_size=2)
     assert train(recipe, settings(tmp_path), lambda said: None)
@@ -43,7 +43,7 @@ def test_a_batch_without_a_target_teaches_nothing(tmp_path: Path) -> None:
     assert all(map(math.isfinite, losses(tmp_path, "run")))
 
 
-def test_conversations_need_a_tokenizer_with_their_marks(tmp_path: Path) -> None:
+def test_a_chat_phase_is_rejected_if_the_tokenizer_lacks_chatml_tokens(tmp_path: Path) -> None:
     """The error comes at the start, not hours later when the chat phase begins."""
     train(config(), settings(tmp_path, stop_after=2), lambda said: None)
     with pytest.raises(ValueError, match="its tokenizer has no ChatML tokens; set chat_steps = 0"):
@@ -51,12 +51,12 @@ def test_conversations_need_a_tokenizer_with_their_marks(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("seed", [2**32, 2**63 - 1])
-def test_any_seed_draws_what_is_left_out(tmp_path: Path, seed: int) -> None:
+def test_dropout_works_with_the_largest_seeds(tmp_path: Path, seed: int) -> None:
     assert not train(config(seed=seed, dropout=0.1), settings(tmp_path, stop_after=2), lambda said: None)
     assert len(losses(tmp_path, "run")) == 2
 
 
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_an_infinite_gradient_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient can overflow although the loss is finite."""
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
     run = settings(tmp_path)
@@ -65,7 +65,7 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: 
     assert saved_step(run.run_directory) == 0
 
 
-def test_a_log_that_a_power_cut_damaged_does_not_stop_a_run(tmp_path: Path) -> None:
+def test_a_run_resumes_with_a_damaged_log(tmp_path: Path) -> None:
     train(config(), settings(tmp_path, stop_after=3), lambda said: None)
     log = tmp_path / "run" / "log.jsonl"
     log.write_bytes(log.read_bytes() + b'\0\0\0\0}\n[]\n{"st\xff')
@@ -74,7 +74,7 @@ def test_a_log_that_a_power_cut_damaged_does_not_stop_a_run(tmp_path: Path) -> N
     assert len(losses(tmp_path, "run")) == 4
 
 
-def test_a_run_whose_log_is_lost_names_no_loss(tmp_path: Path) -> None:
+def test_a_run_without_its_log_has_no_final_loss(tmp_path: Path) -> None:
     run = settings(tmp_path)
     assert train(config(), run, lambda said: None)
     (run.run_directory / "log.jsonl").unlink()
@@ -84,7 +84,9 @@ def test_a_run_whose_log_is_lost_names_no_loss(tmp_path: Path) -> None:
     assert "final training loss" not in (run.checkpoint / "MODEL_CARD.md").read_text()
 
 
-def test_the_commit_is_this_projects_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_unknown_in_a_repository_that_does_not_track_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The package may be installed inside a repository of the user, which does not contain it."""
     shutil.copy(_commit.__globals__["__file__"], tmp_path / "train.py")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@localhost"]
@@ -97,7 +99,7 @@ def test_the_commit_is_this_projects_or_none(tmp_path: Path, monkeypatch: pytest
     assert _commit() == head.strip()
 
 
-def test_half_a_character_is_as_good_as_any(tmp_path: Path) -> None:
+def test_a_corpus_with_lone_surrogates_is_trained_on(tmp_path: Path) -> None:
     """JSON can express a lone surrogate, UTF-8 cannot."""
     records: Iterable[dict[str, object]] = ({"text": f"{number} hens \ud83d " * 30} for number in range(20))
     told = source(tmp_path / "halves.jsonl", records, held_out=0.2)
@@ -105,14 +107,14 @@ def test_half_a_character_is_as_good_as_any(tmp_path: Path) -> None:
     assert not train(recipe, settings(tmp_path, stop_after=1), lambda said: None)
 
 
-def test_endless_brackets_are_no_document(tmp_path: Path) -> None:
+def test_deeply_nested_json_is_rejected(tmp_path: Path) -> None:
     told = source(tmp_path / "deep.jsonl", ())
     told.path.write_text('{"text": ' + "[" * 100_000 + "\n")
     with pytest.raises(ValueError, match="line 1: expected a JSON object"):
         read_source(told)
 
 
-def test_texts_without_a_letter_are_told_apart(tmp_path: Path) -> None:
+def test_texts_without_letters_are_compared_as_a_whole(tmp_path: Path) -> None:
     records: Iterable[dict[str, object]] = ({"text": "☃♪"[number % 2] * (1 + number)} for number in range(100))
     read = read_source(source(tmp_path / "signs.jsonl", records, held_out=0.1))
     assert read.held_out
@@ -128,7 +130,7 @@ def test_a_dialogue_is_held_out_as_a_whole(tmp_path: Path) -> None:
     assert len(read.train) + len(read.held_out) == 1
 
 
-def test_of_a_document_longer_than_a_round_every_part_comes(tmp_path: Path) -> None:
+def test_a_document_longer_than_a_round_is_used_up_over_several_rounds(tmp_path: Path) -> None:
     recipe = config()
     length = 3 * ROUND_BATCHES * recipe.tokens_per_step
     whole = TokenizedSource(
@@ -142,7 +144,7 @@ def test_of_a_document_longer_than_a_round_every_part_comes(tmp_path: Path) -> N
     assert len(seen) > 0.9 * length
 
 
-def test_more_tokens_than_two_bytes_can_name_are_refused() -> None:
+def test_a_vocabulary_of_over_65536_tokens_is_rejected() -> None:
     with pytest.raises(ValueError, match="vocab_size: Expected `int` <= 65536"):
         config(vocab_size=65_537)
 
@@ -156,7 +158,7 @@ def test_more_tokens_than_two_bytes_can_name_are_refused() -> None:
         {"sliding_window": 8},
     ],
 )
-def test_documents_side_by_side_are_for_attention_by_queries_and_keys_alone(model: dict[str, Any]) -> None:
+def test_mask_documents_is_rejected_with_unsupported_attention_mechanisms(model: dict[str, Any]) -> None:
     recipe = config()
     shape = type(recipe.model).from_dict({**recipe.model.to_dict(), **model})
     changed = dataclasses.replace(recipe, model=shape, mask_documents=False)

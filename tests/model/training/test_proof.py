@@ -1,4 +1,4 @@
-"""Reproducibility over 200 steps: bitwise identical although interrupted, with the recorded losses.
+"""Reproducibility over 200 steps: an interrupted run is bitwise identical, and both have the recorded losses.
 
 docs/results/tales.jsonl is the log of `kvasir train --config model/training/configs/tales.toml --steps 200 --precision
 float32 --threads 1 --no-compile`.
@@ -23,7 +23,7 @@ STEPS = 200
 
 
 def config() -> TrainConfig:
-    """Return the recipe as changed by `--steps 200`."""
+    """Return the recipe tales.toml as `kvasir train --steps 200` changes it."""
     recipe = load_train_config(ROOT / "model" / "training" / "configs" / "tales.toml")
     return dataclasses.replace(recipe, steps=STEPS, decay_steps=recipe.decay_steps * STEPS // recipe.steps)
 
@@ -41,7 +41,7 @@ def run(directory: Path, name: str, stop_after: int | None = None) -> bool:
 
 
 @pytest.mark.slow
-def test_training_is_exact_and_goes_as_recorded(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_bitwise_equal_and_has_the_recorded_losses(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -68,7 +68,7 @@ def test_training_is_exact_and_goes_as_recorded(tmp_path: Path) -> None:
     assert losses[0][-1] < losses[0][0] - 3.0
 
 
-def test_the_manifest_says_how_the_model_came_to_be(tmp_path: Path) -> None:
+def test_the_manifest_holds_the_facts_of_the_run(tmp_path: Path) -> None:
     short = dataclasses.replace(config(), steps=2, warmup_steps=1, decay_steps=1)
     settings = RunSettings(
         run_directory=tmp_path / "run",

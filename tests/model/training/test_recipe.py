@@ -16,13 +16,13 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_survives(path: Path, tmp_path: Path) -> None:
+def test_every_shipped_recipe_is_read_back_equal(path: Path, tmp_path: Path) -> None:
     config = load_train_config(path)
     write_recipe(tmp_path / "recipe.toml", config)
     assert resolved(load_train_config(tmp_path / "recipe.toml")) == resolved(config)
 
 
-def test_letters_of_any_kind_survive_and_a_text_beside_it_moves_with_it(tmp_path: Path) -> None:
+def test_special_characters_are_read_back_and_a_source_moves_with_the_recipe(tmp_path: Path) -> None:
     odd = 'a "quoted" \\ back\nslash\ttab \x7f \x01 ünï 猫 😀'
     config = load_train_config(RECIPES[0])
     beside = SourceConfig(name="text", path=tmp_path / "here" / "text.jsonl", repeats=1, held_out=0.0, licence=odd)

@@ -19,7 +19,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_recipe_replaces_what_it_says_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_a_recipe_overrides_its_own_keys_and_inherits_the_others(tmp_path: Path) -> None:
     write(tmp_path / "a" / "parent.toml", BASELINE.read_text())
     child = write(
         tmp_path / "b" / "child.toml",
@@ -32,7 +32,7 @@ def test_a_recipe_replaces_what_it_says_and_keeps_the_rest(tmp_path: Path) -> No
     assert [s.path.resolve() for s in made.sources] == [s.path.resolve() for s in parent.sources]
 
 
-def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
+def test_a_list_of_sources_replaces_the_inherited_list(tmp_path: Path) -> None:
     write(tmp_path / "parent.toml", BASELINE.read_text())
     source = '[[sources]]\nname = "own"\npath = "own.txt"\nrepeats = 1\nheld_out = 0.1\nlicence = "mine"\n'
     child = write(tmp_path / "sub" / "child.toml", f'extends = "../parent.toml"\n{source}')
@@ -53,12 +53,15 @@ def test_a_list_of_sources_replaces_the_other(tmp_path: Path) -> None:
         ("extends = 3", "child.toml: extends must be a path, model a table"),
         ('extends = "parent.toml"\nmodel = 3', "child.toml: extends must be a path, model a table"),
         ('extends = "parent.toml"\n[model]\ncolour = 3', "child.toml: unknown model config keys: colour"),
-        ('extends = "parent.toml"\n[[sources]]\nname = "x"', "child.toml: .* sources tables with a path each"),
-        ('extends = "parent.toml"\nsources = [3]', "child.toml: .* sources tables with a path each"),
+        (
+            'extends = "parent.toml"\n[[sources]]\nname = "x"',
+            "child.toml: .* sources a list of tables with a path each",
+        ),
+        ('extends = "parent.toml"\nsources = [3]', "child.toml: .* sources a list of tables with a path each"),
         ('extends = "parent.toml"\ncolour = 3', "child.toml: unknown recipe keys: colour"),
     ],
 )
-def test_what_cannot_be_extended_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_unusable_extends_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     write(tmp_path / "parent.toml", BASELINE.read_text())
     write(tmp_path / "other.toml", 'extends = "child.toml"')
     with pytest.raises(ValueError, match=message):
@@ -69,8 +72,8 @@ SHIPPED = sorted(CONFIGS.rglob("*.toml"))
 
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_recipes_find_their_texts_or_say_where_to_look(recipe: Path) -> None:
-    """Covers a checkout without the corpora."""
+def test_shipped_recipes_find_their_corpora_or_name_the_page_that_lists_them(recipe: Path) -> None:
+    """Covers a checkout without the corpora, which are not part of the repository."""
     sources = load_train_config(recipe).sources
     away = [s for s in sources if (ROOT / "data").resolve() in s.path.resolve().parents]
     present = [s for s in sources if s not in away]
@@ -86,7 +89,7 @@ def test_shipped_recipes_find_their_texts_or_say_where_to_look(recipe: Path) -> 
             check_sources([elsewhere])
 
 
-def test_a_directory_is_no_text(tmp_path: Path) -> None:
+def test_a_directory_as_source_is_rejected(tmp_path: Path) -> None:
     source = dataclasses.replace(load_train_config(BASELINE).sources[0], path=tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path}: Is a directory; correct the path of source tinystories"):
         check_sources([source])

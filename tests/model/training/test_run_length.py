@@ -20,7 +20,7 @@ RECIPE = Path(__file__).parents[3] / "model" / "training" / "configs" / "tales.t
 
 
 class Time:
-    """Replacement for the module `time`."""
+    """Replacement for the module `time`, whose clock the simulated steps advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0

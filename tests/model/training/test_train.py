@@ -94,7 +94,7 @@ def losses(tmp_path: Path, run: str) -> list[float]:
     return [line["loss"] for line in log]
 
 
-def test_an_interrupted_run_has_the_losses_and_weights_of_a_whole_one(tmp_path: Path) -> None:
+def test_an_interrupted_run_has_the_losses_and_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
     said: list[str] = []
     assert train(config(), settings(tmp_path, "whole"), said.append, complete=no_completions)
     for stop in (7, 8, 21):
@@ -112,7 +112,7 @@ def test_an_interrupted_run_has_the_losses_and_weights_of_a_whole_one(tmp_path: 
 
 
 @pytest.mark.parametrize("stop", [4, 12, 24])
-def test_a_run_of_both_phases_resumes_exactly_too(tmp_path: Path, stop: int) -> None:
+def test_a_run_with_a_chat_phase_resumes_exactly(tmp_path: Path, stop: int) -> None:
     """Packed documents, dropout and conversations: interrupted in either phase, and at the boundary."""
     both = config(
         mask_documents=True,
@@ -134,7 +134,7 @@ def test_a_run_of_both_phases_resumes_exactly_too(tmp_path: Path, stop: int) -> 
     assert (tmp_path / "whole-checkpoint" / "chat_template.jinja").is_file()
 
 
-def test_the_finished_directory_can_be_served_and_says_what_it_is(tmp_path: Path) -> None:
+def test_the_finished_checkpoint_loads_and_has_manifest_and_model_card(tmp_path: Path) -> None:
     run = settings(tmp_path)
     assert train(config(), run, lambda text: None)
     manifest = read_manifest(run.checkpoint)
@@ -166,13 +166,13 @@ def _bits(model: torch.nn.Module, ids: list[int], until: int | None = None) -> f
     return -sum(float(logprobs[i, ids[i + 1]]) for i in predicted) / math.log(2)
 
 
-def test_bfloat16_autocast_learns_too(tmp_path: Path) -> None:
+def test_losses_fall_in_bfloat16_autocast(tmp_path: Path) -> None:
     run = settings(tmp_path, precision="bfloat16")
     train(config(), dataclasses.replace(run, stop_after=29), lambda text: None)
     assert losses(tmp_path, "run")[-1] < 0.8 * losses(tmp_path, "run")[0]
 
 
-def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) -> None:
+def test_only_the_number_of_steps_may_change_and_only_on_the_plateau(tmp_path: Path) -> None:
     train(config(), settings(tmp_path, stop_after=5), lambda text: None)
     train(config(steps=40), settings(tmp_path, "grown"), lambda text: None, complete=no_completions)
     assert train(config(steps=40), settings(tmp_path), lambda text: None, complete=no_completions)
@@ -183,7 +183,7 @@ def test_a_run_may_grow_on_its_plateau_but_not_change_otherwise(tmp_path: Path) 
         train(config(seed=4, matrix_lr=1.0), settings(tmp_path), lambda text: None)
 
 
-def test_what_is_talked_about_may_be_settled_until_the_rate_decays(tmp_path: Path) -> None:
+def test_chat_sources_may_change_until_the_learning_rate_decays(tmp_path: Path) -> None:
     marked = {"vocab_size": 322, "model": ModelConfig.from_dict({**ROTARY, "vocab_size": 322}), "chat_steps": 5}
     fables, talk, more = config().sources[0], dialogues(tmp_path), dialogues(tmp_path, "more")
     train(config(**marked, sources=(fables, talk)), settings(tmp_path, stop_after=20), lambda text: None)
@@ -193,7 +193,7 @@ def test_what_is_talked_about_may_be_settled_until_the_rate_decays(tmp_path: Pat
         train(config(**marked, sources=(fables, talk)), settings(tmp_path), lambda text: None)
 
 
-def test_a_run_that_was_killed_before_its_first_save_of_steps_begins_anew(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_save_of_steps_starts_over(tmp_path: Path) -> None:
     assert not train(config(), settings(tmp_path, stop_after=3), lambda text: None)
     whole = losses(tmp_path, "run")
     killed = settings(tmp_path, "killed", stop_after=3)
@@ -207,14 +207,14 @@ def _interrupt() -> bool:
     raise KeyboardInterrupt
 
 
-def test_a_chat_source_without_an_answer_is_rejected_at_once(tmp_path: Path) -> None:
+def test_a_chat_source_without_a_reply_is_rejected_before_training(tmp_path: Path) -> None:
     source = dialogues(tmp_path)
     source.path.write_text(json.dumps({"turns": [["S", "Welcome."], ["U", "Hello?"]]}) + "\n")
     with pytest.raises(ValueError, match=r"dialogues\.jsonl: no conversation has an answer; set chat_repeats = 0"):
         train(config(sources=(*config().sources, source), chat_steps=3), settings(tmp_path), lambda said: None)
 
 
-def test_another_corpus_of_the_same_name_is_another_run(tmp_path: Path) -> None:
+def test_a_changed_corpus_file_is_rejected_on_resume(tmp_path: Path) -> None:
     def source(text: str) -> SourceConfig:
         (tmp_path / "corpus.txt").write_text(text)
         return SourceConfig(name="c", path=tmp_path / "corpus.txt", repeats=1, held_out=0.0, licence="none")
@@ -230,7 +230,7 @@ def test_a_run_directory_holds_one_run_at_a_time(tmp_path: Path) -> None:
         train(config(), settings(tmp_path), lambda text: None)
 
 
-def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_directory_with_other_files_is_rejected(tmp_path: Path) -> None:
     """The error comes before the training, not after."""
     run = settings(tmp_path)
     run.checkpoint.mkdir()
@@ -243,7 +243,7 @@ def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
         train(config(), dataclasses.replace(run, checkpoint=tmp_path / "file"), lambda text: None)
 
 
-def test_a_damaged_save_says_so(tmp_path: Path) -> None:
+def test_a_damaged_save_is_rejected(tmp_path: Path) -> None:
     train(config(), settings(tmp_path, stop_after=2), lambda text: None)
     path = tmp_path / "run" / "state.safetensors"
     path.write_bytes(path.read_bytes()[:100])
@@ -251,7 +251,7 @@ def test_a_damaged_save_says_so(tmp_path: Path) -> None:
         train(config(), settings(tmp_path), lambda text: None)
 
 
-def test_a_save_that_was_cut_off_leaves_the_one_before(tmp_path: Path) -> None:
+def test_an_incomplete_save_leaves_the_previous_save(tmp_path: Path) -> None:
     train(config(), settings(tmp_path, stop_after=2), lambda text: None)
     run = tmp_path / "run"
     (run / "state.partial").write_bytes((run / "state.safetensors").read_bytes()[:100])
@@ -261,12 +261,12 @@ def test_a_save_that_was_cut_off_leaves_the_one_before(tmp_path: Path) -> None:
     assert not (run / "state.partial").exists()
 
 
-def test_a_diverging_run_ends_with_advice(tmp_path: Path) -> None:
+def test_a_diverging_run_ends_with_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lower matrix_lr and adam_lr"):
         train(config(adam_lr=1e9, matrix_lr=1e9), settings(tmp_path), lambda text: None)
 
 
-def test_the_rate_rises_stays_and_falls_to_zero() -> None:
+def test_the_learning_rate_rises_stays_and_falls_to_zero() -> None:
     rates = [rate_factor(step, config()) for step in range(31)]
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert rates[3:21] == [1.0] * 18
@@ -290,12 +290,12 @@ def test_the_rate_rises_stays_and_falls_to_zero() -> None:
         ({"sample_prompts": (1,)}, "Expected `str`, got `int`"),
     ],
 )
-def test_configs_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
+def test_unusable_configs_are_rejected(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config(), **change)  # type: ignore[arg-type]
 
 
-def test_the_shipped_recipe_reads(tmp_path: Path) -> None:
+def test_the_shipped_recipe_is_valid(tmp_path: Path) -> None:
     path = Path(__file__).parents[3] / "model" / "training" / "configs" / "kvasir.toml"
     recipe = load_train_config(path)
     assert 8e6 < recipe.model.num_parameters < 10e6

@@ -28,7 +28,7 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def test_running_text_without_a_line_break_is_cut_at_sentences_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_running_text_without_line_breaks_is_cut_at_sentences_without_loss(tmp_path: Path) -> None:
     text = read_own_text([written(tmp_path / "a.txt", RUNNING)])
     assert squeezed("".join(text.documents)) == squeezed(RUNNING)
     assert len(text.documents) >= 20
@@ -41,14 +41,14 @@ def test_running_text_without_a_line_break_is_cut_at_sentences_and_nothing_is_lo
     ("unit", "end"),
     [("a line without a stop ", "\n"), ("кот и пёс ", " "), ("猫と犬は家に帰りました", "。"), ("x", "")],
 )
-def test_text_of_any_kind_is_cut(tmp_path: Path, unit: str, end: str) -> None:
+def test_text_of_any_script_is_cut(tmp_path: Path, unit: str, end: str) -> None:
     content = "".join(f"{unit}{number}{end}" for number in range(8000))
     text = read_own_text([written(tmp_path / "a.txt", content)])
     assert squeezed("".join(text.documents)) == squeezed(content)
     assert len(text.documents) >= 15
 
 
-def test_paragraphs_are_no_documents_and_keep_their_blank_lines(tmp_path: Path) -> None:
+def test_short_paragraphs_are_not_separate_documents(tmp_path: Path) -> None:
     paragraphs = "\n\n".join(" ".join(SENTENCES[start : start + 5]) for start in range(0, 2000, 5))
     text = read_own_text([written(tmp_path / "a.txt", paragraphs)])
     assert len(text.documents) < 40
@@ -62,7 +62,7 @@ def test_long_pieces_between_blank_lines_are_documents(tmp_path: Path) -> None:
     assert text.form == "50 documents"
 
 
-def test_end_marks_and_json_lines_part_documents(tmp_path: Path) -> None:
+def test_end_of_text_tokens_and_json_lines_separate_documents(tmp_path: Path) -> None:
     stories = SENTENCES[:1000]
     marked = written(tmp_path / "a.txt", "\n<|endoftext|>\n".join(stories))
     listed = written(tmp_path / "b.jsonl", "\n" + lines(stories))
@@ -70,7 +70,7 @@ def test_end_marks_and_json_lines_part_documents(tmp_path: Path) -> None:
     assert read_own_text([listed]).documents == stories
 
 
-def test_packed_files_and_directories_are_read(tmp_path: Path) -> None:
+def test_compressed_files_and_directories_are_read(tmp_path: Path) -> None:
     plain = read_own_text([written(tmp_path / "a.txt", RUNNING)])
     (tmp_path / "all" / "deep").mkdir(parents=True)
     written(tmp_path / "all" / "deep" / "a.txt.xz", lzma.compress(RUNNING.encode()))
@@ -80,7 +80,7 @@ def test_packed_files_and_directories_are_read(tmp_path: Path) -> None:
     assert packed.documents == plain.documents
 
 
-def test_several_files_are_one_text_and_the_same_twice_counts_once(tmp_path: Path) -> None:
+def test_several_files_are_joined_and_duplicates_removed(tmp_path: Path) -> None:
     first = written(tmp_path / "a.txt", RUNNING[: len(RUNNING) // 2])
     second = written(tmp_path / "b.txt", RUNNING[len(RUNNING) // 2 :])
     both = read_own_text([first, second])
@@ -89,13 +89,13 @@ def test_several_files_are_one_text_and_the_same_twice_counts_once(tmp_path: Pat
     assert again.documents == SENTENCES
 
 
-def test_line_ends_of_other_systems_and_a_byte_order_mark_are_no_text(tmp_path: Path) -> None:
+def test_crlf_line_ends_and_a_byte_order_mark_are_ignored(tmp_path: Path) -> None:
     ours = read_own_text([written(tmp_path / "a.txt", "\n".join(SENTENCES))])
     theirs = read_own_text([written(tmp_path / "b.txt", b"\xef\xbb\xbf" + "\r\n".join(SENTENCES).encode())])
     assert theirs.documents == ours.documents
 
 
-def test_half_a_character_in_json_does_not_stop_anything(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_json_is_replaced(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", '{"text": "\\ud800 lonely"}\n' + lines(SENTENCES))
     assert read_own_text([path]).documents[0] == "? lonely"
 
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_text_is_refused_in_a_line(tmp_path: Path, what: str) -> None:
+def test_unusable_files_are_rejected_with_a_one_line_error(tmp_path: Path, what: str) -> None:
     name, content, message = REFUSED[what]
     path = written(tmp_path / name, content)
     with pytest.raises(ValueError, match=re.escape(message.format(path=path))) as caught:
@@ -130,14 +130,14 @@ def test_what_is_no_text_is_refused_in_a_line(tmp_path: Path, what: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_directory_without_text_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nope\.txt: No such file or directory"):
         read_own_text([tmp_path / "nope.txt"])
     with pytest.raises(ValueError, match="a directory without text files"):
         read_own_text([tmp_path])
 
 
-def test_there_is_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_over_the_limit_of_characters_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_text, "MOST_CHARACTERS", 100_000)
     path = written(tmp_path / "a.txt", RUNNING)
     packed = written(tmp_path / "a.txt.xz", lzma.compress(RUNNING.encode()))
@@ -156,7 +156,7 @@ def test_a_few_documents_are_held_out_whatever_their_number(tmp_path: Path) -> N
     assert hold_out(list(reversed(documents)))[1] == list(reversed(held_out))
 
 
-def test_of_a_large_text_no_more_is_held_out_than_can_be_measured() -> None:
+def test_at_most_130000_characters_of_a_large_text_are_held_out() -> None:
     documents = [f"{number} " + "word " * 10 + str(number * 13) for number in range(60_000)]
     assert sum(map(len, hold_out(documents)[1])) < 130_000
 
@@ -167,13 +167,13 @@ def test_nothing_is_held_out_of_texts_that_all_quote_each_other() -> None:
     assert hold_out(documents) == (documents, [])
 
 
-def test_the_least_is_what_the_message_says(tmp_path: Path) -> None:
+def test_text_of_the_minimum_size_is_accepted(tmp_path: Path) -> None:
     size = len(SENTENCES[0])
     enough = RUNNING[: LEAST_BYTES + size]
     assert user_text.num_bytes(read_own_text([written(tmp_path / "a.txt", enough)]).documents) >= LEAST_BYTES
 
 
-def test_what_is_written_into_a_directory_of_texts_is_none_of_them(tmp_path: Path) -> None:
+def test_files_below_apart_directories_are_not_read(tmp_path: Path) -> None:
     written(tmp_path / "a.txt", RUNNING)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     written(tmp_path / "runs" / "mine" / "clock.json", "3.5")

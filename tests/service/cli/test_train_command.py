@@ -179,7 +179,7 @@ def test_a_missing_recipe_is_reported(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert run("--config", "nope.toml") == 1
     said = capsys.readouterr().err
-    assert said.startswith("kvasir train: nope.toml: No such file or directory; give a recipe, such as model/")
+    assert said.startswith("kvasir train: recipe nope.toml: No such file or directory; give a recipe, such as model/")
     assert said.count("\n") == 1
 
 

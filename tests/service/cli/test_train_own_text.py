@@ -204,15 +204,15 @@ def test_a_run_is_not_resumed_with_another_text(here: Path, capfd: pytest.Captur
     (here / "my.txt").write_text(TALES[24_000:50_000])
     assert run() == 1
     assert capfd.readouterr().err == (
-        "kvasir train: runs/mine: this run began with a different text than my.txt; give the first text, or "
-        "start over: choose another --out, or delete runs/mine\n"
+        "kvasir train: runs/mine: this run began with a different text than my.txt; give the first text to "
+        "--corpus, or start over: choose another --out, or delete runs/mine\n"
     )
     (here / "moved.txt").write_text(TALES[:24_000])
     assert run("--corpus", "moved.txt", "--stop-after", "4") == 1  # two texts now
     (here / "my.txt").write_text(TALES[:24_000])
     (here / "runs" / "mine" / "plan.json").write_text("{")
     assert run() == 1
-    assert "plan.json: damaged; delete runs/mine to start over" in capfd.readouterr().err
+    assert "plan.json: plan missing or damaged; delete runs/mine to start over" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -322,8 +322,10 @@ def test_the_run_directory_of_a_recipe_is_not_reused(here: Path, capsys: pytest.
     (here / "runs" / "mine").mkdir(parents=True)
     (here / "runs" / "mine" / "state.safetensors").write_bytes(b"")
     assert run() == 1
-    said = "kvasir train: runs/mine: holds a run with its own recipe; choose another --out or --run-directory\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == (
+        "kvasir train: runs/mine: holds a run of its own recipe, not of --corpus; choose another --out or "
+        "--run-directory\n"
+    )
 
 
 def test_a_directory_with_other_files_is_not_written_to(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
