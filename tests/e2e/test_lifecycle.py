@@ -231,7 +231,10 @@ def test_weights_that_are_not_finite_do_not_start(copied_checkpoint: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--kv-cache-memory", "1"), "--kv-cache-memory 1.0MiB holds 4096 tokens, less than the context of 8192"),
+        (
+            ("--kv-cache-memory", "1"),
+            "--kv-cache-memory 1.0MiB holds 4096 tokens, less than the context of 8192 tokens",
+        ),
         (("--device", "cpu", "--quantize", "fp8"), "--quantize fp8 works only on a GPU; choose --quantize int8"),
     ],
 )

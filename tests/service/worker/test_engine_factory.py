@@ -93,7 +93,10 @@ def test_auto_dtype_is_that_of_the_checkpoint_with_native_kernels(
     _, facts = build_engine(settings(stored.directory), stored)
     assert facts.dtype == "float32", "no kernels could be had"
     (record,) = caplog.records
-    assert record.getMessage() == "no native kernels, PyTorch's kernels serve: no C++ compiler"
+    assert (
+        record.getMessage()
+        == "native kernels cannot be compiled, so PyTorch's slower kernels are used: no C++ compiler"
+    )
 
 
 def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_checkpoint: Path) -> None:
@@ -275,7 +278,7 @@ def test_explicit_settings_are_those_of_the_engine(
 def test_a_cache_too_small_for_one_context_is_rejected_with_the_needed_size(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remedy = r"63.0KiB holds 240 tokens.*: give it 1MiB, or set --max-context-length 240"
+    remedy = r"63.0KiB holds 240 tokens.*: set it to 1MiB, or set --max-context-length 240"
     with pytest.raises(SettingsError, match=remedy):
         build_engine(settings(tiny_checkpoint, kv_cache_memory="63KiB"), manifest)
     assert build_engine(settings(tiny_checkpoint, kv_cache_memory="64KiB"), manifest)[1].num_blocks == 16
@@ -285,7 +288,7 @@ def test_a_cache_larger_than_memory_is_rejected_before_its_allocation(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_free(monkeypatch, 100 * 2**20)
-    with pytest.raises(ValueError, match=r"--kv-cache-memory 101.0MiB: only 100 MiB are free"):
+    with pytest.raises(ValueError, match=r"--kv-cache-memory 101.0MiB: only 100 MiB are free; choose less"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
 
 
