@@ -109,7 +109,7 @@ def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_c
 def test_auto_attention_is_sdpa_without_vector_instructions(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on ARM, which has no native kernels."""
+    """The processor is reported as ARM, for which there are no native kernels."""
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     _, facts = build_engine(settings(tiny_checkpoint), manifest)
     assert (facts.attention, facts.kernel_level) == ("sdpa", None)
@@ -202,7 +202,7 @@ def test_the_cache_of_a_server_leaves_room_for_its_plan(manifest: Manifest, monk
 def test_a_replacement_worker_has_the_cache_size_of_the_first_worker(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The free memory at the replacement does not matter, since the API process has taken some."""
+    """The size does not depend on the free memory at the replacement, because the API process uses memory by then."""
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: 0)
     asked = settings(manifest.directory)
     _, facts = build_engine(asked, manifest, server=ServerNeeds(standby=True, num_blocks=17))
@@ -348,7 +348,7 @@ def test_quantization_that_the_device_does_not_support_is_rejected(
 def test_gpu_quantization_serves(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A CPU stands for the GPU."""
+    """The engine runs on a CPU with the quantization of a GPU."""
     quantization = Quantization(name)
     monkeypatch.setattr(engine_factory, "choose_quantization", lambda *given: quantization)
     flags = {"quantize": name, "dtype": "bfloat16", "attention": "sdpa"}
