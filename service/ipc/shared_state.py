@@ -94,7 +94,7 @@ class Lifecycle:
 
 
 class Watchdog:
-    """Measures how long a process has sent no heartbeat. A heartbeat is a change of the value that `sign` returns."""
+    """Watchdog that measures how long a process is silent. A heartbeat is a change of the value that `sign` returns."""
 
     def __init__(self, sign: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._sign = sign

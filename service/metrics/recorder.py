@@ -45,7 +45,7 @@ TTFT_OBJECTIVE_SECONDS: Final = 0.5
 TPOT_OBJECTIVE_SECONDS: Final = 0.05
 # Gauges of the last step, which a worker's death drops.
 _ENGINE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
-# Buffered steps and buffered values of a histogram at which a buffer is written without a scrape.
+# Number of buffered steps, or of buffered values of a histogram, that are written without waiting for a scrape.
 _MAX_BUFFERED = 1000
 
 
@@ -218,7 +218,7 @@ class Metrics:
             self._num_restarts[reason] = number
 
     def observe_api(self, *, num_requests: int, num_tasks: int) -> None:
-        """Set the gauges of the API process: its current requests and its current asyncio tasks."""
+        """Set the gauges of the API process: its number of unfinished requests, and its number of asyncio tasks."""
         self._metric("api_requests").set(num_requests)
         self._metric("api_tasks").set(num_tasks)
 

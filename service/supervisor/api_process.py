@@ -40,7 +40,7 @@ class _RouteOwner(LitAPI):  # type: ignore[misc]  # litserve has no types
         """Load nothing: the worker holds the model."""
 
     async def authorize(self) -> None:
-        """Allow every request: a middleware checks API keys. LitServe's synchronous check would cost a thread each."""
+        """Allow every request: middleware checks API keys. LitServe's synchronous check costs a thread per request."""
 
 
 class ApiServer(LitServer):  # type: ignore[misc]

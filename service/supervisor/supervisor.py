@@ -250,7 +250,8 @@ def check_port(host: str, port: int) -> None:
         with bind_port(host, port) as probe:
             probe.listen()
     except OSError as error:
-        reason = "is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
+        is_in_use = error.errno == errno.EADDRINUSE
+        reason = "is in use; choose another with --port" if is_in_use else f"cannot be opened: {error.strerror}"
         raise StartError(f"port {port} on {host} {reason}") from None
 
 

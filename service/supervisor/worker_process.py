@@ -60,7 +60,7 @@ class WorkerProcess:
         return self._has_imported and self.exitcode is None
 
     def begin(self, order: bytes, descriptors: Sequence[int]) -> None:
-        """Order the worker process to load the model and serve. Ignores that the process has died, which main notices.
+        """Order the worker process to load the model and serve. If the process has died, nothing happens.
 
         Args:
             order: pickled `service.worker.worker.WorkerOrder`.

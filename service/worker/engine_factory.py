@@ -65,7 +65,7 @@ class EngineFacts:
     block_size: int
     kv_cache_bytes: int
     kv_cache_dtype: str
-    reasons: Mapping[str, str]  # of a value that was chosen, by the setting's name
+    reasons: Mapping[str, str]  # reasons for chosen values, by the setting's name
     has_standby: bool = True  # a standby worker is wanted and fits into memory
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class EngineFacts:
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
     def found(self) -> dict[str, object]:
-        """Return each setting that may be "auto" as name and chosen value; the value of some ends with "(reason)"."""
+        """Return name and chosen value of each setting that may be "auto"; some values end with a reason."""
         values: dict[str, object] = {
             "device": self.device,
             "attention": self.attention if self.kernel_level is None else f"{self.attention} ({self.kernel_level})",
@@ -104,7 +104,7 @@ class _ResolvedSettings(NamedTuple):
     attending: AttentionChoice
     cache_dtype: torch.dtype
     quantization: Quantization | None
-    packs: bool  # the loaded matrices are the file's own pages until they are packed
+    packs: bool  # True if matrices are not copied from the file before they are packed
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
@@ -121,7 +121,7 @@ def build_engine(
     """Load the model and build its engine. Native kernels are compiled first if they are missing.
 
     Args:
-        server: what the server around this engine needs; None outside a server, such as for batch completion.
+        server: facts about the server around this engine; None outside a server, such as for batch completion.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -207,7 +207,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
 def _plan(
     server: ServerNeeds | None, settings: ModelSettings, manifest: Manifest, resolved: _ResolvedSettings
 ) -> MemoryPlan:
-    """Plan the memory that the first worker of a server on a CPU leaves to the server's other processes; else none."""
+    """Plan the memory that the first worker of a CPU server leaves to other processes; 0 bytes in all other cases."""
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
     dtype = resolved.context.dtype
@@ -281,7 +281,7 @@ def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, s
 
 
 def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
-    """Convert a loaded model's weight matrices as --quantize says, or to the fastest float format. Return its name.
+    """Convert a model's weight matrices as --quantize says, or to the fastest float format. Return the format's name.
 
     Float matrices for native kernels are left to `to_native`, which packs them.
     """
@@ -328,7 +328,7 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
     if device != "cpu" or dtype is not torch.float32:
         model = f"{_name(dtype)} on {'CUDA' if device == 'cuda' else 'the CPU'}"
         raise SettingsError(
-            f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; leave it out, or "
+            f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; omit the flag, or "
             "give --device cpu --dtype float32"
         )
     return torch.float16
@@ -372,7 +372,9 @@ def _num_blocks(
     asked = settings.kv_cache_memory
     num_blocks = asked // block_bytes
     if free < asked:
-        raise ValueError(f"--kv-cache-memory {asked.human_readable()}: only {free // _MIB} MiB are free; choose less")
+        raise ValueError(
+            f"--kv-cache-memory {asked.human_readable()}: only {free // _MIB} MiB are free; choose a smaller size"
+        )
     if num_blocks < blocks_per_context:
         raise SettingsError(
             f"--kv-cache-memory {asked.human_readable()} holds {num_blocks * block_size} tokens, less "

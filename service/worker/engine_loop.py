@@ -91,7 +91,7 @@ class EngineLoop:
                 return commands
 
     def _answer_query(self) -> None:
-        """Compute the oldest attention query. No step runs meanwhile, so the next query waits three times as long."""
+        """Compute the oldest attention query. The next query then waits while steps run for three times as long."""
         uid = next(iter(self._queries))
         query = self._queries.pop(uid)
         self._send_now([Started(uid=uid, attempt=query.attempt)])

@@ -46,7 +46,7 @@ _CPU_MEMORY = "can't allocate memory"
 _CPU_WARM_UP_TOKENS = 16
 # Minimum interval of messages to the API process, because each message wakes its event loop.
 _MESSAGE_SECONDS = 0.0005
-# The order, the lifecycle's memory and the channel's end.
+# File descriptors of the order, the shared memory and the worker's end of the channel.
 _NUM_DESCRIPTORS = 3
 # Module whose import takes most of the start. It imports torch.
 _IMPORT = "service.worker.engine_factory"

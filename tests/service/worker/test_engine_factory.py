@@ -288,7 +288,7 @@ def test_a_cache_larger_than_memory_is_rejected_before_its_allocation(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_free(monkeypatch, 100 * 2**20)
-    with pytest.raises(ValueError, match=r"--kv-cache-memory 101.0MiB: only 100 MiB are free; choose less"):
+    with pytest.raises(ValueError, match=r"--kv-cache-memory 101.0MiB: only 100 MiB are free; choose a smaller size"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
 
 
