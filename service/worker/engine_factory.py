@@ -243,7 +243,7 @@ def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
     try:
         return load_kernels(settings.cache_dir)
     except BuildError as error:
-        logger.warning("native kernels cannot be compiled, so PyTorch's slower kernels are used: %s", error)
+        logger.warning("native kernels are not available, so PyTorch's slower kernels are used: %s", error)
         return None
 
 

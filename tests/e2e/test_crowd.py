@@ -97,7 +97,7 @@ def test_an_idle_service_waits_and_does_not_poll(crowded: Service) -> None:
     crowded.text("once", max_tokens=2)
     processes = {"worker": crowded.worker, "api": crowded.api}
     begun, before = time.monotonic(), {name: _pauses(process) for name, process in processes.items()}
-    processes["worker"].cpu_percent()  # from here on
+    processes["worker"].cpu_percent()  # starts the measurement
     percent = {"api": processes["api"].cpu_percent(interval=2.0), "worker": processes["worker"].cpu_percent()}
     for name, process in processes.items():
         assert (_pauses(process) - before[name]) / (time.monotonic() - begun) < _MOST_PAUSES_A_SECOND, name

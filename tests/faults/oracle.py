@@ -8,7 +8,7 @@ from tests.faults.questions import EMBEDDINGS, Question
 from tests.faults.wire import Reply
 from tests.service.streams import assert_close, events, joined
 
-# Error codes of rejections and timeouts, which need a Retry-After, and of failures, permitted when a worker died.
+# Error codes of rejections and timeouts, and of failures. A failure is permitted only if a worker died meanwhile.
 REFUSALS = {"queue_full", "queue_time", "queue_timeout", "too_many_connections", "draining", "request_timeout"}
 CASUALTIES = {"engine_failed"}
 

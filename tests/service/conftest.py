@@ -1,4 +1,4 @@
-"""Fixtures of the service's unit tests: an API process in this process, whose worker echoes prompts."""
+"""Fixtures of the service's unit tests: the HTTP application in the test process, and a worker that echoes prompts."""
 
 import os
 from collections.abc import Iterator

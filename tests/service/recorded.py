@@ -1,4 +1,4 @@
-"""Clients of a response store, and SSE responses that send one event for each permission of the test."""
+"""Clients of a response store, and SSE responses that send an event only when the test permits it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -52,7 +52,7 @@ class Client:
 
 
 class Events(Response):
-    """SSE response that sends an event for each permission by `let`. It ends early if its client disconnects."""
+    """SSE response that sends as many events as `let` permits. It ends early if its client disconnects."""
 
     media_type = "text/event-stream"
 
