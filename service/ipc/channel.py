@@ -18,14 +18,15 @@ _MAX_BUFFER_BYTES = 2**22
 # Flags in the first byte of a packet: the first packet of a message, and the last packet.
 _BEGINS, _ENDS = 1, 2
 _RETRY_SECONDS = 0.01
-# Packets of one message that are read before the event loop serves its other sockets again.
+# Packets that one call of `read` reads, so that the event loop serves its other sockets between two calls.
 _MAX_PACKETS_A_TURN = 16
 
 
 class Channel:
-    """Socket pair: the API process's end with its methods, and the worker's end, which main keeps for the next worker.
+    """Socket pair between the API process and the worker. The methods use the API process's end of the pair.
 
-    Only one worker uses its end at a time: a replacement worker begins after the worker that it replaces has died.
+    Main keeps `worker_end` open and passes it to each worker. Only one worker uses it at a time: a replacement worker
+    begins after the worker that it replaces has died.
     """
 
     def __init__(self) -> None:
@@ -39,13 +40,13 @@ class Channel:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, message: bytes) -> None:
-        """Send a message to the worker. Packets that do not fit into the socket now wait in the API process."""
+        """Send a message to the worker without blocking. Packets that do not fit into the socket are queued."""
         self._unsent.extend(_packets(message))
         if not self._is_full:
             self._flush()
 
     def discard_unsent(self) -> None:
-        """Drop the packets that wait in the API process for a worker that has died."""
+        """Drop the packets that are queued in the API process, because the worker that they are for has died."""
         self._unsent.clear()
 
     def _flush(self) -> None:
@@ -66,7 +67,7 @@ class Channel:
             self._unsent.popleft()
 
     def deliver_to(self, deliver: Callable[[bytes], None]) -> None:
-        """Call `deliver` in the running event loop with each message of a worker. `deliver` must not raise."""
+        """Let the running event loop call `deliver` with each message from a worker. `deliver` must not raise."""
         self._deliver, self._loop = deliver, asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._read)
 
@@ -105,7 +106,7 @@ class WorkerChannel:
                 self._socket.sendmsg(packet)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """Return the next message of the API process; None if none has arrived whole before the timeout."""
+        """Wait at most the timeout for a message from the API process. Return None if no complete message arrived."""
         message = self._commands.read()
         if message is None and timeout_seconds > 0.0:
             self._poll.poll(1000.0 * timeout_seconds)
@@ -123,7 +124,7 @@ class _MessageReader:
         self._is_gathering = False
 
     def read(self) -> bytes | None:
-        """Return the next whole message of the socket; None if some of its packets are still to be read."""
+        """Read packets that are in the socket. Return the message that they complete; None if they complete none."""
         for _ in range(_MAX_PACKETS_A_TURN):
             try:
                 num_bytes = self._source.recv_into(self._packet, 0, socket.MSG_DONTWAIT)
@@ -143,7 +144,7 @@ class _MessageReader:
 
 
 def _packets(message: bytes) -> Iterator[list[bytes | memoryview]]:
-    """Yield the packets of a message, each as buffers for `sendmsg`."""
+    """Split a message into packets. Yield each packet as two buffers for `sendmsg`: one byte of flags, and content."""
     view = memoryview(message)
     for start in range(0, max(1, len(view)), _PACKET_BYTES):
         end = start + _PACKET_BYTES

@@ -71,7 +71,7 @@ Command: TypeAlias = Submit | Cancel | AttentionQuery
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Logprob of a token before temperature and filters, and the most likely alternatives.
+    """Logprob and rank of a token, before temperature and filters such as top-p, and logprobs of the likeliest tokens.
 
     `logprob` and `rank` are None for the first token of a prompt, because no token precedes it.
     """
@@ -83,7 +83,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_li
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """End of a sequence, with token counts and timings. A phase that never began lasts 0 seconds."""
+    """End of a sequence, with token counts and timings. A phase (such as decode) that never began lasts 0 seconds."""
 
     reason: FinishReason
     stop_reason: str | int | None  # matched stop string or stop token id; None for end-of-text and length
@@ -105,7 +105,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tr
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: output of one engine step for one sequence, usually one token and the text that can be sent now."""
+    """Event: output of an engine step for one sequence: usually one token, and the text that the client can get now."""
 
     uid: str
     attempt: int
@@ -121,7 +121,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Event: a worker is ready and has no requests, so the API process resubmits every unfinished request.
 
-    The values are those of `service.worker.engine_factory.EngineFacts`.
+    The fields describe the new engine, as in `service.worker.engine_factory.EngineFacts`.
     """
 
     epoch: int
@@ -136,9 +136,9 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_lik
 
 
 class AttentionResult(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: response to an `AttentionQuery`.
+    """Event: attention weights that an `AttentionQuery` asked for; None if the engine failed to compute them.
 
-    `weights` are float32 in native byte order: for each head the lower triangle, row by row. None after a failure.
+    `weights` are float32 in native byte order: for each head, the lower triangle of its matrix, row by row.
     """
 
     uid: str
@@ -147,20 +147,20 @@ class AttentionResult(msgspec.Struct, frozen=True, kw_only=True, tag=True, array
 
 
 class RunningLimitChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: new limit of sequences that the engine runs at once."""
+    """Event: the engine has changed its limit of concurrently running sequences."""
 
     max_num_running: int
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: statistics of one engine step, for metrics. Counters are increments; `kv_usage` is 0 to 1."""
+    """Event: statistics of one engine step, for metrics. Tokens and preemptions are those of this step alone."""
 
     num_running: int
     max_num_running: int
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
-    kv_usage: float
+    kv_usage: float  # share of the KV-cache blocks in use, 0 to 1
     batch_size: int
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -176,14 +176,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
 
 
 class EngineIdle(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Event: the engine has no work left. Cancelled work ends between steps, so no `StepStats` reports the end."""
+    """Event: the engine has no sequences left. After a cancellation no step follows, so no `StepStats` would say so."""
 
 
 Event: TypeAlias = TokenDelta | WorkerReady | AttentionResult | Started | RunningLimitChanged | StepStats | EngineIdle
 
 
 class CommandBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Commands in one message. A worker of another epoch ignores the message, since it gets all requests anew."""
+    """Commands for the worker of one epoch (number of restarts). A later worker ignores them, and gets new commands."""
 
     epoch: int
     commands: list[Command]

@@ -1,6 +1,6 @@
-"""State in memory that all processes of the service share, and watchdogs over the heartbeats in it.
+"""Shared memory of the service's processes (phase, restarts, heartbeats), and watchdogs that check the heartbeats.
 
-Each word has one writer, so there is no lock that a killed process could leave locked.
+Each value has one writing process, so there is no lock that a killed process could leave locked.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from model.system.c_library import end_with_parent
 
 # A longer gap between two checks means that the checking process itself was paused, as with a paused container.
 _MAX_CHECK_GAP_SECONDS = 1.0
-# Size of the shared words, each in 8 bytes.
+# Size of the shared values, 8 bytes for each.
 _NUM_BYTES = 96
 
 
@@ -30,10 +30,10 @@ class Phase(IntEnum):
 
 
 class Lifecycle:
-    """Words shared by main, the API process (by fork) and the workers (by file descriptor).
+    """Values in shared memory. The API process inherits the memory from main by fork, workers get its file descriptor.
 
     Args:
-        descriptor: memory file of main's object; None creates the memory.
+        descriptor: file descriptor of the memory that main has created; None creates the memory.
     """
 
     def __init__(self, *, main_pid: int, descriptor: int | None = None) -> None:
@@ -65,7 +65,7 @@ class Lifecycle:
         os.close(self.descriptor)
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase of the service. Only main calls this method."""
+        """Store the new phase of the service and the time at which it begins. Only main calls this method."""
         self.phase_seconds.value = time.monotonic()
         self.phase.value = phase
 
@@ -75,7 +75,7 @@ class Lifecycle:
 
     @property
     def worker_signs(self) -> tuple[int, int, int]:
-        """Values that change while the worker makes progress: heartbeats and worker restarts."""
+        """Heartbeats of the worker, its epoch when it became ready, and restarts. A change of any value is progress."""
         return self.num_heartbeats.value, self.ready_epoch.value, self.epoch.value
 
     def record_api_heartbeat(self) -> None:
@@ -88,13 +88,13 @@ class Lifecycle:
         self.end_if_orphaned()
 
     def end_if_orphaned(self) -> None:
-        """Exit if main has ended."""
+        """Exit this child process at once if main has ended."""
         if os.getppid() != self.main_pid:
             os._exit(1)
 
 
 class Watchdog:
-    """Watchdog of one process, whose heartbeats change the value that `sign` returns."""
+    """Watchdog that measures how long a process is silent. A heartbeat is a change of the value that `sign` returns."""
 
     def __init__(self, sign: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._sign = sign
@@ -106,7 +106,7 @@ class Watchdog:
     def silence(self) -> float:
         """Return the seconds since the last heartbeat, counting at most 1 s of the time between two calls.
 
-        The limit keeps a pause of the watchdog itself from looking like a silent process. Call once a second or more.
+        The limit keeps a pause of the watching process from looking like a silent process. Call at least once a second.
         """
         now, sign = self._clock(), self._sign()
         elapsed, self._last_check_seconds = now - self._last_check_seconds, now
@@ -116,11 +116,11 @@ class Watchdog:
         return self._silence
 
     def forgive(self, sign: object = None) -> None:
-        """Reset the silence to 0 after a heartbeat, or after the caller has killed the process."""
+        """Reset the measured silence to 0 s, after a heartbeat or after the caller has killed the silent process."""
         self._last_sign, self._silence = sign, 0.0
 
 
 def name_thread(name: str) -> None:
-    """Name this thread, and threads that it starts later, in at most 15 characters. `ps` shows the main thread's."""
+    """Set the Linux name, at most 15 characters, of this thread and of threads that it starts later."""
     with contextlib.suppress(OSError):  # /proc may be read-only
         Path("/proc/thread-self/comm").write_text(name)

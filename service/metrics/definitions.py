@@ -19,7 +19,7 @@ COMMON_LABELS: Final = ("model_name", "engine")
 
 
 class Kind(StrEnum):
-    """Prometheus metric type of a family."""
+    """Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
 
 class EngineState(StrEnum):
-    """State of the service for new requests. Exactly one state holds at a time."""
+    """Readiness of the service for new requests. Exactly one state holds at a time."""
 
     STARTING = "starting"  # no worker has sent `WorkerReady` yet
     READY = "ready"
@@ -90,13 +90,13 @@ _FAMILIES = (
            ("slo", "met"), tuple(itertools.product(("ttft", "tpot", "all"), ("true", "false")))),
     # Time of a choice per phase, by the engine's clock.
     Family("request_queue_time_seconds", _H, "seconds",
-           "Arrival to first scheduled.", buckets=_WHOLE, in_vllm=True),
+           "Arrival of the request to the first step that computes the choice.", buckets=_WHOLE, in_vllm=True),
     Family("request_prefill_time_seconds", _H, "seconds",
-           "First scheduled to first token.", buckets=_WHOLE, in_vllm=True),
+           "First step that computes the choice to its first token.", buckets=_WHOLE, in_vllm=True),
     Family("request_decode_time_seconds", _H, "seconds",
-           "First token to last token.", buckets=_WHOLE, in_vllm=True),
+           "First token of a choice to its last token.", buckets=_WHOLE, in_vllm=True),
     Family("request_inference_time_seconds", _H, "seconds",
-           "First scheduled to last token.", buckets=_WHOLE, in_vllm=True),
+           "First step that computes the choice to its last token.", buckets=_WHOLE, in_vllm=True),
     # Size of a choice.
     Family("request_prompt_tokens", _H, "tokens",
            "Prompt length of a choice.", buckets=_LENGTH, in_vllm=True),
@@ -149,20 +149,20 @@ _FAMILIES = (
            "Draft tokens that were accepted: each saved its choice one step.", in_vllm=True),
     # The KV-cache.
     Family("kv_cache_usage_perc", _G, "ratio", "Share of KV blocks in use, 0 to 1.", in_vllm=True),
-    Family("cache_config_info", _G, "1", "Shape of the KV-cache, as labels.",
+    Family("cache_config_info", _G, "1", "Size, dtype and device of the KV-cache, as labels.",
            ("block_size", "num_gpu_blocks", "cache_dtype", "device"), (), in_vllm=True),
     Family("prefix_cache_queries", _C, "tokens", "Tokens looked up in the prefix cache.", in_vllm=True),
     Family("prefix_cache_hits", _C, "tokens", "Tokens found in the prefix cache.", in_vllm=True),
     Family("prompt_tokens_cached", _C, "tokens",
            "Prompt tokens found in the prefix cache and therefore not computed.", in_vllm=True),
     # The engine's step.
-    Family("batch_size", _H, "choices", "Choices computed in a step.", buckets=_BATCH),
+    Family("batch_size", _H, "choices", "Choices computed in an engine step.", buckets=_BATCH),
     Family("iteration_tokens_total", _H, "tokens",
-           "Prompt and completion tokens computed in a step.", buckets=_BUDGET, in_vllm=True),
-    Family("iteration_duration_seconds", _H, "seconds", "Duration of a step.", buckets=_STEP),
-    Family("engine_busy_seconds", _C, "seconds", "Time spent in steps. Its rate is the engine's utilization."),
+           "Prompt and completion tokens computed in an engine step.", buckets=_BUDGET, in_vllm=True),
+    Family("iteration_duration_seconds", _H, "seconds", "Duration of an engine step.", buckets=_STEP),
+    Family("engine_busy_seconds", _C, "seconds", "Time spent in engine steps. Its rate is the engine's utilization."),
     # The service.
-    Family("engine_state", _G, "1", "1 for the current state, 0 for all other states.",
+    Family("engine_state", _G, "1", "State of the service: 1 for the current state, 0 for all other states.",
            ("state",), tuple((state,) for state in EngineState)),
     Family("startup_seconds", _G, "seconds", "Time from the worker's start to ready: model load and warm-up."),
     Family("worker_restarts", _C, "restarts", "Workers that died and were replaced.",
@@ -174,7 +174,7 @@ _FAMILIES = (
            ("by",), (("event_id",), ("key",))),
     Family("api_requests", _G, "requests", "Requests that the API process has admitted and not completed."),
     Family("api_tasks", _G, "tasks", "asyncio tasks of the API process, including the task of this scrape."),
-    Family("build_info", _G, "1", "Versions, as labels.",
+    Family("build_info", _G, "1", "Versions of Kvasir, Python, torch and LitServe, as labels.",
            ("version", "python", "torch", "litserve"), ()),
 )
 # fmt: on

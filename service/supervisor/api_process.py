@@ -34,13 +34,13 @@ _KEEP_ALIVE_SECONDS = 75
 
 
 class _RouteOwner(LitAPI):  # type: ignore[misc]  # litserve has no types
-    """LitAPI with the routes of the API process and without a model, because the worker is not LitServe's."""
+    """LitAPI that registers Kvasir's routes and holds no model: the model is in Kvasir's worker, not in LitServe's."""
 
     def setup(self, device: str) -> None:
         """Load nothing: the worker holds the model."""
 
     async def authorize(self) -> None:
-        """Allow every request, without the thread per request that LitServe's synchronous dependency costs."""
+        """Allow every request: middleware checks API keys. LitServe's synchronous check costs a thread per request."""
 
 
 class ApiServer(LitServer):  # type: ignore[misc]
@@ -88,7 +88,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Run the frontend while uvicorn, which has set its signal handlers by now, serves requests."""
+        """Run the frontend while uvicorn serves requests. Replaces the signal handlers that uvicorn has set by now."""
         self._lifecycle.die_with_main()
         name_thread("kvasir-api")
         loop = asyncio.get_running_loop()

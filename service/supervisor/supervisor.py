@@ -40,7 +40,7 @@ API_CLOSE_SECONDS = 5
 class StartError(RuntimeError):
     """The service cannot start. The message is one line, or empty if the worker has printed the reason.
 
-    The exit code of the command is 2 if a setting cannot be used.
+    `exit_code` is the exit code of the command: 2 if a setting cannot be used, else 1.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
@@ -52,9 +52,9 @@ class Supervisor:
     """Supervisor of the API process, the worker and the standby worker.
 
     Args:
-        worker: first worker process, which imports already.
-        start_worker: starts another worker process; True starts a standby, which imports at low priority.
-        begin: lets a worker process load the model and serve.
+        worker: first worker process, which has been started and is importing torch.
+        start_worker: starts another worker process; with True a standby, which imports torch at low priority.
+        begin: sends a worker process its order to load the model and serve.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Supervisor:
         self._signalled = os.eventfd(0, os.EFD_NONBLOCK)
 
     def run(self) -> int:
-        """Run the service until a signal or a failure ends it. Return 0 after a drain, 1 after a failure.
+        """Run the service until a signal or failure ends it. Return the exit code: 0 after a signal, 1 after a failure.
 
         Raises:
             StartError: the first worker ended before it was ready, or the system lacks processes or memory.
@@ -112,7 +112,8 @@ class Supervisor:
                 self._wait(api)
                 self.check(api)
         except OSError as error:  # such as a limit of processes
-            raise StartError(f"the service cannot run: {error}") from error
+            message = f"the service cannot run, because the operating system refused a resource: {error}"
+            raise StartError(message) from error
         finally:
             self.end()
         return self._exit_code
@@ -127,13 +128,13 @@ class Supervisor:
             os.eventfd_read(self._signalled)
 
     def check(self, api: BaseProcess) -> None:
-        """Check all child processes once: replace a dead worker or standby, and kill a process that hangs."""
+        """End the service after its drain or the API process's death. Replace dead workers, kill hung processes."""
         lifecycle = self._lifecycle
         if lifecycle.phase.value == Phase.DRAINING and self._is_drained():
-            logger.info("stopping: %s", _requests(lifecycle.num_active.value, "cut off"))
+            logger.info("stopping the service; unfinished requests that are cut off: %d", lifecycle.num_active.value)
             lifecycle.enter(Phase.STOPPING)
         elif not api.is_alive():
-            self._fail(f"the API process {cause_of_death(api.exitcode)}")
+            self._fail(f"the API process {cause_of_death(api.exitcode)}; stopping the service")
         elif self._worker.exitcode is not None:
             self._replace_worker()
         elif self._settings.hang_seconds and self._end_hung(api):
@@ -148,7 +149,8 @@ class Supervisor:
     def _replace_worker(self) -> None:
         """Replace the dead worker by the standby if the standby has completed its imports, else by a new process.
 
-        A standby that still imports is killed: it imports at the lowest priority, so a new process is ready sooner.
+        A standby that is still importing is killed: its priority is the lowest, so a new process is ready sooner.
+        Ends the service instead after six worker deaths within a minute, or if the checkpoint has changed.
         """
         dead, lifecycle, now = self._worker, self._lifecycle, self._clock()
         cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead.exitcode)
@@ -173,15 +175,15 @@ class Supervisor:
             self._worker = standby or self._start_worker(False)
             self._begin(self._worker)
         except OSError as error:
-            self._fail(f"no other worker can be started: {error}")
+            self._fail(f"no worker can be started to replace the dead worker: {error}; stopping the service")
 
     def _keep_standby(self) -> None:
-        """Start a standby worker if one is wanted and none is alive."""
+        """Start a standby worker if one is wanted and none is alive, until three have died or failed to start."""
         if self._standby is not None:
             if self._standby.exitcode is None:
                 return
             self._num_standby_deaths += 1
-            logger.warning("the standby worker died")
+            logger.warning("the standby worker died; the running worker is not affected")
             self._standby.close()
             self._standby = None
         if self._settings.standby and self._num_standby_deaths < _MAX_STANDBY_DEATHS:
@@ -189,19 +191,19 @@ class Supervisor:
                 self._standby = self._start_worker(True)
             except OSError as error:  # no memory, or too many processes: the service runs without a standby
                 self._num_standby_deaths += 1
-                logger.warning("no standby worker can be started: %s", error)
+                logger.warning("no standby worker can be started: %s; the service runs without a standby", error)
 
     def _end_hung(self, api: BaseProcess) -> bool:
-        """Kill a process without heartbeats for --hang-seconds. Return True if a process was killed."""
+        """Kill the API process or worker after --hang-seconds without a heartbeat. Return True if one was killed."""
         limit = self._settings.hang_seconds
         if self._api_watchdog.silence() > limit and self._lifecycle.num_api_beats.value:
-            self._fail(f"the API process sent no heartbeat for {limit:g} s")
+            self._fail(f"the API process sent no heartbeat for {limit:g} s; stopping the service")
             api.kill()
             return True
         if self._lifecycle.ready_epoch.value != self._lifecycle.epoch.value:
             limit += _SLOWEST_START * self._start_seconds
         if self._worker_watchdog.silence() > limit:
-            logger.error("the worker made no progress for %g s; killing it", limit)
+            logger.error("the worker sent no heartbeat for %g s; killing the worker and starting another", limit)
             self._worker_watchdog.forgive()
             self._hung = self._worker
             self._worker.kill()
@@ -209,14 +211,15 @@ class Supervisor:
         return False
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Drain on the first signal, stop on the second. Do nothing in a forked child, which inherits this handler."""
+        """Drain at the first SIGTERM or SIGINT, stop at the second. A forked child inherits this but ignores both."""
         if os.getpid() != self._lifecycle.main_pid:
             return
         if self._lifecycle.phase.value >= Phase.DRAINING:
             self._is_hurried = True
         else:
             if self._lifecycle.phase.value == Phase.SERVING:
-                logger.info("draining: %s", _requests(self._lifecycle.num_active.value, "running"))
+                num_active = self._lifecycle.num_active.value
+                logger.info("draining: new requests are rejected; unfinished requests that may finish: %d", num_active)
             self._lifecycle.enter(Phase.DRAINING)
         os.eventfd_write(self._signalled, 1)
 
@@ -226,7 +229,7 @@ class Supervisor:
         self._lifecycle.enter(Phase.STOPPING)
 
     def end(self) -> None:
-        """End the API process, then all workers."""
+        """End the API process, then all worker processes, and wait for their ends."""
         self._lifecycle.enter(Phase.STOPPING)
         if self._api is not None:
             self._api.terminate()
@@ -247,7 +250,8 @@ def check_port(host: str, port: int) -> None:
         with bind_port(host, port) as probe:
             probe.listen()
     except OSError as error:
-        reason = "is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
+        is_in_use = error.errno == errno.EADDRINUSE
+        reason = "is in use; choose another with --port" if is_in_use else f"cannot be opened: {error.strerror}"
         raise StartError(f"port {port} on {host} {reason}") from None
 
 
@@ -264,20 +268,15 @@ def bind_port(host: str, port: int) -> socket.socket:
 
 
 def failed_start(worker: WorkerProcess) -> StartError:
-    """Return the error of a service whose first worker ended before it was ready."""
+    """Return the `StartError` for a first worker process that ended before it was ready."""
     if worker.exitcode in (EXIT_START_FAILED, EXIT_SETTINGS, EXIT_CHECKPOINT_CHANGED):
         return StartError("", exit_code=2 if worker.exitcode == EXIT_SETTINGS else 1)
     return StartError(f"the worker {cause_of_death(worker.exitcode)} while starting")
 
 
 def cause_of_death(exitcode: int | None) -> str:
-    """Describe the end of a process, as a predicate: "was killed by SIGKILL"."""
+    """Describe the end of a process by its exit code, as a predicate: "was killed by SIGKILL"."""
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
         return f"was killed by {name}{' (out of memory?)' if exitcode == -signal.SIGKILL else ''}"
     return f"ended with exit code {exitcode or 0}"
-
-
-def _requests(number: int, state: str) -> str:
-    counted = {0: "no request is", 1: "1 request is"}.get(number, f"{number} requests are")
-    return f"{counted} {state}"

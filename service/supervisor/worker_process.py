@@ -1,7 +1,7 @@
 """Worker process as seen by main. First worker, replacement and standby worker start in the same way.
 
-A worker process imports torch and the engine, waits for `begin`, loads the model and serves. A standby worker is a
-worker process before `begin`: it holds neither weights nor KV-cache.
+A worker process imports torch and the engine, waits for its order (`begin`), loads the model and serves. A standby
+worker is a worker process without an order yet: it holds neither weights nor KV-cache.
 """
 
 import os
@@ -17,10 +17,10 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from service.worker.worker impor
 
 
 class WorkerProcess:
-    """Worker process, started by the constructor, whose thread must live as long as main.
+    """Worker process, started by the constructor. The kernel kills the process when the thread that started it ends.
 
     Args:
-        checkpoint: checkpoint whose weights the process reads ahead; None for a standby, which imports at low priority.
+        checkpoint: directory of the weights to read into the page cache; None for a standby, which has low priority.
 
     Raises:
         OSError: no process can be started.
@@ -60,11 +60,11 @@ class WorkerProcess:
         return self._has_imported and self.exitcode is None
 
     def begin(self, order: bytes, descriptors: Sequence[int]) -> None:
-        """Let the worker process load the model and serve. Ignores a dead process, whose end main notices.
+        """Order the worker process to load the model and serve. If the process has died, nothing happens.
 
         Args:
             order: pickled `service.worker.worker.WorkerOrder`.
-            descriptors: shared memory and socket for the process.
+            descriptors: file descriptors of the shared memory and of the worker's end of the channel.
         """
         # A memory file carries the order: writing to a process that still imports could block main.
         with os.fdopen(os.memfd_create("kvasir-order"), "wb") as memory, suppress(ConnectionError):

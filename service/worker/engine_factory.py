@@ -1,4 +1,4 @@
-"""Build an engine from settings and a checkpoint; decide what "auto" means on this machine. Imports torch."""
+"""Build an engine from settings and a checkpoint, with "auto" settings resolved for this machine. Imports torch."""
 
 import ctypes
 import logging
@@ -52,7 +52,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """Values of the engine's settings, with "auto" resolved."""
+    """Settings that a built engine runs with, each "auto" replaced by the chosen value."""
 
     device: str
     attention: str  # native, paged (with its parts), sdpa or eager
@@ -65,7 +65,7 @@ class EngineFacts:
     block_size: int
     kv_cache_bytes: int
     kv_cache_dtype: str
-    reasons: Mapping[str, str]  # of a value that was chosen, by the setting's name
+    reasons: Mapping[str, str]  # reasons for chosen values, by the setting's name
     has_standby: bool = True  # a standby worker is wanted and fits into memory
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class EngineFacts:
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
     def found(self) -> dict[str, object]:
-        """Return the resolved value of each setting that may be "auto", with the reason if a value was chosen."""
+        """Return name and chosen value of each setting that may be "auto"; some values end with a reason."""
         values: dict[str, object] = {
             "device": self.device,
             "attention": self.attention if self.kernel_level is None else f"{self.attention} ({self.kernel_level})",
@@ -97,21 +97,21 @@ class EngineFacts:
 
 
 class _ResolvedSettings(NamedTuple):
-    """Settings of the engine that are resolved before the model is loaded."""
+    """Engine settings with "auto" replaced by chosen values, as far as possible before the model is loaded."""
 
     context: KernelContext
     kernels: KernelLibrary | None  # None if PyTorch's kernels compute the model
     attending: AttentionChoice
     cache_dtype: torch.dtype
     quantization: Quantization | None
-    packs: bool  # the loaded matrices are the file's own pages until they are packed
+    packs: bool  # True if matrices are not copied from the file before they are packed
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
 
     @property
     def block_bytes(self) -> int:
-        """Size of a KV-cache block."""
+        """Bytes of one KV-cache block, over all layers."""
         return self.context.block_size * self.context.config.kv_bytes_per_token(self.cache_dtype.itemsize)
 
 
@@ -121,7 +121,7 @@ def build_engine(
     """Load the model and build its engine. Native kernels are compiled first if they are missing.
 
     Args:
-        server: memory needs of the server's other processes; None outside a server.
+        server: facts about the server around this engine; None outside a server, such as for batch completion.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -207,7 +207,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
 def _plan(
     server: ServerNeeds | None, settings: ModelSettings, manifest: Manifest, resolved: _ResolvedSettings
 ) -> MemoryPlan:
-    """Return the memory that the first worker of a server on a CPU leaves to the rest of the server."""
+    """Plan the memory that the first worker of a CPU server leaves to other processes; 0 bytes in all other cases."""
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
     dtype = resolved.context.dtype
@@ -236,14 +236,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
-    """Return the native kernels, compiled first if they are missing; None if PyTorch's kernels are used instead."""
+    """Load the native CPU kernels, compiled first if they are missing; None if PyTorch's kernels are used instead."""
     is_wanted = settings.attention == "native" or (settings.attention == "auto" and bool(levels_here()))
     if device != "cpu" or not is_wanted:
         return None
     try:
         return load_kernels(settings.cache_dir)
     except BuildError as error:
-        logger.warning("no native kernels, PyTorch's kernels serve: %s", error)
+        logger.warning("native kernels are not available, so PyTorch's slower kernels are used: %s", error)
         return None
 
 
@@ -281,7 +281,7 @@ def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, s
 
 
 def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
-    """Convert a loaded model's matrices to the requested or fastest format, and return the format's name.
+    """Convert a model's weight matrices as --quantize says, or to the fastest float format. Return the format's name.
 
     Float matrices for native kernels are left to `to_native`, which packs them.
     """
@@ -303,7 +303,7 @@ def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) 
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep freed memory for later steps instead of returning it to the operating system.
+    """Let malloc keep freed memory for later steps instead of returning it to the operating system.
 
     Without page faults of newly mapped memory, a step of 64 sequences takes 27 ms instead of 54 ms.
     """
@@ -328,14 +328,14 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
     if device != "cpu" or dtype is not torch.float32:
         model = f"{_name(dtype)} on {'CUDA' if device == 'cuda' else 'the CPU'}"
         raise SettingsError(
-            f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; leave it out, or "
+            f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; omit the flag, or "
             "give --device cpu --dtype float32"
         )
     return torch.float16
 
 
 def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantization | None:
-    """Return the matrix products of a --quantize setting; None on a CPU. Raises `SettingsError` if unsupported."""
+    """Return the GPU quantization of a --quantize setting; None on a CPU. Raises `SettingsError` if unsupported."""
     try:
         return choose_quantization(quantize, torch.device(device), dtype)
     except ValueError as error:
@@ -348,8 +348,8 @@ def _num_blocks(
     """Return the number of KV-cache blocks: as requested, or as many as are useful and fit into memory.
 
     Args:
-        reserved_bytes: memory of a CPU that the rest of the server needs.
-        profiled_bytes: memory of a GPU for the KV-cache; None on a CPU.
+        reserved_bytes: main memory to leave free for the server's other processes.
+        profiled_bytes: measured GPU memory that the KV-cache may take; None on a CPU.
     """
     if profiled_bytes is None:
         free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes)
@@ -372,11 +372,13 @@ def _num_blocks(
     asked = settings.kv_cache_memory
     num_blocks = asked // block_bytes
     if free < asked:
-        raise ValueError(f"--kv-cache-memory {asked.human_readable()}: only {free // _MIB} MiB are free")
+        raise ValueError(
+            f"--kv-cache-memory {asked.human_readable()}: only {free // _MIB} MiB are free; choose a smaller size"
+        )
     if num_blocks < blocks_per_context:
         raise SettingsError(
             f"--kv-cache-memory {asked.human_readable()} holds {num_blocks * block_size} tokens, less "
-            f"than the context of {max_context_length}: give it {needed_mib}MiB, or "
+            f"than the context of {max_context_length} tokens: set it to {needed_mib}MiB, or "
             f"{_length_advice(num_blocks * block_size)}"
         )
     return num_blocks
@@ -387,5 +389,5 @@ def _length_advice(fitting: int) -> str:
 
 
 def free_bytes(device: str) -> int:
-    """Return the free memory of a GPU ("cuda"), or the memory that this process may still use of the machine's."""
+    """Return the free bytes of the GPU for "cuda", else the bytes of main memory that this process can still take."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _FAILED = "the engine failed on this request"
 # Attention queries get at most a quarter of the time while sequences run: after a query of x seconds, steps get 3x.
 _STEPS_PER_QUERY = 3.0
-# Failures in a row after which the worker is replaced: the state of the engine or device cannot be trusted.
+# Failed steps in a row after which the worker is replaced: the state of the engine or device cannot be trusted.
 _MAX_FAILURES_IN_A_ROW = 2
 # Interval between heartbeats of an idle worker.
 _BEAT_SECONDS = 1.0
@@ -71,7 +71,7 @@ class EngineLoop:
         """Run one iteration: wait for work, take all commands, run at most one step and one attention query.
 
         Raises:
-            RuntimeError: the engine failed twice in a row, the second time after all its sequences were aborted.
+            RuntimeError: two engine steps in a row have failed. All sequences have been aborted.
         """
         if not self._engine.has_work and not self._queries:
             self._send([EngineIdle()])
@@ -91,7 +91,7 @@ class EngineLoop:
                 return commands
 
     def _answer_query(self) -> None:
-        """Compute the oldest attention query. Streams wait meanwhile, so the next query waits for some steps."""
+        """Compute the oldest attention query. The next query then waits while steps run for three times as long."""
         uid = next(iter(self._queries))
         query = self._queries.pop(uid)
         self._send_now([Started(uid=uid, attempt=query.attempt)])
@@ -99,7 +99,7 @@ class EngineLoop:
         try:
             weights = self._engine.attention_weights(query.token_ids, layer=query.layer, heads=query.heads)
         except Exception:  # as in a step, the client gets an error and the service continues
-            logger.exception("the engine failed on an attention query of layer %d", query.layer)
+            logger.exception("an attention query of layer %d failed; its client gets an error", query.layer)
         ended = self._clock()
         self._next_query_seconds = ended + _STEPS_PER_QUERY * (ended - began)
         self._send([AttentionResult(uid=uid, weights=weights, compute_seconds=ended - began)])
@@ -108,12 +108,12 @@ class EngineLoop:
         try:
             result = self._engine.step(before=self._report_started)
         except Exception as error:  # on any failure every request gets an error, and the service continues
-            logger.exception("the engine failed; all its sequences end with an error")
+            logger.exception("an engine step failed; all unfinished sequences end with an error")
             self._num_failures += 1
             if endings := self._engine.abort_all(_FAILED):
                 self._send([*endings])
             if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
-                raise RuntimeError("the engine failed twice in a row") from error
+                raise RuntimeError("two engine steps in a row failed; the worker process ends") from error
             return
         self._num_failures = 0
         events: list[Event] = [*result.events]
@@ -137,5 +137,5 @@ class EngineLoop:
                     self._engine.cancel(command.uid)
 
     def _report_started(self, sequences: list[tuple[str, int]]) -> None:
-        """Report (uid, attempt) of new sequences before their first step, so that a crash can be attributed to them."""
+        """Send `Started` for each (uid, attempt) before its first step, so that a crash can be attributed to it."""
         self._send_now([Started(uid=uid, attempt=attempt) for uid, attempt in sequences])

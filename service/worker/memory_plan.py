@@ -1,6 +1,6 @@
 """Memory that a server on a CPU needs besides the KV-cache. This module does not import torch.
 
-The processes of a server share one memory limit, and the first worker plans for all. Memory in use after the worker's
+The processes of a server share one memory limit, so the first worker plans for all processes. Memory in use after its
 imports is measured. To this the plan adds weights, the largest step, the KV-cache of one context of at most 1,024
 tokens, the API process, and a standby worker as large as the worker's imports.
 """
@@ -36,21 +36,21 @@ _SHORT_CONTEXT = 1024
 
 
 class MemoryPlan(NamedTuple):
-    """Memory to reserve besides the KV-cache, and whether a standby worker fits."""
+    """Bytes to keep free when the KV-cache is sized, and whether a standby worker is wanted and fits."""
 
     reserved_bytes: int
     has_standby: bool
 
 
 class ServerNeeds(NamedTuple):
-    """Memory needs of the server around a worker."""
+    """Facts about the server that decide how much memory a worker may take."""
 
     standby: bool  # a standby worker is wanted
     num_blocks: int  # KV-cache blocks of the first worker on a CPU, which a replacement gets too; 0 for the first
 
 
 class LoadedModel(NamedTuple):
-    """Model with the sizes it is to be loaded in."""
+    """Model as a worker will load it: bytes per number, copies of the matrices, and context length."""
 
     config: ModelConfig
     value_bytes: int  # of one weight
@@ -60,19 +60,19 @@ class LoadedModel(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the size of all weights. A tied embedding counts twice: for row lookup and as packed output."""
+        """Bytes of all weights. A tied embedding counts twice: for row lookup, and as packed output matrix."""
         config = self.config
         tied = config.vocab_size * config.hidden_size if config.tie_embeddings else 0
         return self.value_bytes * (self.num_copies * config.num_parameters + tied)
 
     @property
     def short_cache_bytes(self) -> int:
-        """Return the KV-cache size of one context of at most 1,024 tokens."""
+        """Bytes of KV-cache for one full context, or for 1,024 tokens of a longer context."""
         return min(self.max_context_length, _SHORT_CONTEXT) * self.config.kv_bytes_per_token(self.cache_value_bytes)
 
 
 def step_bytes(config: ModelConfig, max_batched_tokens: int) -> int:
-    """Return the memory of the largest step: prompt tokens only, with a prompt logprob for each."""
+    """Estimate the bytes of the largest step: `max_batched_tokens` prompt tokens, with a prompt logprob for each."""
     values = _HIDDEN_COPIES * max(config.hidden_size, config.num_heads * config.head_dim)
     values += _MLP_COPIES * config.mlp_size
     token_bytes = values * _FLOAT32_BYTES + config.vocab_size * _LOGIT_BYTES

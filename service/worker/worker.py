@@ -46,7 +46,7 @@ _CPU_MEMORY = "can't allocate memory"
 _CPU_WARM_UP_TOKENS = 16
 # Minimum interval of messages to the API process, because each message wakes its event loop.
 _MESSAGE_SECONDS = 0.0005
-# The order, the lifecycle's memory and the channel's end.
+# File descriptors of the order, the shared memory and the worker's end of the channel.
 _NUM_DESCRIPTORS = 3
 # Module whose import takes most of the start. It imports torch.
 _IMPORT = "service.worker.engine_factory"
@@ -63,13 +63,13 @@ class CheckpointChanged(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrder:
-    """Order of main that lets a worker process load a model and serve."""
+    """Order from main to a worker process to load this model and serve it with these settings."""
 
     worker_class: str  # "module:class" of the `Worker`
     settings: ServeSettings
     manifest: Manifest
     stamps: Stamps  # of the weight files, when the service started
-    found: Mapping[str, object]  # resolved values of settings that main knows, by name
+    found: Mapping[str, object]  # values that main has chosen for "auto" settings, by name
     main_pid: int
 
 
@@ -77,8 +77,9 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
     """Run a worker process: import torch, wait for the order of main, and serve. The process ends with its parent.
 
     Args:
-        descriptor: socket to main.
-        checkpoint: checkpoint to read ahead; None for a standby, which imports at low priority.
+        descriptor: file descriptor of the socket to main.
+        parent: process id of main.
+        checkpoint: directory of the weights to read into the page cache; None for a standby, which has low priority.
     """
     _ignore_signals()
     end_with_parent()
@@ -116,7 +117,7 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
 
 
 class Worker:
-    """Engine of a worker process and the engine loop."""
+    """Worker process with its order: builds the engine, sends `WorkerReady`, and runs the engine loop."""
 
     def __init__(self, order: WorkerOrder, lifecycle: Lifecycle, channel: WorkerChannel) -> None:
         self.order = order
@@ -139,7 +140,7 @@ class Worker:
             block_size=facts.block_size,
             startup_seconds=time.monotonic() - started_seconds,
         )
-        logger.info("%s, ready after %.1f s", facts, ready.startup_seconds)
+        logger.info("worker ready after %.1f s: %s", ready.startup_seconds, facts)
         self._serve(engine, ready)
 
     def _build_or_exit(self) -> "tuple[Engine, EngineFacts]":
@@ -202,7 +203,7 @@ class Worker:
 
 
 def _carry(outbox: SimpleQueue[list[Event]], channel: WorkerChannel) -> NoReturn:
-    """Send events to the API process, waiting while its socket is full. Events of short steps share a message."""
+    """Send the outbox's events to the API process until the channel closes. Events of short steps share a message."""
     name_thread("kvasir-carrier")
     try:
         while True:
@@ -222,7 +223,7 @@ def _send(channel: WorkerChannel, events: list[Event]) -> None:
 
 
 def _end_start(error: Exception, *, is_memory: bool) -> NoReturn:
-    """Print the reason why the engine cannot be built in one line, and end the worker process."""
+    """Print in one line why the engine cannot be built, and end the worker process with the exit code of the reason."""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     first_line = first_line[max(0, first_line.find(_CPU_MEMORY)) :]  # skip torch's source file and line number
     advice = "; lower --kv-cache-memory or --max-context-length, or use a smaller model" if is_memory else ""

@@ -1,4 +1,4 @@
-"""Hugging Face directories with chat templates, and what transformers makes of a conversation there."""
+"""Hugging Face checkpoints with chat templates, and the prompts and completions of transformers for them."""
 
 import json
 from pathlib import Path
@@ -23,12 +23,12 @@ GENERATION = {
     "top_k": 20,
     "top_p": 0.9,
     "max_new_tokens": 24,
-    "no_repeat_ngram_size": 3,  # not supported: to be warned of
+    "no_repeat_ngram_size": 3,  # not supported: the service logs a warning
 }
 
 
 def save_chatml(directory: Path, **generation: Any) -> Path:
-    """A Qwen2 with a byte-level tokenizer and a ChatML template in tokenizer_config.json; returns the directory."""
+    """Save a Qwen2 with a byte-level tokenizer and a ChatML template in tokenizer_config.json. Return the directory."""
     tokenizer = write_byte_level(directory, VOCAB_SIZE - len(CHATML_MARKS))
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in CHATML_MARKS])
     config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
@@ -36,7 +36,7 @@ def save_chatml(directory: Path, **generation: Any) -> Path:
 
 
 def save_llama_2(directory: Path) -> Path:
-    """A Llama with a SentencePiece-style tokenizer and Llama 2's template in a file of its own."""
+    """Save a Llama with a SentencePiece-style tokenizer, and Llama 2's template in chat_template.jinja."""
     tokenizer = write_sentence_piece(directory, VOCAB_SIZE)
     (directory / "chat_template.jinja").write_text(LLAMA_2)
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
@@ -64,7 +64,7 @@ def _save(
 
 
 class Library:
-    """The same directory in transformers."""
+    """Checkpoint loaded by transformers: the expected prompts and completions."""
 
     def __init__(self, directory: Path) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -72,13 +72,13 @@ class Library:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """The ids of a conversation."""
+        """Return the token ids of a conversation, by the chat template."""
         options = {"add_generation_prompt": True, **options}
         ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
         return cast(list[int], ids)
 
     def answer(self, messages: list[dict[str, Any]], max_tokens: int) -> str:
-        """Its greedy answer, without the marks. Bytes that are no character are shown as our streams show them."""
+        """Return a conversation's greedy completion without special tokens, decoded by Kvasir's `StreamDecoder`."""
         prompt = self.prompt(messages)
         config = transformers.GenerationConfig(
             do_sample=False, max_new_tokens=max_tokens, eos_token_id=self.tokenizer.eos_token_id, pad_token_id=0

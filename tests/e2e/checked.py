@@ -1,6 +1,6 @@
 """`kvasir serve` that checks the engine's invariants when no work is left: `python -m tests.e2e.checked serve …`.
 
-A violation ends the worker with a traceback. The service leaves these checks out: they walk every block.
+A violation ends the worker with a traceback. `kvasir serve` does not run these checks, which walk every block.
 """
 
 import sys
@@ -13,7 +13,7 @@ from service.worker.worker import Worker
 
 
 class CheckedEngine:
-    """An engine that checks its invariants whenever it has computed all of its work."""
+    """Engine that checks its invariants after each step that leaves no work."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -30,7 +30,7 @@ class CheckedEngine:
 
 
 class CheckedAPI(Worker):
-    """Build a checked engine."""
+    """Worker that runs a `CheckedEngine`."""
 
     def build(self) -> Any:
         """See `Worker.build`."""

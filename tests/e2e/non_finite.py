@@ -15,7 +15,7 @@ POISON = 1
 
 
 class DamagedAPI(Worker):
-    """Damages one row of the embedding once the engine has packed its matrices: no check of the file finds it."""
+    """Worker that sets one embedding row to NaN after the checkpoint has been checked and loaded."""
 
     def build(self) -> Any:
         """See `Worker.build`."""

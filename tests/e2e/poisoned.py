@@ -1,4 +1,4 @@
-"""`kvasir serve` with a model that a prompt kills: `python -m tests.e2e.poisoned serve …`."""
+"""`kvasir serve` whose worker dies at the prompt `KILLS`: `python -m tests.e2e.poisoned serve …`."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ KILLS = [1, 2, 1, 2]
 
 
 class PoisonedEngine:
-    """An engine that dies where it begins to compute such a prompt."""
+    """Engine that kills its process before the first step of a sequence with the prompt `KILLS`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -26,12 +26,12 @@ class PoisonedEngine:
         return getattr(self._engine, name)
 
     def submit(self, submit: Submit) -> None:
-        """Take note of it."""
+        """Store the prompt of the sequence, and submit the sequence to the engine."""
         self._poisons[submit.uid] = list(submit.prompt_token_ids)
         self._engine.submit(submit)
 
     def step(self, *, before: Callable[[list[tuple[str, int]]], None]) -> Any:
-        """A step, if it survives it."""
+        """Compute a step, or kill the process if a new sequence has the prompt `KILLS`."""
 
         def begin(admitted: list[tuple[str, int]]) -> None:
             before(admitted)
@@ -42,7 +42,7 @@ class PoisonedEngine:
 
 
 class PoisonedAPI(Worker):
-    """Builds it."""
+    """Worker that runs a `PoisonedEngine`."""
 
     def build(self) -> Any:
         """See `Worker.build`."""

@@ -1,4 +1,4 @@
-"""`kvasir serve` as a child process on a free port, and what the operating system says about it."""
+"""`kvasir serve` as a child process on a free port, with its HTTP client and its operating system processes."""
 
 import contextlib
 import json
@@ -16,17 +16,17 @@ from typing import Any
 import httpx
 import psutil
 
-# How long anything may take before it counts as a hang. Only a test that fails waits for so long: a machine may be
-# many times slower than another, or have many times as much to do.
+# Time after which a wait counts as a hang. Only a failing test waits this long. A limit this high does not fail a
+# test on a slow or busy machine.
 PATIENCE_SECONDS = 600.0
-START_SECONDS = 900.0  # torch takes 2 s to import, and a minute where every processor is taken
-# Workers of pytest take ports of different remainders: two servers that start at once cannot be given the same one.
+START_SECONDS = 900.0  # torch takes 2 s to import, and a minute if all processors are busy
+# Pytest workers take ports of different remainders, so that two servers that start at once never get the same port.
 _NUM_SHARES = 16
 
 
 @dataclass
 class Service:
-    """A running service. `log` is its stderr, `printed` its stdout."""
+    """Running service. `log` is the file of its stderr, `printed` the file of its stdout."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -40,7 +40,7 @@ class Service:
     def asking(
         self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: Any
     ) -> Iterator[None]:
-        """While a client waits for an answer, of which it reads nothing; then it leaves."""
+        """Send a request, run the block without reading the response, and then disconnect."""
         body, port = json.dumps(fields).encode(), int(self.url.rpartition(":")[2])
         told = {"host": "a", "content-length": str(len(body)), **(headers or {})}
         head = "\r\n".join([f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items()), "", ""])
@@ -61,7 +61,7 @@ class Service:
         return str(self.complete(prompt, **fields)["choices"][0]["text"])
 
     def metric(self, name: str, **labels: str) -> float:
-        """A metric's value, summed over the series that have these labels."""
+        """Return the value of a metric, summed over the series with these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith((name + "{", name + " "))]
         return sum(float(line.rpartition(" ")[2]) for line in lines if all(want in line for want in wanted))
@@ -78,12 +78,12 @@ class Service:
 
     @property
     def worker(self) -> psutil.Process:
-        """The process that computes. Its standby has another name."""
+        """Return the worker process, which runs the engine. It is not the standby worker."""
         return self._named("kvasir-worker")
 
     @property
     def standby(self) -> psutil.Process:
-        """The process that waits for the worker's death."""
+        """Return the standby worker process, which replaces the worker when the worker dies."""
         return self._named("kvasir-standby")
 
     def _named(self, name: str) -> psutil.Process:
@@ -92,28 +92,28 @@ class Service:
 
     @property
     def api(self) -> psutil.Process:
-        """The process that talks to clients."""
+        """Return the API process, which serves HTTP."""
         return self._named("kvasir-api")
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Signal main and wait; its exit code."""
+        """Send a signal to main, wait for its end, and return its exit code."""
         self.process.send_signal(number)
         return self.process.wait(PATIENCE_SECONDS)
 
 
 def free_port() -> int:
-    """A port on which nobody listens, and which no other worker of pytest is given meanwhile."""
+    """Return a port that is not in use and that no other pytest worker gets at the same time."""
     share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _NUM_SHARES
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
-        if port // 2 % _NUM_SHARES == share:  # Linux gives out every other one
+        if port // 2 % _NUM_SHARES == share:  # Linux assigns only every second port
             return port
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float = PATIENCE_SECONDS, what: str) -> None:
-    """Poll until it holds; fail loudly when it never does."""
+    """Poll until the condition is true. Fail if it is not true within the given seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -121,9 +121,9 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = PATIENCE_SECON
 
 
 def command(checkpoint: Path, port: int, *flags: str, program: str = "service.cli") -> list[str]:
-    """Return the command line of a service that refuses and ends no request because a slow machine lets it wait.
+    """Return the command line of a service that rejects or ends no request because of its time in the queue.
 
-    It keeps a standby where the flags say so: to have one ready takes longer than most tests.
+    The service has a standby worker only with --standby, because starting it takes longer than most tests.
     """
     if "--standby" not in flags:
         flags = ("--no-standby", *flags)
@@ -140,7 +140,7 @@ def command(checkpoint: Path, port: int, *flags: str, program: str = "service.cl
 def serving(
     checkpoint: Path, directory: Path, *flags: str, program: str = "service.cli", **variables: str
 ) -> Iterator[Service]:
-    """A service that is ready, with these variables; `program` is its main module. Afterwards nothing of it is left."""
+    """Start a service and wait until it is ready. Check that all of its processes have ended after the block."""
     port = free_port()
     log, printed = directory / f"{port}.err", directory / f"{port}.out"
     with log.open("wb") as stderr, printed.open("wb") as stdout:
@@ -171,14 +171,14 @@ def serving(
 
 
 def alive(family: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run. `is_running` knows a reused pid for what it is."""
+    """Return the processes that still run. `is_running` is false if the pid has been reused."""
     return [process for process in family if _runs(process)]
 
 
 def _runs(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:  # it ended between the two looks
+    except psutil.NoSuchProcess:  # it ended between the two calls
         return False
 
 

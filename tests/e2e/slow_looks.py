@@ -1,6 +1,6 @@
 """`kvasir serve` whose attention queries wait for a file: `python -m tests.e2e.slow_looks serve …`.
 
-The file is named by the environment variable `SLOW_LOOKS_UNTIL`. Completions and steps are as ever.
+The environment variable `SLOW_LOOKS_UNTIL` is the path of the file. Completions do not wait.
 """
 
 import os

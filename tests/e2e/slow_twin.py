@@ -1,4 +1,4 @@
-"""What a real service's answers are held to: the text that the model itself gives, without engine or cache."""
+"""Reference completions for a running service: the model generates without engine and KV-cache."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from model.tokenizer.interface import StreamDecoder
 
 
 class Oracle:
-    """The text that the model itself gives."""
+    """Reference implementation of completions: the whole sequence is recomputed for each token."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.tokenizer = load_tokenizer(checkpoint)

@@ -1,4 +1,4 @@
-"""A service that knows its clients: keys, pages from elsewhere, bounds, and embeddings, on one server."""
+"""API keys, CORS, the limit on request heads, and embeddings, on one server."""
 
 import json
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def embed(client: openai.OpenAI, texts: list[str]) -> NDArray[np.float64]:
     return np.array([each.embedding for each in client.embeddings.create(model=ALIAS, input=texts).data])
 
 
-def test_only_who_has_a_key_comes_in(service: Service, client: openai.OpenAI) -> None:
+def test_requests_without_a_valid_key_get_401(service: Service, client: openai.OpenAI) -> None:
     refused = service.post(prompt="once")
     assert refused.status_code == 401
     assert refused.headers["www-authenticate"] == "Bearer"
@@ -79,7 +79,7 @@ def test_only_who_has_a_key_comes_in(service: Service, client: openai.OpenAI) ->
     assert service.metric("llm_request_failures_total", status="401") >= 3
 
 
-def test_a_key_is_told_nowhere(service: Service, client: openai.OpenAI) -> None:
+def test_keys_appear_in_no_output(service: Service, client: openai.OpenAI) -> None:
     client.models.list()
     wait_until(lambda: "GET /v1/models: API key bob" in service.log.read_text(), what="the log line")
     told = service.log.read_text() + service.printed.read_text()
@@ -88,7 +88,7 @@ def test_a_key_is_told_nowhere(service: Service, client: openai.OpenAI) -> None:
     assert ["api_keys", "alice,", "bob"] in [line.split() for line in service.printed.read_text().splitlines()]
 
 
-def test_a_page_from_elsewhere_asks_if_it_is_named(service: Service) -> None:
+def test_only_configured_origins_pass_cors(service: Service) -> None:
     asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     url = service.url + "/v1/completions"
     allowed = httpx.options(url, headers={**asking, "origin": PAGE}, timeout=300)
@@ -106,7 +106,7 @@ def test_a_page_from_elsewhere_asks_if_it_is_named(service: Service) -> None:
     [b"a: b\r\n" * 101 + b"\r\n", b"a: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n", b"a: " + b"b" * MAX_HEAD_BYTES],
 )
 def test_a_request_head_is_bounded(service: Service, fields: bytes) -> None:
-    """The last one has no end."""
+    """The last head is not complete."""
     answer = exchange(service, b"GET /health HTTP/1.1\r\nhost: a\r\n" + fields)
     assert answer.statuses == [431]
     assert answer.error["code"] == "head_too_large"
@@ -130,7 +130,7 @@ def test_embeddings_are_those_of_the_model(
         np.testing.assert_allclose(cut.embedding, whole / np.linalg.norm(whole), atol=1e-5)
 
 
-def test_alone_and_in_a_crowd_a_text_has_the_same_vector(service: Service, client: openai.OpenAI) -> None:
+def test_embeddings_do_not_depend_on_concurrent_requests(service: Service, client: openai.OpenAI) -> None:
     alone = np.concatenate([embed(client, [text]) for text in TEXTS])
     body = {"prompt": "once", "max_tokens": 100, "seed": 1, "ignore_eos": True}
 
@@ -147,9 +147,9 @@ def test_alone_and_in_a_crowd_a_text_has_the_same_vector(service: Service, clien
             np.testing.assert_allclose(told, np.broadcast_to(alone, told.shape), atol=1e-5)
 
 
-def test_who_leaves_is_forgotten(service: Service) -> None:
+def test_a_disconnect_cancels_an_embeddings_request(service: Service) -> None:
     worker = service.worker
-    worker.suspend()  # what is asked for is not computed before its client leaves
+    worker.suspend()  # so that the request is not computed before its client disconnects
     try:
         with service.asking("/v1/embeddings", bearer(ALICE), input=["an ending " * 20] * 2000):
             wait_until(lambda: service.metric("llm_api_requests") == 1, what="the request to be taken")

@@ -1,4 +1,4 @@
-"""Prefix cache and API keys: one key learns nothing of another's prompts, unless the server shares the cache."""
+"""Prefix cache and API keys: a request hits only prompts of its own key, unless the server shares the cache."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def num_cached(service: Service, key: str, path: str, **fields: Any) -> int:
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_key_hits_its_own_prompts_alone(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_request_hits_only_prompts_of_its_own_key(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with serving(tiny_checkpoint, tmp_path, "--block-size", "2", **KEYS) as service:
         for path, subject in (
             (_COMPLETIONS, {"prompt": [1, 2, 3, 4, 5, 6, 7]}),

@@ -1,4 +1,4 @@
-"""Completions over HTTP from a real service, equal to those of the model's slow twin."""
+"""Completions over HTTP from a real service, equal to those of the reference implementation."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def client(service: Service) -> Iterator[openai.OpenAI]:
 
 
 def streamed(service: Service, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream, which ends with [DONE]."""
+    """Return the chunks of a stream, and check that its last event is [DONE]."""
     with httpx.stream(
         "POST", service.url + "/v1/completions", json={**fields, "stream": True}, timeout=300
     ) as response:
@@ -52,7 +52,7 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
     "params",
     [{"temperature": 0}, {"seed": 3}, {"seed": 4, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01}],
 )
-def test_a_completion_is_the_models_own_streamed_or_not(
+def test_a_completion_equals_the_reference_streamed_or_not(
     service: Service, oracle: Oracle, params: dict[str, Any]
 ) -> None:
     fields = {"prompt": PROMPT, "max_tokens": 40, **params}
@@ -88,7 +88,7 @@ def test_the_openai_client_completes_and_streams(client: openai.OpenAI, oracle: 
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_the_openai_client_understands_our_errors(client: openai.OpenAI) -> None:
+def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="a")
     assert missing.value.code == "model_not_found"
@@ -115,7 +115,7 @@ def test_lists_of_prompts_and_n_give_choices_in_order(service: Service, oracle: 
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_the_same_seed_gives_the_same_text_and_no_seed_another(service: Service) -> None:
+def test_the_same_seed_gives_the_same_text_and_no_seed_gives_other_texts(service: Service) -> None:
     assert service.text(PROMPT, seed=9) == service.text(PROMPT, seed=9)
     assert len({service.text(PROMPT, max_tokens=30) for _ in range(4)}) > 1
 
@@ -127,7 +127,7 @@ def test_echo_gives_the_prompt_before_the_completion(service: Service) -> None:
 
 
 @pytest.mark.parametrize("top", [0, 3, 20])
-def test_logprobs_are_the_models(service: Service, oracle: Oracle, top: int) -> None:
+def test_logprobs_equal_those_of_the_model(service: Service, oracle: Oracle, top: int) -> None:
     body = service.complete(PROMPT, temperature=0, max_tokens=8, logprobs=top, echo=True, ignore_eos=True)
     logprobs, text = body["choices"][0]["logprobs"], body["choices"][0]["text"]
     prompt_ids = oracle.tokenizer.encode(PROMPT)
@@ -160,7 +160,7 @@ def _logits(oracle: Oracle, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def test_max_tokens_0_with_echo_scores_the_prompt(service: Service, oracle: Oracle) -> None:
+def test_max_tokens_0_with_echo_returns_the_logprobs_of_the_prompt(service: Service, oracle: Oracle) -> None:
     body = service.complete(PROMPT, max_tokens=0, echo=True, logprobs=0)
     choice = body["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
@@ -171,7 +171,7 @@ def test_max_tokens_0_with_echo_scores_the_prompt(service: Service, oracle: Orac
         assert value == pytest.approx(known, abs=1e-5)
 
 
-def test_whatever_is_asked_for_is_the_same_streamed_or_not(service: Service, oracle: Oracle) -> None:
+def test_optional_response_fields_are_the_same_streamed_or_not(service: Service, oracle: Oracle) -> None:
     asked = {"logprobs": 2, "prompt_logprobs": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
     drawn: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
     fields: dict[str, Any] = {"prompt": ["once", "in a hat"], "n": 2, "seed": 5, "echo": True, **drawn, **asked}
@@ -193,7 +193,7 @@ def test_whatever_is_asked_for_is_the_same_streamed_or_not(service: Service, ora
 
 
 def check_prompt_logprobs(told: list[Any], ids: list[int], logits: torch.Tensor) -> None:
-    """The model's, for each token its own and the three most likely."""
+    """Check prompt logprobs against the model: for each position the prompt's token and the three likeliest tokens."""
     assert (len(told), told[0]) == (len(ids), None)
     for row, entries in enumerate(told[1:]):
         expected, own = logits[row].log_softmax(dim=-1), entries[str(ids[row + 1])]
@@ -204,7 +204,7 @@ def check_prompt_logprobs(told: list[Any], ids: list[int], logits: torch.Tensor)
         assert surely < own["rank"] <= perhaps
 
 
-def test_several_prompts_are_scored_without_a_token(service: Service, oracle: Oracle) -> None:
+def test_max_tokens_0_with_echo_returns_the_logprobs_of_several_prompts(service: Service, oracle: Oracle) -> None:
     fields: dict[str, Any] = {"prompt": ["once", PROMPT], "n": 2, "max_tokens": 0, "echo": True, "logprobs": 1}
     body = service.post(**fields).json()
     assert [choice["text"] for choice in body["choices"]] == ["once", "once", PROMPT, PROMPT]
@@ -218,7 +218,7 @@ def test_several_prompts_are_scored_without_a_token(service: Service, oracle: Or
     assert body["choices"][2]["logprobs"]["token_logprobs"] == [None, *(pytest.approx(x, abs=1e-4) for x in expected)]
 
 
-def test_a_prompt_that_is_cut_is_what_is_left_of_it(service: Service, oracle: Oracle) -> None:
+def test_a_truncated_prompt_is_completed_like_its_remaining_tokens(service: Service, oracle: Oracle) -> None:
     ids = oracle.tokenizer.encode("the cat and the hat, " * 30)
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
     assert service.post(prompt=ids, **fields).status_code == 400
@@ -231,7 +231,7 @@ def test_a_prompt_that_is_cut_is_what_is_left_of_it(service: Service, oracle: Or
     assert service.complete(ids, truncate_prompt_tokens=-1, **fields)["usage"]["total_tokens"] <= 256
 
 
-def test_stops_act(service: Service, oracle: Oracle) -> None:
+def test_stop_strings_and_stop_token_ids_end_a_completion(service: Service, oracle: Oracle) -> None:
     full = oracle.text(PROMPT, temperature=0, max_tokens=60, ignore_eos=True)
     stop = full[10:12]
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
@@ -248,7 +248,7 @@ def test_stops_act(service: Service, oracle: Oracle) -> None:
     assert late["usage"]["completion_tokens"] >= 20
 
 
-def test_what_a_request_says_of_single_tokens_acts(service: Service, oracle: Oracle) -> None:
+def test_penalties_logit_bias_and_token_rules_act(service: Service, oracle: Oracle) -> None:
     fields: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
     word, expected = next(chr(i) for i in oracle.ids(PROMPT, temperature=0, **fields) if 33 <= i < 127), set()
     penalties = ("presence_penalty", 2.0), ("frequency_penalty", 1.5), ("repetition_penalty", 3.0)
@@ -264,12 +264,12 @@ def test_what_a_request_says_of_single_tokens_acts(service: Service, oracle: Ora
         assert service.text(PROMPT, temperature=0, **fields, **said) == greedy
         drawn = joined(streamed(service, prompt=PROMPT, seed=3, **fields, **said))
         assert drawn == oracle.text(PROMPT, seed=3, **fields, **meant)
-    assert len(expected) == 7, "each of them acts"
+    assert len(expected) == 7, "each field changes the text"
     walled = service.post(prompt=PROMPT, stream=True, allowed_token_ids=[97], bad_words=["aa"])
     assert "no token may follow the 1 tokens of" in json.loads(walled.text.split("data: ")[-1])["error"]["message"]
 
 
-def test_the_best_of_many_are_told(service: Service) -> None:
+def test_best_of_returns_the_choices_of_highest_mean_logprob(service: Service) -> None:
     fields = {"prompt": PROMPT, "seed": 5, "max_tokens": 12, "logprobs": 0}
     samples, best = (service.complete(**fields, **more) for more in ({"n": 5}, {"n": 2, "best_of": 5}))
     means = {c["text"]: sum(own := c["logprobs"]["token_logprobs"]) / len(own) for c in samples["choices"]}
@@ -297,13 +297,13 @@ def test_timings_and_usage_come_with_the_end_of_a_stream(service: Service) -> No
 
 
 @pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
-def test_a_bad_request_is_refused(service: Service, body: bytes, status: int, said: str) -> None:
+def test_a_bad_request_is_rejected(service: Service, body: bytes, status: int, said: str) -> None:
     response = httpx.post(service.url + "/v1/completions", content=body, timeout=300)
     assert response.status_code == status
     assert said in response.json()["error"]["message"]
 
 
-def test_what_is_no_route_is_refused_in_the_same_shape(service: Service) -> None:
+def test_unknown_routes_and_methods_get_json_errors(service: Service) -> None:
     for method, path, status in (
         ("GET", "/v1/completions", 405),
         ("GET", "/v1/chat/completions", 405),
@@ -318,13 +318,13 @@ def test_what_is_no_route_is_refused_in_the_same_shape(service: Service) -> None
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_every_route_answers(service: Service) -> None:
+def test_every_route_responds(service: Service) -> None:
     for path in ("/health", "/ready", "/version", "/v1/models", "/metrics", "/openapi.json", "/", "/playground"):
         assert service.get(path).status_code == 200, path
     ids = service.post("/tokenize", prompt="once 😀").json()["tokens"]
     assert service.post("/detokenize", tokens=ids).json()["prompt"] == "once 😀"
 
 
-def test_our_bad_requests_were_nobodys_internal_error(service: Service) -> None:
+def test_no_earlier_request_caused_an_internal_error(service: Service) -> None:
     assert service.metric("llm_request_failures_total", status="500") == 0
     assert "Traceback" not in service.log.read_text()

@@ -1,4 +1,4 @@
-"""Many clients at once, rude ones among them; and what the service costs when there is nobody."""
+"""Many concurrent clients, of which half disconnect, and CPU time and memory of an idle service."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ from tests.e2e.process import PATIENCE_SECONDS, Service, serving, wait_until
 pytestmark = pytest.mark.slow
 
 NUM_STREAMS = 64
-# Timers of an idle process, of all its threads.
+# Limit of voluntary context switches per second of an idle process, over all its threads.
 _MOST_PAUSES_A_SECOND = 60
 
 
 @pytest.fixture(scope="module")
 def crowded(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A small engine: most of the 64 wait for one of 8 places."""
+    """Start a service that runs 8 sequences at once, so that most of the 64 streams are queued."""
     flags = ("--max-num-running", "8", "--max-batched-tokens", "64", "--kv-cache-memory", "3")
     with serving(long_checkpoint, tmp_path_factory.mktemp("crowd"), *flags, program="tests.e2e.checked") as service:
         yield service
@@ -32,13 +32,13 @@ def crowded(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def request(number: int) -> dict[str, Any]:
-    """Different lengths and seeds; a third shares a prefix."""
+    """Return a request whose length and seed depend on the number. A third of the requests share a prefix."""
     prompt = "the cat and the hat " * (1 + number % 5) if number % 3 == 0 else f"once {number}"
     return {"prompt": prompt, "max_tokens": 60 + number, "seed": number, "ignore_eos": True}
 
 
 async def stream(client: httpx.AsyncClient, service: Service, number: int, leave_after: int | None) -> str | None:
-    """The stream's text, or None when the client left after so many events, long before the end."""
+    """Return the text of a stream; None if the client disconnected after `leave_after` events, before the end."""
     body = {**request(number), "stream": True, **({} if leave_after is None else {"max_tokens": 4000})}
     text, count = "", 0
     async with client.stream("POST", service.url + "/v1/completions", json=body) as response:
@@ -55,12 +55,12 @@ async def stream(client: httpx.AsyncClient, service: Service, number: int, leave
 
 
 def is_whole(service: Service) -> bool:
-    """Nothing runs, waits or holds KV blocks."""
+    """Return whether no sequence runs or waits and no KV-cache block is in use."""
     names = ("llm_num_requests_running", "llm_num_requests_waiting", "llm_kv_cache_usage_perc")
     return all(service.metric(name) == 0 for name in names)
 
 
-def test_half_of_64_streams_leave_and_the_others_never_notice(crowded: Service) -> None:
+def test_disconnects_of_half_of_64_streams_do_not_change_the_other_streams(crowded: Service) -> None:
     choose = random.Random(0)
     leavers = {n: choose.randint(1, 40) for n in choose.sample(range(NUM_STREAMS), NUM_STREAMS // 2)}
 
@@ -72,7 +72,7 @@ def test_half_of_64_streams_leave_and_the_others_never_notice(crowded: Service) 
 
     texts = asyncio.run(crowd())
     assert [n for n, text in enumerate(texts) if text is None] == sorted(leavers)
-    wait_until(lambda: is_whole(crowded), what="the pool to be whole")
+    wait_until(lambda: is_whole(crowded), what="all KV-cache blocks to be free")
     assert crowded.metric("llm_requests_cancelled_total") == len(leavers)
     for number in range(NUM_STREAMS):
         if number not in leavers:
@@ -80,22 +80,24 @@ def test_half_of_64_streams_leave_and_the_others_never_notice(crowded: Service) 
     assert "Traceback" not in crowded.log.read_text()
 
 
-def test_a_client_that_leaves_before_its_body_is_cancelled_too(crowded: Service) -> None:
+def test_a_disconnect_before_the_response_cancels_the_request(crowded: Service) -> None:
     before = crowded.metric("llm_requests_cancelled_total")
     with crowded.asking(prompt="once", max_tokens=8000, ignore_eos=True):
-        wait_until(lambda: crowded.metric("llm_num_requests_running") == 1, what="the answer to be begun")
+        wait_until(lambda: crowded.metric("llm_num_requests_running") == 1, what="the request to run")
     wait_until(lambda: crowded.metric("llm_requests_cancelled_total") == before + 1, what="the cancellation")
     wait_until(lambda: is_whole(crowded), what="its blocks to be free")
     assert crowded.metric("llm_wasted_tokens_total", reason="cancelled") > 0
 
 
 def test_an_idle_service_waits_and_does_not_poll(crowded: Service) -> None:
-    """What is counted is how often a process gives its processor away: as many pauses on any machine, whatever is done
-    between them, and a process that spins would not pause at all."""
+    """Compare voluntary context switches with a limit: their number does not depend on the machine.
+
+    A process that spins has no voluntary context switch, so its CPU time is compared, too.
+    """
     crowded.text("once", max_tokens=2)
     processes = {"worker": crowded.worker, "api": crowded.api}
     begun, before = time.monotonic(), {name: _pauses(process) for name, process in processes.items()}
-    processes["worker"].cpu_percent()  # from here on
+    processes["worker"].cpu_percent()  # starts the measurement
     percent = {"api": processes["api"].cpu_percent(interval=2.0), "worker": processes["worker"].cpu_percent()}
     for name, process in processes.items():
         assert (_pauses(process) - before[name]) / (time.monotonic() - begun) < _MOST_PAUSES_A_SECOND, name
@@ -103,7 +105,7 @@ def test_an_idle_service_waits_and_does_not_poll(crowded: Service) -> None:
 
 
 def _pauses(process: psutil.Process) -> int:
-    """How often its threads have waited for something."""
+    """Return the number of voluntary context switches of a process, over all its threads."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/status")
     counts = [re.search(r"^voluntary_ctxt_switches:\s+(\d+)", task.read_text(), re.M) for task in tasks]
     return sum(int(count[1]) for count in counts if count is not None)

@@ -1,4 +1,4 @@
-"""Clients that close their sending side, and clients that leave, on one server."""
+"""Clients that close their sending side, and clients that disconnect, on one server."""
 
 import json
 import socket
@@ -30,7 +30,7 @@ def connect(service: Service) -> socket.socket:
 
 
 def half_closed(service: Service, sent: bytes) -> list[bytes]:
-    """Send, close the sending side as `nc -N` does, and read all answers."""
+    """Send requests, close the sending side as `nc -N` does, and return all responses."""
     with connect(service) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
@@ -64,13 +64,13 @@ def service(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         (get("/metrics"), b"\n"),
     ],
 )
-def test_a_half_closed_client_gets_its_whole_answer(service: Service, sent: bytes, end: bytes) -> None:
+def test_a_half_closed_client_gets_its_whole_response(service: Service, sent: bytes, end: bytes) -> None:
     (answer,) = half_closed(service, sent)
     assert answer.startswith(b"200 ")
     assert answer.endswith(end)
 
 
-def test_hundreds_of_requests_ahead_are_answered_in_order(service: Service) -> None:
+def test_hundreds_of_pipelined_requests_are_answered_in_order(service: Service) -> None:
     sent = b"".join(
         get("/health") if number % 4 else post("/tokenize", {"prompt": "a" * number}) for number in range(400)
     )
@@ -84,7 +84,7 @@ def test_hundreds_of_requests_ahead_are_answered_in_order(service: Service) -> N
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("leaves_in_two_steps", [False, True])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_a_client_that_leaves_frees_its_blocks(
+def test_a_disconnect_frees_the_blocks_of_the_request(
     service: Service, version: str, leaves_in_two_steps: bool, stream: bool
 ) -> None:
     cancelled = service.metric("llm_requests_cancelled_total")

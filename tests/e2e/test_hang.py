@@ -1,7 +1,7 @@
-"""A worker that hangs: what the others say of it, and which limits hold meanwhile.
+"""Worker that hangs: the state that the service reports, and the request limits that hold meanwhile.
 
-The worker is stopped, and stays so until the test lets it go on: main may not kill it. So every answer that is asserted
-between the two comes while it hangs, however long that takes.
+The test stops the worker process, and main may not kill it. Every response that is asserted before the test resumes the
+worker is therefore sent during the hang, on a slow machine, too.
 """
 
 import json
@@ -25,12 +25,12 @@ LONG: dict[str, Any] = {"prompt": "once", "max_tokens": 6000, "ignore_eos": True
 
 @contextmanager
 def stopped(worker: psutil.Process) -> Iterator[None]:
-    """While the worker hangs."""
+    """Stop the worker process while the block runs."""
     worker.suspend()
     try:
         wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, what="the worker to stop")
         yield
-        assert worker.status() == psutil.STATUS_STOPPED, "all that was asserted happened in the hang"
+        assert worker.status() == psutil.STATUS_STOPPED, "the worker resumed before the end of the assertions"
     finally:
         worker.resume()
 
@@ -43,7 +43,7 @@ def only(state: EngineState) -> dict[str, float]:
     return {other: float(other is state) for other in EngineState}
 
 
-def test_limits_hold_while_the_worker_hangs_and_every_probe_says_so(long_checkpoint: Path, tmp_path: Path) -> None:
+def test_queue_limits_hold_and_ready_reports_stalled_during_a_hang(long_checkpoint: Path, tmp_path: Path) -> None:
     flags = (
         "--hang-seconds",
         "0",
@@ -70,7 +70,7 @@ def test_limits_hold_while_the_worker_hangs_and_every_probe_says_so(long_checkpo
                 wait_until(lambda: service.get("/ready").json()["state"] == "stalled", what="the hang to be noticed")
                 assert service.get("/ready").status_code == 503
                 assert states(service) == only(EngineState.STALLED)
-                assert not patient.done(), "its time is not over"
+                assert not patient.done(), "the queued request timed out too early"
             assert begun + "".join(text_of(line) for line in lines if line != "[DONE]") == expected
         assert patient.result().status_code == 200
         wait_until(service.is_ready, what="the service to be ready again")
@@ -78,7 +78,7 @@ def test_limits_hold_while_the_worker_hangs_and_every_probe_says_so(long_checkpo
         assert service.metric("llm_worker_restarts_total") == 0
 
 
-def test_a_request_that_is_sent_into_a_hang_ends_at_its_own_limit(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_request_sent_during_a_hang_times_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with serving(tiny_checkpoint, tmp_path, "--hang-seconds", "0", "--max-queue-seconds", "3") as service:
         with stopped(service.worker):
             check_late(service.post(prompt="a", timeout=1), seconds=1)

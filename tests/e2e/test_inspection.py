@@ -1,4 +1,4 @@
-"""`/inspect/attention` on a real server: what it tells, beside streams, and when its worker dies."""
+"""`/inspect/attention` on a real server: returned weights, concurrent completions, and deaths of the worker."""
 
 import signal
 import threading
@@ -24,7 +24,7 @@ ROUTE = "/inspect/attention"
 PROMPT = "once in the theatre 😀"
 
 
-def test_tells_the_models_own_weights(service: Service, tiny_checkpoint: Path) -> None:
+def test_weights_equal_those_of_the_model(service: Service, tiny_checkpoint: Path) -> None:
     body = service.post(ROUTE, prompt=PROMPT, layer=1).json()
     loaded = load_model(read_manifest(tiny_checkpoint), device="cpu", dtype=torch.float32, attention=BACKENDS["native"])
     told, wanted = (
@@ -38,7 +38,7 @@ def test_tells_the_models_own_weights(service: Service, tiny_checkpoint: Path) -
     assert service.get(ROUTE).json() == {"model": "tiny", "num_layers": 2, "num_heads": 4, "max_tokens": 128}
 
 
-def test_refuses_and_goes_on(service: Service) -> None:
+def test_invalid_queries_are_rejected_and_the_service_continues(service: Service) -> None:
     for fields, said in (
         ({"prompt": "z" * 129, "layer": 0}, "at most 128"),
         ({"prompt": "z" * 1_900_000, "layer": 0}, "at most 128"),
@@ -51,7 +51,7 @@ def test_refuses_and_goes_on(service: Service) -> None:
     assert service.text("a", max_tokens=4, temperature=0)
 
 
-def test_streams_say_the_same_beside_looks(service: Service) -> None:
+def test_concurrent_attention_queries_do_not_change_completions(service: Service) -> None:
     fields: dict[str, Any] = {"max_tokens": 120, "seed": 3, "ignore_eos": True}
     alone = service.text(PROMPT, **fields)
     over = threading.Event()
@@ -72,11 +72,11 @@ def test_streams_say_the_same_beside_looks(service: Service) -> None:
     assert [looker.result() for looker in lookers] == [{200}] * 2
 
 
-def test_a_look_whose_worker_dies_is_answered_by_the_next(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_attention_query_is_recomputed_after_the_death_of_the_worker(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with serving(tiny_checkpoint, tmp_path) as service, ThreadPoolExecutor(1) as thread:
         expected = service.post(ROUTE, prompt="a", layer=0).json()["weights"]
         worker = service.worker
-        worker.suspend()  # it can answer nobody
+        worker.suspend()  # so that it does not compute the query
         asked = thread.submit(service.post, ROUTE, prompt="a", layer=0)
         wait_until(lambda: service.metric("llm_api_requests") == 1, what="the request to be taken")
         worker.send_signal(signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_a_look_whose_worker_dies_is_answered_by_the_next(tiny_checkpoint: Path,
         assert (answer.status_code, answer.json()["weights"]) == (200, expected)
 
 
-def test_a_slow_look_that_two_unrelated_deaths_meet_is_answered(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_slow_attention_query_is_answered_after_two_worker_deaths(tiny_checkpoint: Path, tmp_path: Path) -> None:
     until = tmp_path / "looks"
     began = until.with_suffix(".began")
 
@@ -103,11 +103,11 @@ def test_a_slow_look_that_two_unrelated_deaths_meet_is_answered(tiny_checkpoint:
         asked = threads.submit(service.post, ROUTE, prompt="a", layer=0)
         for deaths in (1, 2):
             worker = service.worker
-            wait_until(partial(computes_the_look, worker), what="the look to be under way")
+            wait_until(partial(computes_the_look, worker), what="the attention query to begin")
             worker.kill()
             wait_until(partial(num_restarts_is, deaths), what="the death to be noticed")
             wait_until(service.is_ready, what="the next worker")
-        wait_until(partial(computes_the_look, service.worker), what="the look to be tried alone")
+        wait_until(partial(computes_the_look, service.worker), what="the attention query to begin alone")
         beside = threads.submit(service.text, "once", max_tokens=2)
         until.touch()
         answer = asked.result()

@@ -1,4 +1,4 @@
-"""Starting, draining, dying: what operators and clients see of it."""
+"""Start, drain and end of a service, and starts that fail, as operators and clients see them."""
 
 import json
 import math
@@ -32,12 +32,12 @@ from tests.e2e.process import (
 
 pytestmark = pytest.mark.slow
 
-# So many steps of the tiny model take a second: long enough to be caught in the middle.
+# The tiny model computes these steps in about a second, so that a test can act during the completion.
 LONG: dict[str, Any] = {"prompt": "once", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
 
 class Stream(threading.Thread):
-    """A client of its own that reads one stream to its end. What goes wrong is told to whoever asks for it."""
+    """Client thread that reads one stream to its end. `has_begun` and `finish` raise the error of the thread."""
 
     def __init__(self, service: Service, **fields: Any) -> None:
         super().__init__(daemon=True)
@@ -83,7 +83,7 @@ def started(streams: list[Stream]) -> Callable[[], bool]:
 
 
 def signal_all(service: Service, number: int) -> list[psutil.Process]:
-    """Signal every process of the service, as systemd and a terminal do, main last; returns them."""
+    """Signal every process of the service, main last, as systemd and a terminal do. Return the processes."""
     children = service.children
     for child in children:
         child.send_signal(number)
@@ -91,13 +91,13 @@ def signal_all(service: Service, number: int) -> list[psutil.Process]:
     return [psutil.Process(service.process.pid), *children]
 
 
-def test_a_signal_drains(long_checkpoint: Path, tmp_path: Path) -> None:
+def test_sigterm_drains_the_running_streams(long_checkpoint: Path, tmp_path: Path) -> None:
     with serving(long_checkpoint, tmp_path, "--standby", "--drain-seconds", "3600") as service:
         expected = service.text(**LONG)
         streams = [Stream(service, **LONG) for _ in range(3)]
         wait_until(started(streams), what="the streams to begin")
         worker = service.worker
-        worker.suspend()  # so that the streams do not end before all is seen
+        worker.suspend()  # so that the streams do not end before the assertions
         family = signal_all(service, signal.SIGTERM)
         wait_until(lambda: service.get("/ready").status_code == 503, what="the drain")
         refused = service.post(prompt="a")
@@ -123,7 +123,7 @@ def test_a_second_signal_ends_the_drain_at_once(long_checkpoint: Path, tmp_path:
         assert json.loads(stream.finish().events[-1])["error"]["code"] == "draining"
 
 
-def test_nothing_outlives_a_main_process_that_is_killed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_all_processes_end_when_main_is_killed(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with serving(tiny_checkpoint, tmp_path, "--standby") as service:
         family = service.children
         assert service.stop(signal.SIGKILL) == -signal.SIGKILL
@@ -131,7 +131,7 @@ def test_nothing_outlives_a_main_process_that_is_killed(tiny_checkpoint: Path, t
 
 
 def refused_start(checkpoint: Path, *flags: str, port: int | None = None) -> tuple[int, str]:
-    """Exit code and stderr of a service that does not start, without what it tells of its progress."""
+    """Return the exit code and stderr of a service that does not start, at log level warning."""
     done = subprocess.run(
         command(checkpoint, free_port() if port is None else port, "--log-level", "warning", *flags),
         capture_output=True,
@@ -197,7 +197,7 @@ def copied_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_one_line(
+def test_a_damaged_checkpoint_is_a_one_line_error(
     copied_checkpoint: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(copied_checkpoint)
@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_damaged_checkpoint_does_not_start(copied_checkpoint: Path) -> None:
+def test_a_service_with_a_damaged_checkpoint_does_not_start(copied_checkpoint: Path) -> None:
     damage_hash(copied_checkpoint)
     code, error = refused_start(copied_checkpoint)
     assert code == 1
@@ -215,7 +215,7 @@ def test_a_damaged_checkpoint_does_not_start(copied_checkpoint: Path) -> None:
     assert error.count("\n") == 1
 
 
-def test_weights_that_are_not_finite_do_not_start(copied_checkpoint: Path) -> None:
+def test_a_service_with_non_finite_weights_does_not_start(copied_checkpoint: Path) -> None:
     path = copied_checkpoint / "model.safetensors"
     data = bytearray(path.read_bytes())
     header = read_headers(path)["layers.1.mlp.down.weight"]
@@ -231,11 +231,14 @@ def test_weights_that_are_not_finite_do_not_start(copied_checkpoint: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--kv-cache-memory", "1"), "--kv-cache-memory 1.0MiB holds 4096 tokens, less than the context of 8192"),
+        (
+            ("--kv-cache-memory", "1"),
+            "--kv-cache-memory 1.0MiB holds 4096 tokens, less than the context of 8192 tokens",
+        ),
         (("--device", "cpu", "--quantize", "fp8"), "--quantize fp8 works only on a GPU; choose --quantize int8"),
     ],
 )
-def test_a_setting_that_the_worker_cannot_use_is_one_line_and_no_start(
+def test_a_setting_that_the_worker_rejects_is_a_one_line_error(
     long_checkpoint: Path, flags: tuple[str, ...], said: str
 ) -> None:
     code, error = refused_start(long_checkpoint, *flags)
@@ -244,7 +247,7 @@ def test_a_setting_that_the_worker_cannot_use_is_one_line_and_no_start(
     assert code == 2
 
 
-def test_a_port_in_use_is_one_line_and_no_start(tiny_checkpoint: Path) -> None:
+def test_a_port_in_use_is_a_one_line_error(tiny_checkpoint: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -256,7 +259,7 @@ def test_a_port_in_use_is_one_line_and_no_start(tiny_checkpoint: Path) -> None:
     )
 
 
-def test_a_signal_while_starting_ends_it_without_a_failure(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_signal_during_the_start_ends_the_service_with_exit_code_0(tiny_checkpoint: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stderr:
         process = subprocess.Popen(

@@ -1,8 +1,7 @@
-"""lm-evaluation-harness, unmodified, against a real server: its log-likelihoods are those of `kvasir eval`, and what
-it has the model write is what the server writes.
+"""Results of an unmodified lm-evaluation-harness with a real server equal those of `kvasir eval` and the server.
 
-Some texts are longer than the context, some look like templates. The tokenizer is the server's, which
-`local-completions` finds by itself, or the exported one.
+Some texts exceed the context, and some look like templates. The harness uses the server's tokenizer, which
+`local-completions` finds by itself, or the exported tokenizer.
 """
 
 import json
@@ -20,7 +19,7 @@ from service.cli.main import main
 from tests.e2e.process import Service, clean_environment, serving
 
 ROOT = Path(__file__).parents[2]
-CHECKPOINT = min((ROOT / "checkpoints").glob("*/manifest.json")).parent  # any that ships
+CHECKPOINT = min((ROOT / "checkpoints").glob("*/manifest.json")).parent  # one of this repository
 AESOP = (ROOT / "tests" / "data" / "aesop.txt").read_text()
 TEXTS = [
     *AESOP.split("\n\n")[:6],
@@ -35,7 +34,7 @@ PAIRS = [
     ("Tom hurt himself.", "Tom hurt herself."),
     ("42", "43"),
 ]
-# Of sums over a few tokens, and over thousands of them, which differ by the last bits of each.
+# Tolerances of a log-likelihood: absolute for a few tokens, relative for a sum over thousands of tokens.
 MARGIN: dict[str, Any] = {"abs": 1e-4, "rel": 1e-7}
 BEGINNINGS = ["A Fox was", "The king had three sons.", "{{ 1 + 1 }}"]
 UNTIL = [".", "\n\n"]
@@ -66,7 +65,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `kvasir eval` writes: documents.jsonl, out.json, tasks/."""
+    """Run `kvasir eval`. Return the directory with its documents.jsonl, out.json and tasks/."""
     directory = tmp_path_factory.mktemp("eval")
     (directory / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     rows = [{"sentence_good": good, "sentence_bad": bad} for good, bad in PAIRS]
@@ -83,7 +82,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(service: Service, measured: Path) -> Path:
-    """The tasks that `kvasir eval` writes, and `continuations`, whose answers are the server's."""
+    """Return the directory of the exported tasks and `continuations`, whose targets are the server's completions."""
     rows = []
     for beginning in BEGINNINGS:
         ids = service.post("/tokenize", prompt=beginning, add_special_tokens=False).json()["tokens"]
@@ -96,7 +95,7 @@ def tasks(service: Service, measured: Path) -> Path:
     return measured / "tasks"
 
 
-# The harness' own command, once for each list of words: what takes longest is to import it.
+# Runs the harness' command once for each argument list, in one process: importing the harness takes longest.
 HARNESS = """\
 import json, sys
 from lm_eval.__main__ import cli_evaluate
@@ -104,7 +103,7 @@ for words in json.load(sys.stdin):
     sys.argv = ["lm_eval", *words]
     cli_evaluate()
 """
-# Of the second run. transformers takes a control mark in a text as one, so that text is left out there.
+# Documents of the second run. It omits the text with a special token, which transformers does not encode as text.
 MARKED = next(number for number, text in enumerate(TEXTS) if "<|" in text)
 CHOSEN = {
     "kvasir_fables_co": [number for number in range(len(TEXTS)) if number != MARKED],
@@ -115,8 +114,8 @@ CHOSEN = {
 
 @pytest.fixture(scope="module")
 def runs(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """What the harness wrote, with no network but the service's: with all defaults, and with many requests at once and
-    an exported tokenizer."""
+    """Run the harness twice, without other network access: with defaults, and with concurrent requests and an exported
+    tokenizer. Return the two output directories."""
     directory = tmp_path_factory.mktemp("runs")
     plain, many, tokenizer = directory / "plain", directory / "many", directory / "tokenizer"
     assert main(["export-tokenizer", "--checkpoint", str(CHECKPOINT), "--out", str(tokenizer)]) == 0
@@ -149,7 +148,7 @@ def runs(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def harness_words(service: Service, tasks: Path, out: Path, *flags: str, **arguments: object) -> list[str]:
-    """The command line of a run."""
+    """Return the arguments of one run of the harness."""
     manifest = read_manifest(CHECKPOINT)
     told = {
         "model": manifest.name,
@@ -166,14 +165,14 @@ def harness_words(service: Service, tasks: Path, out: Path, *flags: str, **argum
 
 
 def samples(out: Path, task: str) -> list[Any]:
-    """What the harness got for each document: its `resps`, in order."""
+    """Return the responses (`resps`) to each document of a task, in the order of the documents."""
     (path,) = out.glob(f"*/samples_{task}_*.jsonl")
     rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["doc_id"])
     return [row["resps"] for row in rows]
 
 
-def test_the_harness_finds_the_tokenizer_on_the_server(measured: Path, runs: tuple[Path, Path]) -> None:
-    """Each document's and each sentence's log-likelihood, what is made of them, and what the model writes."""
+def test_results_with_the_tokenizer_of_the_server_equal_kvasir_eval(measured: Path, runs: tuple[Path, Path]) -> None:
+    """Compare log-likelihoods of documents and sentences, the accuracy of the pairs, and the generated texts."""
     out, _ = runs
     rows = [json.loads(line) for line in (measured / "documents.jsonl").read_text().splitlines()]
     texts, pairs = rows[: len(TEXTS)], rows[len(TEXTS) :]
@@ -194,7 +193,9 @@ def test_the_harness_finds_the_tokenizer_on_the_server(measured: Path, runs: tup
     assert not any(end in text for text in written for end in UNTIL)
 
 
-def test_many_requests_at_once_and_an_exported_tokenizer(measured: Path, runs: tuple[Path, Path]) -> None:
+def test_results_with_concurrent_requests_and_an_exported_tokenizer_equal_kvasir_eval(
+    measured: Path, runs: tuple[Path, Path]
+) -> None:
     _, out = runs
     rows = [json.loads(line) for line in (measured / "documents.jsonl").read_text().splitlines()]
     ours = [rows[number]["loglikelihood_rolling"] for number in CHOSEN["kvasir_fables_co"]]

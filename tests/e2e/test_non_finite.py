@@ -1,4 +1,4 @@
-"""Over HTTP: a request that turns to NaN is a 500 before its first byte, an error event after; others never notice."""
+"""A request that computes NaN gets a 500, or an error event in a begun stream. Other requests are unaffected."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +15,11 @@ from tests.e2e.process import PATIENCE_SECONDS, Service, serving
 pytestmark = pytest.mark.slow
 
 GOOD = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "temperature": 0, "bad_words": ["\x01"]}
-# Its first token is the one that goes wrong: the step after that is not finite.
+# The first sampled token is POISON, so the second step computes NaN.
 LATE = {"prompt": [5, 6, 7], "max_tokens": 5, "allowed_token_ids": [POISON], "return_token_ids": True}
 
 
-def test_it_ends_with_a_clear_error_and_alone(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_only_requests_that_compute_nan_fail(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with serving(tiny_checkpoint, tmp_path, program="tests.e2e.non_finite") as service:
         expected = service.text(**GOOD)
         with ThreadPoolExecutor(8) as threads:
@@ -49,7 +49,7 @@ def test_it_ends_with_a_clear_error_and_alone(tiny_checkpoint: Path, tmp_path: P
 
 
 def streamed(service: Service) -> list[dict[str, Any]]:
-    """The events of a stream that fails after its first token."""
+    """Return the events of a stream that fails after its first token."""
     body = {**LATE, "stream": True}
     with httpx.stream("POST", service.url + "/v1/completions", json=body, timeout=PATIENCE_SECONDS) as response:
         assert response.status_code == 200

@@ -1,4 +1,4 @@
-"""Conversations with a checkpoint of ours: the prompts are those of training, and answers end where it ended them."""
+"""Chat with a checkpoint that Kvasir trained: prompts and end-of-text tokens are those of its training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,20 +48,20 @@ def tokenized(service: Service, **fields: Any) -> list[int]:
 
 
 def prompt() -> list[int]:
-    """What stood before the answer in training."""
+    """Return the token ids that precede the assistant's last message in a training example."""
     ids, targets = encode_conversation(TOKENIZER, [*TALK, Turn("assistant", "Once.")])
     learned = len(TOKENIZER.encode("Once.")) + 1
     return ids[: len(ids) - 1 - targets[::-1].index(True) - learned + 1]
 
 
-def test_the_prompt_is_that_of_training(service: Service) -> None:
+def test_the_prompt_equals_that_of_training(service: Service) -> None:
     ids, _ = encode_conversation(TOKENIZER, TALK)
     assert tokenized(service, messages=MESSAGES, add_generation_prompt=False) == ids[:-1]
     assert tokenized(service, messages=MESSAGES) == prompt()
 
 
-def test_one_mark_begins_a_text_however_it_is_asked_for(service: Service) -> None:
-    """A completion's prompt gets it, a conversation's has it already."""
+def test_a_prompt_begins_with_exactly_one_bos_token(service: Service) -> None:
+    """The server adds the token to a completion's prompt. A chat prompt has it from the template."""
     begin = TOKENIZER.bos_token_id
     assert tokenized(service, prompt="Once") == [begin, *TOKENIZER.encode("Once")]
     assert service.complete("Once", max_tokens=1)["usage"]["prompt_tokens"] == 1 + len(TOKENIZER.encode("Once"))
@@ -70,7 +70,7 @@ def test_one_mark_begins_a_text_however_it_is_asked_for(service: Service) -> Non
     assert answer["usage"]["prompt_tokens"] == len(prompt())
 
 
-def test_the_openai_client_hears_the_same_whole_and_streamed(client: openai.OpenAI, service: Service) -> None:
+def test_the_openai_client_gets_the_same_chat_whole_and_streamed(client: openai.OpenAI, service: Service) -> None:
     asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_completion_tokens": 30, "seed": 3}
     whole = client.chat.completions.create(**asked).choices[0]
     stream = client.chat.completions.create(**asked, stream=True)
@@ -81,7 +81,9 @@ def test_the_openai_client_hears_the_same_whole_and_streamed(client: openai.Open
     assert by_ids["choices"][0]["text"] == whole.message.content
 
 
-def test_the_checkpoints_own_sampling_is_the_default(client: openai.OpenAI, checkpoint: Path, service: Service) -> None:
+def test_the_generation_config_of_the_checkpoint_is_the_default(
+    client: openai.OpenAI, checkpoint: Path, service: Service
+) -> None:
     asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 30, "seed": 4}
     texts = [
         client.chat.completions.create(**asked, **sampling).choices[0].message.content
@@ -96,8 +98,8 @@ def test_the_checkpoints_own_sampling_is_the_default(client: openai.OpenAI, chec
     )
 
 
-def test_an_answer_ends_at_an_end_mark_and_does_not_show_it(service: Service) -> None:
-    """At this temperature all tokens are nearly alike: some of 16 answers end before they are cut."""
+def test_a_completion_ends_before_an_end_of_text_token(service: Service) -> None:
+    """At temperature 2 all tokens are almost equally likely, so some of 16 completions end before max_tokens."""
     asked = {"messages": MESSAGES, "temperature": 2, "top_p": 1, "max_tokens": 60, "seed": 1, "n": 16}
     answers = service.post("/v1/chat/completions", **asked).json()["choices"]
     longer = service.post("/v1/chat/completions", **asked, ignore_eos=True).json()["choices"]
@@ -106,6 +108,6 @@ def test_an_answer_ends_at_an_end_mark_and_does_not_show_it(service: Service) ->
     assert {choice["finish_reason"] for choice in longer} == {"length"}
     for index in ended:
         text = answers[index]["message"]["content"]
-        # Where it ended in the middle of a character, the longer one may complete it.
+        # If a completion ends within a UTF-8 character, the longer completion may hold the whole character.
         assert longer[index]["message"]["content"].startswith(text.rstrip("\ufffd"))
         assert not any(mark in text for mark in TOKENIZER.special_tokens)

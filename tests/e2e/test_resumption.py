@@ -1,4 +1,4 @@
-"""A connection is lost, and nothing else: the stream goes on, the retry gets the answer that was being made."""
+"""Lost connections: a client resumes its stream by event id, and a retry by key gets the response of the first try."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def _fields(**more: Any) -> dict[str, Any]:
 
 
 def _events(response: httpx.Response, limit: int | None = None) -> list[tuple[str, str]]:
-    """Ids and data of a stream's events, up to so many."""
+    """Return (id, data) of the first `limit` events of a stream; of all events if `limit` is None."""
     events, event_id = [], ""
     for line in response.iter_lines():
         if line.startswith("id: "):
@@ -55,7 +55,7 @@ def _generated(service: Service) -> float:
 
 
 def _settled(service: Service, since: float) -> float:
-    """How many tokens there were in all, when those of an answer since then are counted: that may be after its end."""
+    """Wait until a completion since the count `since` is counted. Return the number of all generated tokens."""
     wait_until(
         lambda: _generated(service) >= since + LENGTH and not service.metric("llm_num_requests_running"),
         what="the tokens to be counted",
@@ -63,7 +63,7 @@ def _settled(service: Service, since: float) -> float:
     return _generated(service)
 
 
-def test_a_stream_that_is_cut_and_taken_up_again_says_every_token_once(service: Service) -> None:
+def test_a_resumed_stream_repeats_and_loses_no_token(service: Service) -> None:
     since = _generated(service)
     whole = service.text(**_fields())
     before = _settled(service, since)
@@ -71,7 +71,7 @@ def test_a_stream_that_is_cut_and_taken_up_again_says_every_token_once(service: 
     with httpx.stream("POST", url, json=_fields(stream=True), headers=headers, timeout=PATIENCE_SECONDS) as response:
         first = _events(response, limit=10)
     last_id = first[-1][0]
-    # The body again, as an event source sends it, and then none.
+    # The first resumption repeats the body, as an EventSource does. The second has no body.
     with httpx.stream(
         "POST", url, json=_fields(stream=True), headers={**headers, "Last-Event-ID": last_id}, timeout=PATIENCE_SECONDS
     ) as response:
@@ -88,7 +88,7 @@ def test_a_stream_that_is_cut_and_taken_up_again_says_every_token_once(service: 
     assert service.metric("llm_requests_resumed_total", by="event_id") == 2
 
 
-def test_without_a_sign_that_ids_are_read_there_are_none_and_leaving_is_the_end(service: Service) -> None:
+def test_a_stream_without_an_accept_header_has_no_ids_and_a_disconnect_cancels_it(service: Service) -> None:
     cancelled, url = service.metric("llm_requests_cancelled_total"), service.url + "/v1/completions"
     body = _fields(stream=True, max_tokens=8000)
     with httpx.stream("POST", url, json=body, timeout=PATIENCE_SECONDS) as response:
@@ -98,8 +98,8 @@ def test_without_a_sign_that_ids_are_read_there_are_none_and_leaving_is_the_end(
 
 
 class CuttingProxy(socketserver.ThreadingTCPServer):
-    """Passes requests on. Where an answer is to be cut it closes the connection when the answer has begun, and before
-    its client has got a byte of it."""
+    """Proxy that closes its first `num_cuts` connections after the server has begun the response, and before the
+    client has received a byte."""
 
     def __init__(self, service: Service, num_cuts: int) -> None:
         super().__init__(("127.0.0.1", 0), _Exchange)
@@ -116,7 +116,7 @@ class CuttingProxy(socketserver.ThreadingTCPServer):
 
 
 class _Exchange(socketserver.StreamRequestHandler):
-    """One request, and its answer."""
+    """One request, and its response or the closed connection."""
 
     server: CuttingProxy
 
@@ -130,7 +130,7 @@ class _Exchange(socketserver.StreamRequestHandler):
         with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as upstream:
             upstream.sendall(head + self.rfile.read(length))
             if next(self.server.cuts, False):
-                wait_until(lambda: _generated(self.server.service) > self.server.before, what="the answer to begin")
+                wait_until(lambda: _generated(self.server.service) > self.server.before, what="the first token")
                 return
             while data := upstream.recv(65536):
                 self.wfile.write(data)
@@ -149,7 +149,7 @@ def _cutting_proxy(service: Service, num_cuts: int) -> Iterator[str]:
     assert proxy.errors == []
 
 
-def test_the_retries_of_an_sdk_get_the_answer_that_is_being_made(service: Service) -> None:
+def test_retries_of_an_sdk_get_the_response_that_is_being_generated(service: Service) -> None:
     since = _generated(service)
     whole = service.text(**_fields())
     before = _settled(service, since)

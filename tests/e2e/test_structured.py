@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what a client asks for is what it gets, streamed or not, whoever dies."""
+"""Structured output over HTTP: completions match the schema, streamed or not, and after the death of a worker."""
 
 import json
 import re
@@ -31,7 +31,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "structured.md"
 
 
 class Endless(pydantic.BaseModel):
-    """A text of any length."""
+    """Object with a string of any length."""
 
     text: str
 
@@ -45,7 +45,7 @@ def service(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield running
 
 
-def test_openais_client_gets_documents_by_its_schema(service: Service) -> None:
+def test_the_openai_client_gets_documents_that_match_its_schema(service: Service) -> None:
     client = openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0)
     messages: Any = [{"role": "user", "content": "A pet, please."}]
     answer = client.chat.completions.create(
@@ -73,7 +73,7 @@ def test_openais_client_gets_documents_by_its_schema(service: Service) -> None:
 
 
 def test_the_documented_use_of_openais_parse_works(service: Service) -> None:
-    """As it stands on the page, but for the address and the name of the model."""
+    """Run the example of docs/structured.md with the address and model name of this server."""
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for named, here in (("http://127.0.0.1:8000", service.url), ("kvasir-9m", NAME)):
         assert example.count(named) == 1
@@ -84,8 +84,8 @@ def test_the_documented_use_of_openais_parse_works(service: Service) -> None:
     assert names["completion"].choices[0].finish_reason == "stop"
 
 
-def test_a_text_without_an_end_ends_in_an_error_of_openais_parse(service: Service) -> None:
-    """What the page warns of."""
+def test_a_document_cut_off_at_max_tokens_is_an_error_of_openais_parse(service: Service) -> None:
+    """docs/structured.md warns of this error."""
     client = openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(
@@ -93,7 +93,7 @@ def test_a_text_without_an_end_ends_in_an_error_of_openais_parse(service: Servic
         )
 
 
-def test_each_kind_over_both_routes(service: Service) -> None:
+def test_each_kind_of_grammar_acts_on_both_routes(service: Service) -> None:
     kinds: dict[str, tuple[Any, str]] = {
         "regex": ("[a-z]{3}-[0-9]{2}", "[a-z]{3}-[0-9]{2}"),
         "choice": (["yes", "no"], "yes|no"),
@@ -110,7 +110,7 @@ def test_each_kind_over_both_routes(service: Service) -> None:
     assert text.startswith("{")
 
 
-def test_a_schema_that_cannot_be_used_is_a_400_that_says_where(service: Service) -> None:
+def test_an_invalid_schema_is_a_400_that_names_the_field_and_the_type(service: Service) -> None:
     wrong = {"type": "object", "properties": {"age": {"type": "array", "items": {"type": "integr"}}}}
     response = service.post(
         prompt="a", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
@@ -122,7 +122,7 @@ def test_a_schema_that_cannot_be_used_is_a_400_that_says_where(service: Service)
     assert service.metric("llm_structured_requests_total", kind="json", outcome="refused") == 1
 
 
-def test_a_document_survives_the_death_of_the_worker(service: Service) -> None:
+def test_a_document_is_the_same_after_the_death_of_the_worker(service: Service) -> None:
     long = {"type": "array", "items": SCHEMA, "minItems": 30, "maxItems": 40}
     asked: dict[str, Any] = {"prompt": "once", "max_tokens": 7000, "seed": 3, "structured_outputs": {"json": long}}
     expected = service.complete(**asked)["choices"][0]

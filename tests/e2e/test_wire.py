@@ -1,4 +1,4 @@
-"""The wire as others read it: schemathesis over our document, its examples, and openai's own client."""
+"""HTTP interface as other programs read it: schemathesis on the OpenAPI document, its examples, openai's client."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from tests.e2e.process import PATIENCE_SECONDS, Service, serving
 
 pytestmark = pytest.mark.slow
 
-# The others need more than the document: which prompts fit, which resources depend on each other.
+# The other checks need facts that the OpenAPI document does not state, such as which prompts fit.
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,negative_data_rejection,unsupported_method,allow_header_conformance,ignored_auth"
@@ -31,7 +31,7 @@ EXAMPLES = [
 
 @pytest.fixture(scope="module")
 def service(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Short answers, and few at once: what schemathesis may ask for would take minutes."""
+    """Start a service with a short context and few slots: long completions for schemathesis would take minutes."""
     few = ("--max-num-running", "2", "--max-waiting-requests", "2")
     flags = ("--model-name", MODEL, "--max-context-length", "40", *few)
     with serving(tiny_checkpoint, tmp_path_factory.mktemp("service"), *flags) as running:
@@ -39,16 +39,16 @@ def service(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(("path", "body"), EXAMPLES)
-def test_every_example_is_answered(service: Service, path: str, body: dict[str, Any]) -> None:
+def test_every_example_of_the_openapi_document_succeeds(service: Service, path: str, body: dict[str, Any]) -> None:
     response = service.post(path, **body)
     assert response.status_code == 200, response.text
     kind = "text/event-stream" if body.get("stream") else "application/json"
     assert response.headers["content-type"].startswith(kind)
 
 
-def test_schemathesis_finds_nothing(service: Service, tmp_path: Path) -> None:
-    """Examples, every bound of every field from both sides, and a few requests at random: the same in every run."""
-    # A request that is wrong in one place may be refused for its short time in the queue as well.
+def test_schemathesis_finds_no_error(service: Service, tmp_path: Path) -> None:
+    """Send the examples, both sides of each field's bounds, and two random requests per operation from a fixed seed."""
+    # An invalid request with a short timeout may be rejected because of its time in the queue.
     refusals = ", ".join(f'"{status}"' for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, "5xx"))
     (tmp_path / "schemathesis.toml").write_text(
         f"[checks.negative_data_rejection]\nexpected-statuses = [{refusals}]\n", encoding="utf-8"
@@ -70,7 +70,7 @@ def test_schemathesis_finds_nothing(service: Service, tmp_path: Path) -> None:
     assert "Traceback" not in service.log.read_text()
 
 
-def test_the_snippet_on_the_page_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_openai_snippet_of_the_clients_page_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     code = snippet("openai for Python", "python").replace(URL, service.url)
     exec(compile(code, "clients.md", "exec"), {})
     sampling = {"max_tokens": 20, "temperature": 0}
@@ -88,7 +88,7 @@ def test_the_snippet_on_the_page_runs(service: Service, capsys: pytest.CaptureFi
         ({"max_tokens": 100}, openai.BadRequestError, "context_length_exceeded"),
     ],
 )
-def test_errors_are_the_clients_own(
+def test_the_openai_client_raises_its_own_errors(
     service: Service, fields: dict[str, Any], kind: type[openai.APIStatusError], code: str
 ) -> None:
     with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as client:
@@ -100,8 +100,8 @@ def test_errors_are_the_clients_own(
         assert raised.value.code == code
 
 
-def test_a_full_queue_is_a_rate_limit(service: Service) -> None:
-    """Two run, two may wait, and the worker stands still: two requests of two have room, a third has not."""
+def test_a_full_queue_is_a_rate_limit_error_of_the_openai_client(service: Service) -> None:
+    """Two choices run, two may wait, and the worker is stopped: two requests of two choices fit, a third does not."""
     many: dict[str, Any] = {"model": MODEL, "prompt": "a", "n": 2, "max_tokens": 1, "seed": 1}
     worker = service.worker
     with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:

@@ -118,7 +118,7 @@ def test_worker_deaths_change_no_response(service: Service, client: httpx.Client
         ]
         try:
             told = [threads.submit(ask, client, *asked) for asked in crowd()]
-            wait_until(lambda: generated() > before + 1000, what="the crowd to be served")
+            wait_until(lambda: generated() > before + 1000, what="1,000 tokens")
             kill_and_probe(service)
             wait_until(service.is_ready, what="the next worker")
             kill(service.worker)
@@ -133,4 +133,4 @@ def test_worker_deaths_change_no_response(service: Service, client: httpx.Client
     assert service.metric("llm_worker_restarts_total") == restarts + 2
     assert service.metric("llm_requests_replayed_total", outcome="resubmitted") >= 2
     assert service.metric("llm_requests_replayed_total", outcome="gave_up") == 0
-    wait_until(lambda: service.metric("llm_num_requests_running") == 0, what="the pool to be empty")
+    wait_until(lambda: service.metric("llm_num_requests_running") == 0, what="an idle engine")

@@ -1,4 +1,4 @@
-"""`python -m tests.faults`: the fault suite for a stated time; exit code 1 when anything was wrong."""
+"""`python -m tests.faults`: run the fault suite for a given time; exit code 1 if an error was found."""
 
 import argparse
 import sys
@@ -11,20 +11,22 @@ from tests.faults.suite import IS_NATIVE, Plan, run
 
 
 def main() -> int:
-    """Run, tell, and write the page where one is asked for."""
+    """Run the suite, print the errors found, and write the page to --report or to stdout."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/kvasir-9m"), help="what is served")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("checkpoints/kvasir-9m"), help="checkpoint that the server serves"
+    )
     parser.add_argument(
         "--dtype",
         choices=list(IS_NATIVE),
         default="float64",
-        help="float64: PyTorch's kernels; float32: our own, which need a compiler and have to give the same bits",
+        help="float64: PyTorch's kernels; float32: native kernels, whose responses must be bitwise equal",
     )
-    parser.add_argument("--seconds", type=float, default=300.0, help="how long faults are injected")
-    parser.add_argument("--seed", type=int, default=1, help="of questions, clients and faults")
-    parser.add_argument("--clients", type=int, default=16, help="clients at a time")
-    parser.add_argument("--departures", type=int, default=1000, help="clients that leave, after the faults")
-    parser.add_argument("--report", type=Path, help="page to write")
+    parser.add_argument("--seconds", type=float, default=300.0, help="duration of the fault injection, in seconds")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of requests, clients and faults")
+    parser.add_argument("--clients", type=int, default=16, help="concurrent clients during the faults")
+    parser.add_argument("--departures", type=int, default=1000, help="clients that disconnect early, after the faults")
+    parser.add_argument("--report", type=Path, help="file to write the page to; without it, the page is printed")
     arguments = parser.parse_args()
     plan = Plan(
         dtype=arguments.dtype,
@@ -44,7 +46,9 @@ def main() -> int:
         print(text)
     else:
         arguments.report.write_text(text, encoding="utf-8")
-        print(f"{arguments.report}: {result.tally.num_compared} answers, {len(result.complaints)} complaints")
+        print(
+            f"{arguments.report}: {result.tally.num_compared} responses compared, {len(result.complaints)} errors found"
+        )
     for complaint in result.complaints:
         print(complaint, file=sys.stderr)
     return 1 if result.complaints else 0

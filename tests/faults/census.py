@@ -1,4 +1,4 @@
-"""What a server holds, as it tells at /metrics and as the operating system tells."""
+"""Resources that a server holds, by /metrics and by the operating system."""
 
 import asyncio
 import re
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from tests.e2e.process import Service
 
 _SAMPLE = re.compile(r"llm_(\w+)(?:\{(.*)\})? (\S+)")
-# What no server keeps when it has nothing to do.
+# Gauges that are 0 in an idle server.
 _IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "api_requests")
 
 
 async def metrics(service: Service) -> dict[str, float]:
-    """Its own metrics, summed over their labels; `name{label}` where a label has a telling value."""
+    """Return the service's metrics by name, summed over labels; also `name{value}` for labels reason, outcome, by."""
     text = await asyncio.to_thread(lambda: service.get("/metrics").text)
     sums: dict[str, float] = {}
     for line in text.splitlines():
@@ -27,7 +27,7 @@ async def metrics(service: Service) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """An idle server. Memory is resident, in bytes."""
+    """Resources of an idle server: resident bytes, and the API process's open files and asyncio tasks."""
 
     api_bytes: int
     worker_bytes: int
@@ -42,10 +42,10 @@ class Census:
 
 
 async def idle(service: Service, *, seconds: float = 120.0) -> dict[str, float]:
-    """Wait until it has nothing to do and holds nothing; its metrics then.
+    """Wait until the service has no request and holds no KV-cache block. Return its metrics.
 
     Raises:
-        TimeoutError: it goes on holding something; says what.
+        TimeoutError: the service is not idle after `seconds`. The message names the gauges that are not 0.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -54,12 +54,12 @@ async def idle(service: Service, *, seconds: float = 120.0) -> dict[str, float]:
         if not held:
             return now
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{seconds:g} s after the last client had left, the server still holds {held}")
+            raise TimeoutError(f"{seconds:g} s after the last client disconnected, the server is not idle: {held}")
         await asyncio.sleep(0.1)
 
 
 async def back_to(before: Census, service: Service, *, seconds: float = 60.0) -> Census:
-    """Wait until it holds no more files and tasks than before, or so long; what it holds in the end."""
+    """Wait at most `seconds` until the service holds no more files and tasks than before. Return its resources."""
     deadline = time.monotonic() + seconds
     while True:
         now = await Census.of(service)

@@ -1,4 +1,4 @@
-"""Clients that leave at every moment; what was computed for them is counted, and nothing of them is left."""
+"""Clients that disconnect at every stage of a request, and the server's counts of the tokens computed for them."""
 
 import asyncio
 import random
@@ -13,13 +13,13 @@ from tests.faults.questions import Question
 from tests.faults.traffic import leaving
 from tests.faults.wire import Moment, exchange, request_bytes
 
-# What the server keeps for a client that gave a key, and then counts as waste; it looks every second.
+# Time for which the server buffers a response with an Idempotency-Key; then it counts the tokens as wasted.
 RESUME_SECONDS = 4.0
 _AT_ONCE = 12
 
 
 class Kind(StrEnum):
-    """What the clients asked for. Who gave a key may come back, and so is waited for."""
+    """Kind of request. With an Idempotency-Key the server continues the response after the disconnect."""
 
     STREAM = "streams"
     BODY = "bodies"
@@ -28,9 +28,9 @@ class Kind(StrEnum):
 
 @dataclass(slots=True)
 class Departures:
-    """Clients that left, and the tokens that were computed meanwhile, by the server's own count.
+    """Disconnects by stage of the request, and the server's counts of tokens that were computed meanwhile.
 
-    num_sent: tokens that left the server in time.
+    num_sent: tokens that the server sent before the disconnect.
     """
 
     kind: Kind
@@ -47,10 +47,10 @@ class Departures:
 async def depart(
     service: Service, kind: Kind, asked: Sequence[Question], number: int, choose: random.Random
 ) -> Departures:
-    """Have so many clients ask and leave, each moment in turn, and wait until the server is idle.
+    """Send `number` requests that disconnect, with the stages in turn, and wait until the server is idle.
 
     Raises:
-        TimeoutError: it does not become idle.
+        TimeoutError: the server does not become idle.
     """
     departures, port, places = Departures(kind), int(service.url.rpartition(":")[2]), asyncio.Semaphore(_AT_ONCE)
 
@@ -66,22 +66,22 @@ async def depart(
     await asyncio.gather(*map(one, range(number)))
     await idle(service)
     if kind is Kind.KEYED:
-        await asyncio.sleep(RESUME_SECONDS + 2.0)  # what is kept for nobody has to outlive its time
+        await asyncio.sleep(RESUME_SECONDS + 2.0)  # the server drops unclaimed responses meanwhile
     after = await idle(service)
     change = {name: int(after[name] - before.get(name, 0)) for name in after}
     departures.num_generated = change["generation_tokens_total"]
-    # These were kept, and so seemed sent.
+    # Tokens of unclaimed responses were buffered, so the metrics count them as sent.
     num_unclaimed = change["wasted_tokens_total{unclaimed}"] if kind is Kind.KEYED else 0
     departures.num_wasted = change["wasted_tokens_total{cancelled}"] + num_unclaimed
-    if kind is Kind.BODY:  # all of its tokens, or none
+    if kind is Kind.BODY:  # either all tokens of a body are sent, or none
         departures.num_sent = change["request_generation_tokens_sum"]
-    else:  # each token is a first one or has a time since the one before it
+    else:  # each sent token has either a TTFT or an inter-token latency
         num_told = change["time_to_first_token_seconds_count"] + change["inter_token_latency_seconds_count"]
         departures.num_sent = num_told - num_unclaimed
     return departures
 
 
 def askable(asked: Sequence[Question], kind: Kind) -> list[Question]:
-    """Those whose tokens the server's counts tell apart: a body of one choice, and whatever may be streamed."""
+    """Return the requests whose sent tokens can be counted: streamable requests, for bodies with one choice only."""
     streamed = [question for question in asked if question.may_stream]
     return [question for question in streamed if "n" not in question.body] if kind is Kind.BODY else streamed

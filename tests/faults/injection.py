@@ -1,4 +1,4 @@
-"""What is done to a server's processes, and when: a shuffled deck of faults, dealt at random moments."""
+"""Faults of a server's processes, injected in shuffled order at random times."""
 
 import asyncio
 import random
@@ -12,9 +12,9 @@ import psutil
 
 from tests.e2e.process import Service, alive
 
-# A server gives up after the sixth death of a worker in a minute.
+# The server exits at the sixth death of a worker within a minute.
 _MOST_DEATHS, _MINUTE = 4, 61.0
-# One that dies more often, before it is needed, is given up by the server, too.
+# The server starts no further standby after three deaths of a standby.
 _MOST_STANDBYS = 2
 HANG_SECONDS = 4.0
 FLAGS = ("--hang-seconds", str(HANG_SECONDS))
@@ -22,19 +22,19 @@ FLAGS = ("--hang-seconds", str(HANG_SECONDS))
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong.
+    """Kind of fault.
 
-    num_deaths: of workers.
+    num_deaths: worker processes that die by the fault.
     """
 
     name: str
     num_deaths: int
-    inject: Callable[[Service, random.Random], Awaitable[bool]]  # False where there is nobody to do it to
+    inject: Callable[[Service, random.Random], Awaitable[bool]]  # returns False if there is no such process
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A fault as it happened, in monotonic seconds."""
+    """Injected fault. Times are `time.monotonic()` seconds."""
 
     name: str
     num_deaths: int
@@ -43,7 +43,7 @@ class Event:
 
 
 def named(service: Service, name: str) -> list[psutil.Process]:
-    """The server's processes of that name, or with that word in their command."""
+    """Return the server's processes with this name, or with this word in their command line."""
     found = []
     for child in service.children:
         with suppress(psutil.NoSuchProcess):
@@ -60,7 +60,7 @@ async def _kill(process: psutil.Process) -> None:
 
 
 async def _found(find: Callable[[Service], psutil.Process], service: Service) -> psutil.Process:
-    """A process of the server, as soon as it is there."""
+    """Wait until the process exists, and return it."""
     while True:
         with suppress(psutil.NoSuchProcess, ValueError):
             return find(service)
@@ -87,7 +87,7 @@ async def _kill_worker(service: Service, choose: random.Random) -> bool:
 
 
 async def _kill_two_workers(service: Service, choose: random.Random) -> bool:
-    """The second while it loads, or soon after."""
+    """Kill the worker, and its replacement within a second of its start."""
     worker = await _found(_worker, service)
     await _kill(worker)
     second = await _another_worker(service, worker)
@@ -98,7 +98,7 @@ async def _kill_two_workers(service: Service, choose: random.Random) -> bool:
 
 
 async def _hang_worker(service: Service, choose: random.Random) -> bool:
-    """For good: main has to notice."""
+    """Stop the worker until main kills it."""
     worker = await _found(_worker, service)
     worker.suspend()
     await _another_worker(service, worker)
@@ -143,11 +143,11 @@ FAULTS = (
 
 
 class Injection:
-    """Faults of one server, dealt one after the other.
+    """Injection of faults into one server, one after the other.
 
     Args:
-        more: further faults, such as floods.
-        mean_seconds: between two of them.
+        more: faults besides `FAULTS`, such as floods of requests.
+        mean_seconds: mean time between two faults.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Injection:
         return sum(event.num_deaths for event in self.events)
 
     async def run(self, until: float) -> None:
-        """Inject until that time, and a whole deck at least; the last fault is over when this returns."""
+        """Inject faults until a monotonic time, each fault at least once. Return after the end of the last fault."""
         deck = self._choose.sample(self._faults, len(self._faults))
         num_dealt = 0
         while num_dealt < len(self._faults) or time.monotonic() < until:
@@ -193,7 +193,7 @@ class Injection:
             self._deaths.extend([time.monotonic()] * fault.num_deaths)
 
     def explains(self, began: float, ended: float) -> bool:
-        """Whether a worker died in that time."""
+        """Return whether a worker died between two times."""
         return any(event.num_deaths and event.began <= ended and began <= event.ended for event in self.events)
 
 

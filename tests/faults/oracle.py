@@ -1,4 +1,4 @@
-"""What an undisturbed server answers, and whether another answer is that one, or one honest error."""
+"""Reference responses of a server without faults, and comparison of other responses with them."""
 
 import json
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from tests.faults.questions import EMBEDDINGS, Question
 from tests.faults.wire import Reply
 from tests.service.streams import assert_close, events, joined
 
-# Who is refused is told when to come back, and a time in the queue may end. An answer may fail where the worker died.
+# Error codes of rejections and timeouts, and of failures. A failure is permitted only if a worker died meanwhile.
 REFUSALS = {"queue_full", "queue_time", "queue_timeout", "too_many_connections", "draining", "request_timeout"}
 CASUALTIES = {"engine_failed"}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What has to be the same in every run: not ids, times, and what the cache had."""
+    """Parts of a response that are equal in every run: not ids, times and cached tokens."""
 
     content: Any
     usage: dict[str, int]
@@ -26,14 +26,14 @@ class Answer:
 
 
 class WrongAnswer(Exception):
-    """An answer that should not be. The message says what is wrong with it."""
+    """Response that is neither the reference response nor a permitted error. The message says why."""
 
 
 def error_of(reply: Reply) -> dict[str, Any] | None:
-    """The error that an answer is, or ends with. None where it is whole.
+    """Return the error body or error event of a response; None if the response is complete.
 
     Raises:
-        WrongAnswer: it is neither.
+        WrongAnswer: the response is incomplete and has no well-formed error.
     """
     if reply.status != 200:
         return _error(reply.text, reply.status)
@@ -51,14 +51,14 @@ def _error(text: str, status: int) -> dict[str, Any]:
         error = json.loads(text)["error"]
         return {name: error[name] for name in ("message", "type", "param", "code")}
     except (ValueError, TypeError, KeyError):
-        raise WrongAnswer(f"status {status}, and neither an end nor an error: {text[-200:]!r}") from None
+        raise WrongAnswer(f"status {status}: the response has neither an end nor an error: {text[-200:]!r}") from None
 
 
 def answer_of(question: Question, reply: Reply) -> Answer:
-    """A whole answer, understood: each choice has one end, and the usage counts its tokens.
+    """Parse a complete response. Check that each choice has one finish reason, and that the usage counts its tokens.
 
     Raises:
-        WrongAnswer: it contradicts itself.
+        WrongAnswer: the response is malformed or contradicts itself.
     """
     try:
         if question.path == EMBEDDINGS:
@@ -69,7 +69,7 @@ def answer_of(question: Question, reply: Reply) -> Answer:
         assert [choice["index"] for choice in choices] == list(range(question.body.get("n", 1))), "choices are missing"
         assert all(choice["finish_reason"] in ("stop", "length") for choice in choices), "a choice has no end"
         counted = sum(len(choice["token_ids"]) for choice in choices)
-        if "best_of" not in question.body:  # whose usage counts those that nobody sees, too
+        if "best_of" not in question.body:  # usage counts the tokens of dropped candidates, too
             assert counted == usage["completion_tokens"], f"{counted} tokens, {usage['completion_tokens']} in the usage"
         return Answer(choices, usage)
     except (AssertionError, KeyError, ValueError, IndexError) as error:
@@ -96,10 +96,10 @@ def _without_ids(text: str) -> str:
 
 
 class Oracle:
-    """The first answer to a question is the right one; every other has to be the same.
+    """Reference responses: the first response to a request. Later responses to the request must equal the first.
 
     Args:
-        to_the_bit: numbers, too; else log-probabilities and embeddings to 1e-5.
+        to_the_bit: logprobs and embeddings must be bitwise identical; else they may differ by 1e-5.
     """
 
     def __init__(self, *, to_the_bit: bool = False) -> None:
@@ -107,29 +107,29 @@ class Oracle:
         self._to_the_bit = to_the_bit
 
     def learn(self, number: int, question: Question, reply: Reply) -> None:
-        """The answer of an undisturbed server. Raises `WrongAnswer`: it is none."""
+        """Store the reference response to a request. Raises `WrongAnswer` if the response is an error or malformed."""
         if (error := error_of(reply)) is not None:
-            raise WrongAnswer(f"question {number} alone: {error}")
+            raise WrongAnswer(f"request {number} failed without a fault: {error}")
         self._answers[number] = answer_of(question, reply)
 
     def judge(self, number: int, question: Question, reply: Reply) -> Answer | dict[str, Any]:
-        """The answer, which is right; or the error that it is, or ends with, which is an honest one.
+        """Compare a response with the reference. Return the parsed response, or its error if the error is permitted.
 
         Raises:
-            WrongAnswer: it is something else.
+            WrongAnswer: the response differs from the reference, or its error is not permitted.
         """
         if (error := error_of(reply)) is not None:
             if error["code"] not in REFUSALS | CASUALTIES:
-                raise WrongAnswer(f"status {reply.status}: {error}")
+                raise WrongAnswer(f"error that is not permitted, status {reply.status}: {error}")
             if reply.status in (429, 503) and not reply.headers.get("retry-after", "").isdecimal():
-                raise WrongAnswer(f"status {reply.status} without a time to come back: {reply.headers}")
+                raise WrongAnswer(f"status {reply.status} without Retry-After: {reply.headers}")
             return error
         answer, right = answer_of(question, reply), self._answers[number]
         try:
             assert_close(answer.content, right.content)
             if self._to_the_bit:
-                assert answer.content == right.content, "the numbers are near, and others"
+                assert answer.content == right.content, "numbers differ in their last bits"
             assert answer.usage == right.usage, f"{answer.usage} instead of {right.usage}"
         except AssertionError as error:
-            raise WrongAnswer(f"not what the undisturbed server said: {str(error)[:300]}") from None
+            raise WrongAnswer(f"differs from the reference response: {str(error)[:300]}") from None
         return answer

@@ -1,4 +1,4 @@
-"""What is asked: one question of each kind in turn, each with another prompt, length and seed."""
+"""Requests of the fault suite: the kinds in turn, each request with its own prompt, length and seed."""
 
 import random
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ _GREEDY = {"temperature": 0}
 _DRAWN = {"temperature": 1.0, "top_p": 0.95}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (TEXT, _GREEDY),
-    "drawn": (TEXT, {**_DRAWN, "ignore_eos": True, "stop": ["never to be seen"]}),
+    "sampled": (TEXT, {**_DRAWN, "ignore_eos": True, "stop": ["never to be seen"]}),
     "three samples": (TEXT, {**_DRAWN, "n": 3}),
-    "log-probabilities": (TEXT, {**_DRAWN, "ignore_eos": True, "echo": True, "logprobs": 2, "prompt_logprobs": 1}),
+    "logprobs": (TEXT, {**_DRAWN, "ignore_eos": True, "echo": True, "logprobs": 2, "prompt_logprobs": 1}),
     "penalties": (TEXT, {**_GREEDY, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {"7": 3}}),
     "chat": (CHAT, {**_DRAWN, "ignore_eos": True, "logprobs": True, "top_logprobs": 2}),
     "schema": (CHAT, {**_DRAWN, "response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}),
@@ -30,7 +30,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request without what says how it is to be delivered. Equal questions have equal answers."""
+    """Request without the fields that choose streaming. Equal requests have equal responses."""
 
     kind: str
     path: str
@@ -42,7 +42,7 @@ class Question:
 
 
 def questions(seed: int, number: int) -> list[Question]:
-    """So many, the same in every run of a seed."""
+    """Return `number` requests, which depend on the seed only."""
     return [
         _question(kind, random.Random(f"{seed} {place}")) for place, kind in enumerate(islice(cycle(_KINDS), number))
     ]
@@ -57,7 +57,7 @@ def _question(kind: str, choose: random.Random) -> Question:
     if path == TEXT:
         return Question(kind, path, {"prompt": prompt, **length, **fields})
     if kind == "schema":
-        # One of a few hundred schemas: what is compiled once need not be compiled again.
+        # One of 1,000 schemas, so that most requests compile a grammar that is not cached.
         schema = {**_SCHEMA, "description": f"number {choose.randrange(1000)}"}
         asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
         fields = {**fields, "response_format": asked, "max_tokens": 200}
@@ -65,7 +65,7 @@ def _question(kind: str, choose: random.Random) -> Question:
 
 
 def _passage(choose: random.Random) -> str:
-    """20 to 300 characters of a tale; a third begins where all of these do, as a shared prefix."""
+    """Return 20 to 300 characters of a tale. A third of the passages begin at the same place, as a shared prefix."""
     text = _TALES.read_text(encoding="utf-8")
     begin = 0 if choose.random() < 1 / 3 else choose.randrange(len(text) - 300)
     return text[begin : begin + choose.randint(20, 300)]

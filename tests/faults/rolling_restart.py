@@ -2,7 +2,7 @@
 
     python -m tests.faults.rolling_restart [--rounds 2] [--clients 8]
 
-Needs nginx. Ends with 0 when every answer was right, 1 otherwise, and prints one line of JSON.
+Needs nginx. Prints one line of JSON. The exit code is 0 if every response was correct, else 1.
 """
 
 import argparse
@@ -61,7 +61,7 @@ _SETTLE_SECONDS = 2.0
 
 
 class Instance:
-    """One `kvasir serve`."""
+    """Instance of `kvasir serve` behind nginx."""
 
     def __init__(self, checkpoint: Path, port: int) -> None:
         self._command = command(checkpoint, port)
@@ -69,7 +69,7 @@ class Instance:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and wait until it is ready."""
+        """Start the instance and wait until it is ready."""
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=clean_environment()
         )
@@ -81,14 +81,14 @@ class Instance:
         return False
 
     def drain(self) -> int:
-        """SIGTERM, and its exit code."""
+        """Drain the instance by SIGTERM, and return its exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(60)
 
 
 class Client(threading.Thread):
-    """Asks again and again; `endings` counts how that went."""
+    """Client thread that repeats one request. `endings` counts the outcomes."""
 
     def __init__(self, url: str, expected: str, is_over: threading.Event, *, streams: bool) -> None:
         super().__init__(daemon=True)
@@ -96,7 +96,7 @@ class Client(threading.Thread):
         self.endings: Counter[str] = Counter()
 
     def run(self) -> None:
-        """Until it is over."""
+        """Send requests until `is_over` is set."""
         with httpx.Client(timeout=120) as client:
             while not self._is_over.is_set():
                 try:
@@ -119,7 +119,7 @@ class Client(threading.Thread):
 
 @contextlib.contextmanager
 def proxied(checkpoint: Path, directory: Path) -> Iterator[tuple[list[Instance], str]]:
-    """Two instances, and the address of the nginx before them."""
+    """Start two instances and nginx before them. Yield the instances and the URL of nginx."""
     first, second, port = free_port(), free_port(), free_port()
     instances = [Instance(checkpoint, first), Instance(checkpoint, second)]
     for instance in instances:
@@ -137,7 +137,7 @@ def proxied(checkpoint: Path, directory: Path) -> Iterator[tuple[list[Instance],
 
 
 def roll(directory: Path, *, rounds: int, num_clients: int) -> tuple[Counter[str], list[int]]:
-    """Restart each instance so many times under load. How the requests ended, and the instances' exit codes."""
+    """Restart each instance `rounds` times under load. Return the outcomes of requests, and the exit codes."""
     checkpoint = save_tiny_checkpoint(directory / "tiny", max_context_length=8192)
     with proxied(checkpoint, directory) as (instances, url):
         wait_until(lambda: _answers(url), what="nginx")
@@ -168,9 +168,9 @@ def _answers(url: str) -> bool:
 
 
 def main() -> int:
-    """Run it and say what came of it."""
+    """Run the restarts, print outcomes and exit codes as JSON, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.rolling_restart", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="restarts of each instance")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="number of restarts of each instance")
     parser.add_argument("--clients", type=int, default=8, metavar="N")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""One run: what an undisturbed server answers, the same under faults, the same afterwards; and what is left then."""
+"""One run of the fault suite: reference responses, responses during and after faults, and resources at the end."""
 
 import asyncio
 import random
@@ -21,24 +21,24 @@ from tests.faults.traffic import Tally, Traffic
 # Whether native kernels compute, by dtype. Native kernels are batch-invariant. PyTorch's kernels are not: with float64
 # their rounding differs too little between batches to change a sampled token.
 IS_NATIVE = {"float64": False, "float32": True}
-# Few places, little room and a short wait, so that crowds wait, are preempted, and are refused.
+# Few slots and a short queue, so that requests of many clients wait, are preempted, and are rejected.
 SERVER = (
     *("--max-num-running", "12", "--max-batched-tokens", "256", "--max-waiting-requests", "40"),
     *("--target-queue-seconds", "20", "--resume-seconds", f"{RESUME_SECONDS:g}", "--standby", *FLAGS),
 )
-# What may have grown when all is over: caches and the allocator's reserve, not what belongs to a request.
+# Permitted growth of memory, for caches and memory that the allocator keeps.
 _ROOM_BYTES = 96 * 2**20
-# No process of a server lives longer than the server itself, and this.
+# Time after the end of the server within which all of its processes must end.
 _ORPHAN_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How much of everything.
+    """Size of a run.
 
-    seconds: how long faults happen; each does once at least.
-    mean_seconds: between two of them.
-    dtype: one of `IS_NATIVE`.
+    seconds: duration of the fault injection; each fault is injected at least once.
+    mean_seconds: mean time between two faults.
+    dtype: a key of `IS_NATIVE`.
     """
 
     dtype: str
@@ -53,16 +53,16 @@ class Plan:
 
 @dataclass(slots=True)
 class Result:
-    """What was done, what came of it, and what is wrong."""
+    """Requests, faults, resources and errors of a run."""
 
     plan: Plan
     tally: Tally
     faults: list[Event] = field(default_factory=list)
     departures: list[Departures] = field(default_factory=list)
-    counted: dict[str, float] = field(default_factory=dict)  # by the server, in all
+    counted: dict[str, float] = field(default_factory=dict)  # totals of the server's metrics
     before: Census | None = None
     after: Census | None = None
-    num_processes: int = 0  # that belonged to the server at some time
+    num_processes: int = 0  # all processes that the server has started
     num_orphans: int = 0
     complaints: list[str] = field(default_factory=list)
 
@@ -142,7 +142,7 @@ def _unexplained(injection: Injection, tally: Tally) -> Sequence[str]:
 
 
 def _left(result: Result) -> Iterator[str]:
-    """What the server holds now and did not hold before."""
+    """Yield an error for each resource of which the server holds more than before."""
     before, after = result.before, result.after
     assert before is not None
     assert after is not None
@@ -157,7 +157,7 @@ def _left(result: Result) -> Iterator[str]:
 
 
 def _miscounted(result: Result) -> Iterator[str]:
-    """Where the server's own counts are not what was seen."""
+    """Yield an error for each metric of the server that differs from the counts of the suite."""
     restarts, deaths = result.counted["worker_restarts_total"], sum(event.num_deaths for event in result.faults)
     if restarts != deaths:
         yield f"{restarts:g} workers were replaced, {deaths} died"

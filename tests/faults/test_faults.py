@@ -1,4 +1,4 @@
-"""The fault suite's short form, on the tiny model; `make test-faults` is the long one."""
+"""Short run of the fault suite with the tiny model. `make test-faults` runs the long form."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.tiny_model import save_tiny_checkpoint
 pytestmark = pytest.mark.slow
 
 
-def test_every_answer_is_right_or_an_honest_error_and_nothing_is_left(tmp_path: Path) -> None:
+def test_every_response_is_correct_or_a_permitted_error_and_no_resource_leaks(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", max_context_length=2048)
     crowd = {"num_questions": 9, "num_clients": 6, "num_departures": 120, "flood": 80}
     plan = Plan(dtype="float64", seconds=0.0, seed=1, mean_seconds=0.3, **crowd)

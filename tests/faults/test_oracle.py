@@ -1,4 +1,4 @@
-"""The oracle sees what is wrong with an answer: it would say so if the server were."""
+"""The oracle of the fault suite accepts correct responses and permitted errors, and finds wrong responses."""
 
 import json
 from typing import Any
@@ -45,13 +45,13 @@ def oracle() -> Oracle:
 
 
 @pytest.mark.parametrize("right", [body(), stream(FIRST, LAST, SUMMARY, "[DONE]")])
-def test_the_right_answer_is_right(oracle: Oracle, right: Reply) -> None:
+def test_a_correct_response_is_accepted_streamed_or_not(oracle: Oracle, right: Reply) -> None:
     outcome = oracle.judge(0, QUESTION, right)
     assert isinstance(outcome, Answer)
     assert outcome.num_tokens == 2
 
 
-def test_to_the_bit_is_nearer_than_near() -> None:
+def test_logprobs_may_differ_by_rounding_unless_compared_bitwise() -> None:
     def scored(logprob: float) -> Reply:
         answer = json.loads(body().text)
         answer["choices"][0]["logprobs"] = {"token_logprobs": [-1.0, logprob]}
@@ -61,10 +61,10 @@ def test_to_the_bit_is_nearer_than_near() -> None:
         oracle = Oracle(to_the_bit=to_the_bit)
         oracle.learn(0, QUESTION, scored(-2.0))
         assert isinstance(oracle.judge(0, QUESTION, scored(-2.0)), Answer)
-        with pytest.raises(WrongAnswer, match="not what the undisturbed server said"):
+        with pytest.raises(WrongAnswer, match="differs from the reference response"):
             oracle.judge(0, QUESTION, scored(-2.1))
         if to_the_bit:
-            with pytest.raises(WrongAnswer, match="near, and others"):
+            with pytest.raises(WrongAnswer, match="numbers differ in their last bits"):
                 oracle.judge(0, QUESTION, scored(-2.000001))
         else:
             assert isinstance(oracle.judge(0, QUESTION, scored(-2.000001)), Answer)
@@ -73,7 +73,7 @@ def test_to_the_bit_is_nearer_than_near() -> None:
 @pytest.mark.parametrize(
     ("status", "code"), [(429, "queue_full"), (408, "queue_timeout"), (503, "draining"), (500, "engine_failed")]
 )
-def test_an_honest_error_is_one(oracle: Oracle, status: int, code: str) -> None:
+def test_a_permitted_error_is_accepted(oracle: Oracle, status: int, code: str) -> None:
     error = {"message": "later", "type": "server_error", "param": None, "code": code}
     assert oracle.judge(0, QUESTION, reply(json.dumps({"error": error}), status, retry_after="1")) == error
     assert oracle.judge(0, QUESTION, stream(FIRST, {"error": error})) == error
@@ -96,9 +96,11 @@ def test_an_honest_error_is_one(oracle: Oracle, status: int, code: str) -> None:
         stream(FIRST, SUMMARY, "[DONE]"),
         reply("{}", 500),
         reply('{"error": {"message": "", "type": "", "param": null, "code": "internal_error"}}', 500),
-        reply('{"error": {"message": "", "type": "", "param": null, "code": "queue_full"}}', 429),  # until when?
+        reply(
+            '{"error": {"message": "", "type": "", "param": null, "code": "queue_full"}}', 429
+        ),  # without Retry-After
     ],
 )
-def test_what_is_wrong_is_found(oracle: Oracle, wrong: Reply) -> None:
+def test_a_wrong_response_is_found(oracle: Oracle, wrong: Reply) -> None:
     with pytest.raises(WrongAnswer):
         oracle.judge(0, QUESTION, wrong)

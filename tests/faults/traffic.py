@@ -1,4 +1,4 @@
-"""Clients that ask, one question after the other, until they are told to stop; and what became of each."""
+"""Clients that send one request after the other until the faults end, and the outcomes of their requests."""
 
 import asyncio
 import random
@@ -13,24 +13,24 @@ from tests.faults.wire import Moment, Reading, Reply, exchange, request_bytes
 from tests.service.bad_requests import BAD_REQUESTS, CONTEXT, VOCABULARY
 
 _SLOW, _DRIPPING = Reading(slow_seconds=0.02), Reading(num_drops=6)
-# How a question is asked, and how often of a hundred times.
+# Behaviour of a client, and its frequency in percent.
 _MANNERS = {
-    "read as it comes": 50,
+    "read without delay": 50,
     "read slowly": 8,
-    "sent in drops": 8,
-    "left": 14,
+    "sent in pieces": 8,
+    "disconnected": 14,
     "resumed by event id": 7,
     "repeated by key": 5,
     "bad request": 8,
 }
-# What the size of a vocabulary or a context decides would not be the same for every model.
+# Bad requests with these words in their error depend on the vocabulary or context of the tiny model.
 _ONE_MODELS = ("context", "vocabulary", str(CONTEXT), str(VOCABULARY))
 _BAD = [bad for bad in BAD_REQUESTS if not any(word in bad[2] for word in _ONE_MODELS) and len(bad[0]) < 10**6]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of all that was asked."""
+    """Counts of requests, client behaviours and outcomes, and the errors found."""
 
     asked: Counter[str] = field(default_factory=Counter)  # by kind of question
     manners: Counter[str] = field(default_factory=Counter)
@@ -38,13 +38,13 @@ class Tally:
     num_compared: int = 0
     num_tokens: int = 0
     longest_gap: float = 0.0
-    casualties: list[tuple[float, float]] = field(default_factory=list)  # when each began and ended
+    casualties: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each failed request
     complaints: list[str] = field(default_factory=list)
 
     def saw(self, outcome: Answer | dict[str, Any], reply: Reply) -> None:
-        """An answer that is right, or an honest error."""
+        """Count a correct response or a permitted error."""
         if isinstance(outcome, Answer):
-            self.endings["the right answer"] += 1
+            self.endings["correct response"] += 1
             self.num_compared += 1
             self.num_tokens += outcome.num_tokens
             return
@@ -54,12 +54,12 @@ class Tally:
 
 
 class Traffic:
-    """A crowd of clients of one server.
+    """Clients of one server.
 
     Args:
-        port: where it listens.
-        asked: what they ask.
-        oracle: knows the answers.
+        port: port of the server.
+        asked: requests that the clients send.
+        oracle: stores and compares the responses.
     """
 
     def __init__(self, port: int, asked: Sequence[Question], oracle: Oracle) -> None:
@@ -69,7 +69,7 @@ class Traffic:
         self.tally = Tally()
 
     async def learn(self, *, at_once: int) -> None:
-        """Ask each question as a body, so many at a time: what the oracle goes by."""
+        """Send each request without streaming, `at_once` concurrently, and store the responses as the reference."""
 
         async def learn_one(number: int) -> None:
             question = self._asked[number]
@@ -81,14 +81,14 @@ class Traffic:
         await asyncio.gather(*map(learn_one, range(len(self._asked))))
 
     async def check_all(self, choose: random.Random, *, at_once: int) -> None:
-        """Ask each question once more, and have it answered."""
+        """Send each request once more, and check that it succeeds with the reference response."""
 
         async def check(number: int) -> None:
             async with places:
                 before = self.tally.num_compared
-                await self._ask(number, "read as it comes", choose)
+                await self._ask(number, "read without delay", choose)
                 if self.tally.num_compared == before:
-                    self.tally.complaints.append(f"question {number} was not answered though nothing was wrong")
+                    self.tally.complaints.append(f"request {number} failed without a fault")
 
         places = asyncio.Semaphore(at_once)
         if at_once == 1:
@@ -98,12 +98,12 @@ class Traffic:
             await asyncio.gather(*map(check, range(len(self._asked))))
 
     async def flood(self, number: int, choose: random.Random) -> None:
-        """So many at once."""
+        """Send `number` requests at once."""
         manner = "in a flood"
         await asyncio.gather(*(self._ask(choose.randrange(len(self._asked)), manner, choose) for _ in range(number)))
 
     async def client(self, choose: random.Random, over: asyncio.Event) -> None:
-        """One client, until it is over."""
+        """Send requests as one client until `over` is set."""
         names, weights = list(_MANNERS), list(_MANNERS.values())
         while not over.is_set():
             (manner,) = choose.choices(names, weights)
@@ -118,7 +118,7 @@ class Traffic:
         if manner == "resumed by event id" and not streams:
             manner = "repeated by key"
         if manner == "repeated by key" and question.path not in (TEXT, "/v1/chat/completions"):
-            manner = "read as it comes"
+            manner = "read without delay"
         self.tally.asked[question.kind] += 1
         self.tally.manners[manner] += 1
         body = (
@@ -126,7 +126,7 @@ class Traffic:
         )
         try:
             match manner:
-                case "left":
+                case "disconnected":
                     await self._leave(question.path, body, choose)
                     return
                 case "resumed by event id":
@@ -134,9 +134,9 @@ class Traffic:
                 case "repeated by key":
                     reply = await self._repeat(question.path, body, choose)
                 case _:
-                    reading = {"read slowly": _SLOW, "sent in drops": _DRIPPING}.get(manner, Reading())
+                    reading = {"read slowly": _SLOW, "sent in pieces": _DRIPPING}.get(manner, Reading())
                     reply = await exchange(self._port, request_bytes(question.path, body), reading, choose)
-                    if manner == "read as it comes":
+                    if manner == "read without delay":
                         self.tally.longest_gap = max(self.tally.longest_gap, reply.longest_gap)
             outcome = self._oracle.judge(number, question, reply)
             self.tally.saw(outcome, reply)
@@ -150,10 +150,10 @@ class Traffic:
     async def _leave(self, path: str, body: dict[str, Any], choose: random.Random) -> None:
         moment = choose.choice(list(Moment))
         await exchange(self._port, request_bytes(path, body), leaving(moment, choose), choose)
-        self.tally.endings["the client left"] += 1
+        self.tally.endings["client disconnected"] += 1
 
     async def _resume(self, path: str, body: dict[str, Any], choose: random.Random) -> Reply:
-        """Leave a stream, once or twice, and come back for the rest of it. All of it, as one reply."""
+        """Disconnect from a stream, and resume it by its last event id. Return the whole stream as one reply."""
         headers, told, reading = {"accept": "text/event-stream"}, b"", leaving(Moment.ANSWERED, choose)
         while True:
             reply = await exchange(self._port, request_bytes(path, body, headers), reading, choose)
@@ -169,7 +169,7 @@ class Traffic:
         return reply if reply.is_complete else await exchange(self._port, request_bytes(path, body), reading, choose)
 
     async def _repeat(self, path: str, body: dict[str, Any], choose: random.Random) -> Reply:
-        """Leave, and ask again under the same key."""
+        """Disconnect, and send the request again with the same Idempotency-Key."""
         sent = request_bytes(path, body, {"idempotency-key": f"{choose.getrandbits(64):x}"})
         await exchange(self._port, sent, leaving(choose.choice([Moment.ASKED, Moment.ANSWERED]), choose), choose)
         return await exchange(self._port, sent, Reading(), choose)
@@ -182,7 +182,7 @@ class Traffic:
             if reply.status == 429:
                 self.tally.endings["429 queue_full"] += 1
             elif reply.status == status and words in reply.text:
-                self.tally.endings[f"{status}, as it should be"] += 1
+                self.tally.endings[f"{status}, as expected"] += 1
             else:
                 self._complain(f"bad request {body[:60]!r}: {reply.status} {reply.text[:200]}")
         except (OSError, TimeoutError) as error:
@@ -194,5 +194,5 @@ class Traffic:
 
 
 def leaving(moment: Moment, choose: random.Random) -> Reading:
-    """A client that leaves at that moment, anywhere in it."""
+    """Return a client behaviour that disconnects at a random point of this stage."""
     return Reading(leaves=moment, leaves_after=choose.uniform(0.0, 0.1 if moment is Moment.ASKED else 1.0))

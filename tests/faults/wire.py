@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a socket of its own for each request, by clients with manners, and by those without."""
+"""HTTP/1.1 client with one socket per request, which can send and read slowly and disconnect at any stage."""
 
 import asyncio
 import json
@@ -11,12 +11,12 @@ from typing import Any
 
 import httptools
 
-# No answer takes so long, whatever happens to the server: who waits longer has found a hang.
+# A response that takes longer is a hang, since no fault delays a response for so long.
 PATIENCE_SECONDS = 120.0
 
 
 class Moment(StrEnum):
-    """When a client leaves."""
+    """Stage of a request at which a client disconnects."""
 
     CONNECTED = "before a byte"
     HEAD = "in the head"
@@ -28,12 +28,12 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a client sends and reads.
+    """Behaviour of a client.
 
-    num_drops: pieces in which the request is sent, up to 50 ms apart.
-    slow_seconds: time between two reads of 512 bytes; 0: all there is, at once.
-    leaves: when the client leaves, before the end.
-    leaves_after: where in the head, body or answer, as a share of it; of the time in seconds, before the answer.
+    num_drops: number of pieces in which the request is sent, up to 50 ms apart.
+    slow_seconds: time between two reads of 512 bytes; 0 to read all available bytes without a pause.
+    leaves: stage at which the client disconnects; None if it reads the whole response.
+    leaves_after: share of the head, body or response before the disconnect; for `Moment.ASKED`, seconds.
     """
 
     num_drops: int = 1
@@ -44,7 +44,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Reply:
-    """What has come of an answer. `longest_gap` is the longest time between two pieces of it, in seconds."""
+    """Received part of a response. `longest_gap` is the longest time between two pieces of its body, in seconds."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Reply:
 
 
 def request_bytes(path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """A POST, after which the connection ends."""
+    """Return the bytes of a POST request with `connection: close`."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     fields = {
         "host": "kvasir",
@@ -92,11 +92,11 @@ def request_bytes(path: str, body: Mapping[str, Any] | bytes, headers: Mapping[s
 
 
 async def exchange(port: int, sent: bytes, reading: Reading, choose: random.Random) -> Reply:
-    """Send a request and read its answer, or the part of it that the client stays for.
+    """Send a request. Return its response, or the part of it that precedes the client's disconnect.
 
     Raises:
-        TimeoutError: it did not end in `PATIENCE_SECONDS`.
-        ConnectionError: the other side ended the connection before the answer was complete.
+        TimeoutError: the response did not end within `PATIENCE_SECONDS`.
+        ConnectionError: the server closed the connection before the response was complete.
     """
     reply = Reply()
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -111,7 +111,9 @@ async def exchange(port: int, sent: bytes, reading: Reading, choose: random.Rand
                 writer.transport.abort()
             writer.close()
     if reading.leaves is None and not reply.is_complete:
-        raise ConnectionResetError(f"the connection ended {len(reply.content)} bytes into the answer")
+        raise ConnectionResetError(
+            f"the server closed the connection after {len(reply.content)} bytes of the response body"
+        )
     return reply
 
 
@@ -136,7 +138,7 @@ async def _read(reader: asyncio.StreamReader, reply: Reply, reading: Reading) ->
     if reading.leaves is Moment.ASKED:
         await asyncio.sleep(reading.leaves_after)
         return
-    # An answer's length is not known before: leaving in the midst of it is leaving after some of its usual size.
+    # The length of a response is not known in advance, so `leaves_after` is a share of a usual length of 8,000 bytes.
     enough = reading.leaves_after * 8000 if reading.leaves is Moment.ANSWERED else float("inf")
     while not reply.is_complete and len(reply.content) < enough:
         piece = await reader.read(512 if reading.slow_seconds else 2**16)
@@ -149,7 +151,7 @@ async def _read(reader: asyncio.StreamReader, reply: Reply, reading: Reading) ->
 
 
 class _Parsed:
-    """httptools calls what of these there is."""
+    """Callbacks of the httptools parser, which calls only the methods that exist."""
 
     def __init__(self, reply: Reply) -> None:
         self.on_header = reply.on_header

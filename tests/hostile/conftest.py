@@ -8,7 +8,7 @@ from tests.e2e.process import Service, serving
 from tests.hostile.raw import ALICE, BOB, CAROL, MAX_CONNECTIONS
 from tests.tiny_model import save_tiny_checkpoint
 
-# Fails as a stranger's template may: where a message says so.
+# Chat template that fails for one message, as a third-party template may.
 TEMPLATE = (
     "{% for message in messages %}{% if message.content == 'boom' %}{{ 1 / 0 }}{% endif %}{{ message.content }}"
     "{% endfor %}"

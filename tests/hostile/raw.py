@@ -54,7 +54,7 @@ def request(
 def exchange(service: Service, sent: bytes) -> Answer:
     """Send bytes, and read until the server closes the connection."""
     with connect(service) as connection:
-        with suppress(OSError):  # it may close before it has read everything
+        with suppress(OSError):  # the server may close the connection before it has read all bytes
             connection.sendall(sent)
         text = b""
         try:

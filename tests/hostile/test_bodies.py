@@ -1,4 +1,4 @@
-"""Hostile request bodies get a status below 500 soon, and their memory is freed."""
+"""Hostile request bodies get a response with a status below 500, and their memory is freed."""
 
 import json
 from typing import Any
@@ -126,7 +126,7 @@ def test_malformed_bodies_get_a_client_error(service: Service, name: str) -> Non
 
 
 def test_memory_of_large_bodies_is_freed(service: Service) -> None:
-    """Python keeps the pages of the first rounds. Six more rounds add less than the size of two bodies."""
+    """Python keeps memory of the first rounds. Six more rounds add less than the size of two bodies."""
     heavy = [body for path, body, status in WILD.values() if len(body) > 500_000 and path != "/tokenize"]
     assert len(heavy) >= 5
     processes = (service.api, service.worker)

@@ -15,7 +15,7 @@ from tests.hostile.raw import BEARER, MAX_CONNECTIONS, Answer, connect, exchange
 pytestmark = pytest.mark.slow
 
 BODY = b'{"prompt": "a", "max_tokens": 2}'
-# 32 choices with 20 alternatives a token are 15 MB of events, more than the kernel takes for one connection.
+# 32 choices with 20 logprobs per token are 15 MB of events, more than the kernel buffers for one connection.
 LONG = {"prompt": "once", "n": 32, "max_tokens": 500, "logprobs": 20, "ignore_eos": True, "stream": True, "seed": 1}
 
 
@@ -90,8 +90,8 @@ def test_a_connection_gets_503_while_all_connections_wait_for_responses(service:
     worker.suspend()
     try:
         with crowd(service, MAX_CONNECTIONS, request(b"content-length: %d" % len(body), body=body)) as waiting:
-            # To ask the service would take a connection, in the place of one whose request has not been read.
-            wait_until(lambda: num_asked(service) == before + MAX_CONNECTIONS, what="all places to be taken")
+            # By the log: a request for metrics could close a connection whose request has not been read yet.
+            wait_until(lambda: num_asked(service) == before + MAX_CONNECTIONS, what="all connections to be in use")
             assert rest_is_refused(service)
             worker.resume()
             assert [rest(each).statuses for each in waiting] == [[200]] * MAX_CONNECTIONS
@@ -159,7 +159,7 @@ def test_an_idle_keep_alive_connection_does_not_time_out_as_slow(service: Servic
     with connect(service) as connection:
         connection.sendall(sent)
         assert answered(connection) == 200
-        assert exchange(service, b"GET / HTTP/1.1\r\nhost: ").statuses == [408]  # as long as one may take
+        assert exchange(service, b"GET / HTTP/1.1\r\nhost: ").statuses == [408]  # waits for the timeout of a request
         assert exchange(service, b"GET / HTTP/1.1\r\nhost: ").statuses == [408]
         connection.sendall(sent)
         assert answered(connection) == 200

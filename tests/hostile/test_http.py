@@ -16,7 +16,7 @@ CHUNKED = b"transfer-encoding: chunked"
 CHUNKS = b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n"
 GET = b"GET /v1/models HTTP/1.1"
 
-# What is sent, and the statuses of the answers to it.
+# Sent bytes, and the statuses of the responses.
 CASES: dict[str, tuple[bytes, list[int]]] = {
     "length and chunks": (request(LENGTH, CHUNKED, body=CHUNKS), [400]),
     "chunks and length": (request(CHUNKED, LENGTH, body=CHUNKS), [400]),

@@ -44,9 +44,9 @@ def limited(limit: int, value: int, command: Sequence[str]) -> list[str]:
     ("limit", "value", "flags", "said"),
     [
         (resource.RLIMIT_NOFILE, 64, (), "only 64 files may be open at once"),
-        # Enough for the libraries, whose own words would come first, and not for the cache.
+        # Enough memory for the libraries, which would print errors of their own, and too little for the KV-cache.
         (resource.RLIMIT_AS, 2500 * 2**20, ("--kv-cache-memory", "8000"), "lower --kv-cache-memory"),
-        (resource.RLIMIT_FSIZE, 2048, (), "the service cannot run: [Errno 27] File too large"),
+        (resource.RLIMIT_FSIZE, 2048, (), "refused a resource: [Errno 27] File too large"),
     ],
 )
 def test_missing_machine_resources_cause_a_one_line_error(

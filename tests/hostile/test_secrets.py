@@ -11,7 +11,7 @@ from tests.hostile.raw import ALICE, BEARER, BOB, CAROL, exchange, post
 
 pytestmark = pytest.mark.slow
 
-# A wrong key is somebody's right one elsewhere, or a right one with a slip.
+# Invalid here, but secret, too: it may be a valid key of another service, or a mistyped key.
 STRANGE = "sk-strange-0123456789abcdef"
 BODY = b'{"prompt": "a", "max_tokens": 2}'
 
@@ -50,7 +50,7 @@ def test_a_key_appears_nowhere(service: Service) -> None:
         with open(f"/proc/{pid}/cmdline", "rb") as words:
             told += words.read().decode()
     log, printed = service.log.read_text(), service.printed.read_text()
-    assert "API key alice" in log, "debug lines are there"
+    assert "API key alice" in log, "the log has no debug lines"
     assert "API key default" in log
     assert "was killed by SIGKILL" in log
     assert ["api_keys", "alice,", "bob,", "default"] in [line.split() for line in printed.splitlines()]

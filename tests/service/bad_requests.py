@@ -1,4 +1,4 @@
-"""What nobody should send to `/v1/completions`, and the status and words that answer it. Shared with the e2e tests."""
+"""Invalid bodies for `/v1/completions`, each with the status of the response and a part of its error message."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What unit tests of the service share."""
+"""Fixtures of the service's unit tests: the HTTP application in the test process, and a worker that echoes prompts."""
 
 import os
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def lifecycle() -> Lifecycle:
 
 @pytest.fixture
 def settings(tiny_checkpoint: Path) -> ServeSettings:
-    """Tests of a module with other wishes override this."""
+    """Return default settings. A test module that needs other settings overrides this fixture."""
     return ServeSettings(checkpoint=tiny_checkpoint, max_num_running=2, max_waiting_requests=2)
 
 

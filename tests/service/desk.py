@@ -1,4 +1,4 @@
-"""An engine client with a record of its calls."""
+"""Engine client that records the commands it sends and the callbacks it calls."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,7 +12,7 @@ from tests.service.sequences import make_request
 
 
 class Desk:
-    """An engine client with a record of its calls."""
+    """Engine client, with the commands that it has sent and the arguments of its callbacks."""
 
     def __init__(self, *, waiting: int = 10) -> None:
         self.sent: list[Command] = []

@@ -1,4 +1,4 @@
-"""Admission, by a clock to move."""
+"""Admission control with a clock that the test moves."""
 
 from service.admission.controller import Admission, QueuePolicy
 from service.protocol.errors import Overloaded
@@ -13,7 +13,7 @@ class Clock:
 
 
 class Service:
-    """Admission, and a fake clock to move."""
+    """Admission control, and the fake clock that it reads."""
 
     def __init__(self, *, running: int = 2, waiting: int = 2, tokens: int = 1000, draw: float = 0.0) -> None:
         self.clock = Clock()
@@ -28,7 +28,7 @@ class Service:
         )
 
     def refused(self, token_counts: list[int], terms: QueuePolicy | None = None) -> Overloaded | None:
-        """None when it was admitted."""
+        """Try to admit a request. Return the error if it is rejected, None if it is admitted."""
         try:
             self.admission.admit(token_counts, terms)
         except Overloaded as refusal:
@@ -45,7 +45,7 @@ class Service:
         self.admission.ended(tenant)
 
     def work(self, num: int, *, seconds: float, num_tokens: int = 10) -> None:
-        """So many times one ends after so many seconds, the next begins, and another comes to wait."""
+        """Repeat `num` times: after `seconds`, a running choice ends, the next begins, and a new one is queued."""
         for _ in range(num):
             self.clock.now += seconds
             self.begin_and_end(num_tokens)

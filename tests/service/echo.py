@@ -1,4 +1,4 @@
-"""A worker that answers at once."""
+"""Fake worker that completes each prompt at once with the prompt itself."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ WIDTH = 32  # of the tiny model's hidden states
 
 
 class EchoChannel:
-    """The channel with a worker behind it that completes every prompt with itself, at once.
+    """Channel to a fake worker that completes each prompt at once with the prompt itself.
 
-    A text's vector is a function of its ids: `vector`.
+    The embedding of a prompt is `vector` of its token ids.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class EchoChannel:
         self.failure: str | None = None
 
     def discard_unsent(self) -> None:
-        """Nothing waits here."""
+        """Do nothing: no message is ever unsent."""
 
     def submit(self, message: bytes) -> None:
         batch = decode_commands(message)
@@ -52,6 +52,6 @@ class EchoChannel:
 
 
 def vector(token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """Of length 1, another for other ids."""
+    """Return a random vector of Euclidean norm 1, with the token ids as its seed."""
     vector_E = np.random.default_rng(list(token_ids)).normal(size=WIDTH).astype(np.float32)
     return vector_E / np.linalg.norm(vector_E)

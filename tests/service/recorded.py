@@ -1,4 +1,4 @@
-"""Clients of recordings, and what is recorded: streams that are let through event by event."""
+"""Clients of a response store, and SSE responses that send an event only when the test permits it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -13,7 +13,7 @@ from service.requests.response_store import ResponseStore
 
 
 class Client:
-    """One connection: a request, and what comes back until it leaves."""
+    """Client connection: its request, and the response that it has received until it disconnects."""
 
     def __init__(
         self, *, body: bytes = b"{}", key_name: str = "", path: str = "/v1/completions", **headers: str
@@ -52,7 +52,7 @@ class Client:
 
 
 class Events(Response):
-    """A stream whose events are let through one by one; it ends when its client leaves."""
+    """SSE response that sends as many events as `let` permits. It ends early if its client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -87,7 +87,7 @@ class Events(Response):
 
 
 class Kept:
-    """A response store and its counts; closed at the end."""
+    """Response store that is closed at the end of the `async with`, and what it has counted."""
 
     def __init__(self, keep_seconds: float = 60.0) -> None:
         self.counted: list[str] = []
@@ -114,4 +114,4 @@ def gives(response: Response) -> Callable[[], Coroutine[Any, Any, Response]]:
 
 
 async def never() -> Response:
-    raise AssertionError("nothing is to be made anew")
+    raise AssertionError("a buffered response was computed again")

@@ -1,4 +1,4 @@
-"""Makers of the values that travel between frontend and worker, with what a test does not care about filled in."""
+"""Constructors of commands and events, with default values for the fields that a test does not set."""
 
 from typing import Any
 

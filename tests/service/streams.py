@@ -1,4 +1,4 @@
-"""Streams, joined: the chunks of an answer as its body would say it."""
+"""Conversion of a streamed response into the body that the same request gets without streaming."""
 
 import json
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ _PARTS = ("token_ids", "prompt_token_ids", "prompt_logprobs")
 
 
 def events(body: str) -> list[dict[str, Any]]:
-    """The JSON of a stream's events, which end with [DONE]."""
+    """Return the JSON of the events of a stream, and check that the last event is [DONE]."""
     data = [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
     assert data.pop() == "[DONE]"
     return [json.loads(event) for event in data]
 
 
 def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a body must say beside its usage and timings: `choices`, and what stands beside them.
+    """Join the chunks of a stream into `choices` and the fields beside it, without usage and timings.
 
-    What is told once must be told once; one choice a chunk; nothing after its finish.
+    Checks that no field is repeated, that a chunk has at most one choice, and that nothing follows a finish reason.
     """
     choices: dict[int, dict[str, Any]] = {}
     whole: dict[str, Any] = {}
@@ -35,7 +35,7 @@ def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(choice: dict[str, Any], piece: dict[str, Any]) -> None:
-    assert choice.get("finish_reason") is None, "something came after the end"
+    assert choice.get("finish_reason") is None, "a chunk follows the finish reason"
     if "delta" in piece:
         delta = piece["delta"]
         if "message" not in choice:
@@ -65,7 +65,7 @@ def _extended(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str,
 
 
 def assert_close(first: Any, second: Any) -> None:
-    """Equal, but for what another batch does to a log-probability."""
+    """Check that two JSON values are equal. Floats may differ by 1e-5, as logprobs do in another batch."""
     if isinstance(first, dict):
         assert first.keys() == second.keys()
         for key, value in first.items():

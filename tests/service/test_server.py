@@ -1,4 +1,4 @@
-"""Composition of the server."""
+"""Checks of the server before it reads a checkpoint."""
 
 import socket
 from pathlib import Path

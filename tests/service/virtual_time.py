@@ -1,5 +1,4 @@
-"""An event loop whose clock goes forward only when nothing else is left to do: pauses take no time, and no machine is
-too slow for what is written with them."""
+"""Event loop with a virtual clock: a pause takes no real time, so that timing tests do not depend on the machine."""
 
 import asyncio
 import selectors
@@ -8,14 +7,14 @@ from typing import Any
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` jumps to what is due next as soon as everything that was due is done."""
+    """Event loop whose `time()` jumps to the next timer when no callback is ready to run."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         super().__init__(_Selector(self._skip))
 
     def time(self) -> float:
-        """Seconds that were waited for, in all."""
+        """Return the sum of all seconds that the loop has waited."""
         return self._seconds
 
     def _skip(self, seconds: float) -> None:
@@ -28,7 +27,7 @@ class _Selector(selectors.DefaultSelector):
         self._skip = skip
 
     def select(self, timeout: float | None = None) -> Any:
-        if timeout is None:  # nothing is due ever: another thread has the next word
+        if timeout is None:  # no timer is set: only a socket or another thread can wake the loop
             return super().select(None)
         ready = super().select(0)
         if not ready:
@@ -37,6 +36,6 @@ class _Selector(selectors.DefaultSelector):
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """As `asyncio.run`, in virtual time."""
+    """Run a coroutine like `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(main)

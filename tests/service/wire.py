@@ -1,4 +1,4 @@
-"""A connection without a network: what a client sends to the protocol, and what the protocol writes."""
+"""HTTP connection without a network: a test feeds bytes to the protocol and reads the bytes that it writes."""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,7 @@ from service.http.connection import BoundedHttpProtocol, ConnectionLimits
 
 
 class Wire(asyncio.Transport):
-    """What the protocol writes. `num_unsent` is what the client has not taken yet."""
+    """Transport that stores what the protocol writes. `num_unsent` is the size of a simulated send buffer in bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class Wire(asyncio.Transport):
         return self.num_unsent
 
     def pause_reading(self) -> None:
-        """Whoever talks goes on."""
+        """Do nothing: the test may send bytes at any time."""
 
     def resume_reading(self) -> None:
-        """Whoever talks has gone on."""
+        """Do nothing: the test may send bytes at any time."""
 
 
 def connect(app: Any, state: ServerState, **bounds: Any) -> tuple[BoundedHttpProtocol, Wire]:
-    """A connection that has just been made. Needs a running event loop."""
+    """Return the protocol of a new connection, and its transport. Needs a running event loop."""
     wire = Wire()
     given: Any = {"limits": ConnectionLimits(), "count": lambda error: None, **bounds}
     protocol = BoundedHttpProtocol(Config(app, http=BoundedHttpProtocol, log_config=None), state, {}, **given)

@@ -69,7 +69,7 @@ class PathProbe:
             os.write(self._file, line.encode())
 
     def _find(self, value: Any, kind_of: Any, depth: int) -> str | None:
-        """Return the representation in which the value is or holds what is searched, or None."""
+        """Return the name of the type in which `kind_of` finds the prompt or token within a value; None if absent."""
         kind: str | None = kind_of(value)
         if kind is not None or depth == 0:
             return kind

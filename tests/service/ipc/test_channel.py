@@ -116,7 +116,7 @@ def _echo(channel: WorkerChannel, count: int) -> None:
 
 
 def test_commands_of_any_length_reach_another_process_in_order() -> None:
-    """The messages are longer than the buffer of the socket, so some packets wait in the sending process."""
+    """The messages are longer than the socket's buffer, so some packets are queued in the sending process."""
     items = [b"x", LONG, b"", b"y" * _PACKET_BYTES, b"z" * 1000] * 3
     channel = Channel()
 
@@ -165,7 +165,7 @@ def test_a_new_worker_gets_whole_messages_after_unsent_packets_were_dropped() ->
 
 
 def test_a_packet_is_sent_again_if_the_kernel_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packet is not lost, and the request of the packet does not fail."""
+    """`submit` raises no error, and the packet is sent later."""
 
     class Failing:
         def __init__(self, writer: Any) -> None:

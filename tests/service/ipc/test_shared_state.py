@@ -1,4 +1,4 @@
-"""Watchdog over heartbeats."""
+"""Watchdog that measures the time since the last heartbeat of a process."""
 
 import pytest
 
@@ -25,7 +25,7 @@ class Bench:
 def test_silence_begins_at_the_last_heartbeat() -> None:
     bench = Bench()
     bench.silence_after(1.0)
-    assert bench.silence_after(9.0) == 9.9  # it was there at the first look
+    assert bench.silence_after(9.0) == 9.9  # the first check counts as a heartbeat
     for number in range(1, 10):
         bench.sign = number
         assert bench.silence_after(5.0) == 4.9

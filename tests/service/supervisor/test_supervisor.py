@@ -244,7 +244,7 @@ def test_service_ends_if_no_worker_can_be_started(bench: Bench, caplog: pytest.L
     bench.error = BlockingIOError(11, "Resource temporarily unavailable")
     bench.die()
     assert bench.is_over
-    assert "no other worker can be started: [Errno 11] Resource temporarily unavailable" in caplog.text
+    assert "no worker can be started to replace the dead worker: [Errno 11] Resource" in caplog.text
 
 
 def test_death_of_the_api_process_ends_the_service(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ class Reporting:
 
 @dataclass
 class Order:
-    """Order with the fields that `service.worker.worker.main` reads, and data that no socket holds."""
+    """Order with the fields that `service.worker.worker.main` reads, and more data than a socket's buffer holds."""
 
     worker_class: str
     main_pid: int
@@ -103,7 +103,7 @@ def test_worker_ends_when_main_is_killed(tmp_path: Path) -> None:
 def test_weights_are_read_ahead_from_regular_files_if_memory_allows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Opening a pipe may never end."""
+    """A named pipe is skipped, because opening it could block forever."""
     paths = [tmp_path / f"model-{number}.safetensors" for number in range(2)]
     for path in (*paths, tmp_path / "manifest.json"):
         path.write_bytes(b"weights")

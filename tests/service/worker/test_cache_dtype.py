@@ -74,7 +74,7 @@ def test_float16_cache_of_another_model_dtype_or_device_is_rejected(
     asked: dict[str, str], model: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    remedy = "leave it out, or give --device cpu --dtype float32"
+    remedy = "omit the flag, or give --device cpu --dtype float32"
     line = f"--kv-cache-dtype float16 needs a float32 model on the CPU, and this model is {model}; {remedy}"
     with pytest.raises(SettingsError) as refusal:
         build_engine(settings(tiny_checkpoint, kv_cache_dtype="float16", **asked), read_manifest(tiny_checkpoint))

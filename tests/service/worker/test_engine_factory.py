@@ -93,7 +93,9 @@ def test_auto_dtype_is_that_of_the_checkpoint_with_native_kernels(
     _, facts = build_engine(settings(stored.directory), stored)
     assert facts.dtype == "float32", "no kernels could be had"
     (record,) = caplog.records
-    assert record.getMessage() == "no native kernels, PyTorch's kernels serve: no C++ compiler"
+    assert (
+        record.getMessage() == "native kernels are not available, so PyTorch's slower kernels are used: no C++ compiler"
+    )
 
 
 def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_checkpoint: Path) -> None:
@@ -106,7 +108,7 @@ def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_c
 def test_auto_attention_is_sdpa_without_vector_instructions(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on ARM, which has no native kernels."""
+    """The processor is reported as ARM, for which there are no native kernels."""
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     _, facts = build_engine(settings(tiny_checkpoint), manifest)
     assert (facts.attention, facts.kernel_level) == ("sdpa", None)
@@ -199,7 +201,7 @@ def test_the_cache_of_a_server_leaves_room_for_its_plan(manifest: Manifest, monk
 def test_a_replacement_worker_has_the_cache_size_of_the_first_worker(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The free memory at the replacement does not matter, since the API process has taken some."""
+    """The size does not depend on the free memory at the replacement, because the API process uses memory by then."""
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: 0)
     asked = settings(manifest.directory)
     _, facts = build_engine(asked, manifest, server=ServerNeeds(standby=True, num_blocks=17))
@@ -275,7 +277,7 @@ def test_explicit_settings_are_those_of_the_engine(
 def test_a_cache_too_small_for_one_context_is_rejected_with_the_needed_size(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remedy = r"63.0KiB holds 240 tokens.*: give it 1MiB, or set --max-context-length 240"
+    remedy = r"63.0KiB holds 240 tokens.*: set it to 1MiB, or set --max-context-length 240"
     with pytest.raises(SettingsError, match=remedy):
         build_engine(settings(tiny_checkpoint, kv_cache_memory="63KiB"), manifest)
     assert build_engine(settings(tiny_checkpoint, kv_cache_memory="64KiB"), manifest)[1].num_blocks == 16
@@ -285,7 +287,7 @@ def test_a_cache_larger_than_memory_is_rejected_before_its_allocation(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_free(monkeypatch, 100 * 2**20)
-    with pytest.raises(ValueError, match=r"--kv-cache-memory 101.0MiB: only 100 MiB are free"):
+    with pytest.raises(ValueError, match=r"--kv-cache-memory 101.0MiB: only 100 MiB are free; choose a smaller size"):
         build_engine(settings(tiny_checkpoint, kv_cache_memory=101), manifest)
 
 
@@ -345,7 +347,7 @@ def test_quantization_that_the_device_does_not_support_is_rejected(
 def test_gpu_quantization_serves(
     manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A CPU stands for the GPU."""
+    """The engine runs on a CPU with the quantization of a GPU."""
     quantization = Quantization(name)
     monkeypatch.setattr(engine_factory, "choose_quantization", lambda *given: quantization)
     flags = {"quantize": name, "dtype": "bfloat16", "attention": "sdpa"}

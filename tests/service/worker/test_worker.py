@@ -215,7 +215,7 @@ def test_a_second_engine_failure_in_a_row_ends_the_worker(bench: Bench) -> None:
     bench.put(make_submit("a"))
     bench.engine_loop.run_once()
     bench.put(make_submit("b"))
-    with pytest.raises(RuntimeError, match="twice in a row"):
+    with pytest.raises(RuntimeError, match="two engine steps in a row"):
         bench.engine_loop.run_once()
     assert bench.uids() == [["a"], ["b"]], "the second one has its ending, too"
 
