@@ -159,15 +159,19 @@ def test_the_change_by_quantization_is_reported(run: Run, texts: Path, tmp_path:
     ("flags", "code", "said"),
     [
         (("--samples", "0"), 2, "nothing to measure: give --config, --texts or --pairs"),
-        (("--texts", "mine"), 2, "--texts: must be NAME=FILE, each with a different name"),
+        (
+            ("--texts", "mine"),
+            2,
+            "--texts: must be NAME=FILE: a name for the results and a text file; names must differ",
+        ),
         (("--texts", "mine=none.txt"), 1, "none.txt: No such file or directory; correct the path"),
         (("--pairs", "none.jsonl"), 1, "none.jsonl: No such file or directory"),
         (("--config", "none.toml"), 1, "none.toml: No such file or directory"),
-        (("--out", "/none/out.json"), 2, "--out: must be a new or existing writable file in an existing directory"),
-        (("--documents", "."), 2, "--documents: must be a new or existing writable file in an existing directory"),
+        (("--out", "/none/out.json"), 2, "--out: must be a file that can be written, in an existing directory"),
+        (("--documents", "."), 2, "--documents: must be a file that can be written, in an existing directory"),
         (("--max-context-length", "257"), 2, "must be from 3 to 256, the number of positions of the model"),
         (("--max-context-length", "2"), 2, "must be from 3 to 256"),
-        (("--config", str(RECIPE), "--texts", "grimm=x"), 2, "the recipe also has a source grimm"),
+        (("--config", str(RECIPE), "--texts", "grimm=x"), 2, "the recipe has a source named grimm"),
         (("--export-tasks", str(ROOT)), 1, "choose an empty or a new directory"),
     ],
 )

@@ -204,4 +204,4 @@ def test_bench_is_found_by_its_entry_point_and_its_absence_is_explained(
     assert "kvasir bench" in capsys.readouterr().err
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert main(["bench"]) == 2
-    assert "its package is not installed; run `make install`" in capsys.readouterr().err
+    assert "the command's package is not installed; run `make install`" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_the_output_directory_may_not_overlap_the_run_directory(
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "runs" / "tiny")
     assert run("--out", f"{tmp_path}/{out}", "--run-directory", f"{tmp_path}/runs/tiny") == 2
-    message = f"overlaps the saved run in {tmp_path}/runs/tiny; choose another directory\n"
+    message = f"overlaps the training run saved in {tmp_path}/runs/tiny; choose another directory\n"
     assert capsys.readouterr().err == f"kvasir train: --out {tmp_path / out} {message}"
     assert started == []
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
@@ -106,7 +106,7 @@ def test_the_default_run_directory_is_compared_too(
     started: list[tuple[TrainConfig, RunSettings]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--out", "runs/attention-alibi") == 2
-    message = "overlaps the saved run in runs/attention-alibi; choose another directory\n"
+    message = "overlaps the training run saved in runs/attention-alibi; choose another directory\n"
     assert capsys.readouterr().err == f"kvasir train: --out runs/attention-alibi {message}"
     assert started == []
 
@@ -188,11 +188,14 @@ HUGE = f"1{'0' * 400}"
 ODD: dict[str, tuple[str, str]] = {
     "width": (
         "[model]\nhidden_size = 1_000_000_000",
-        r"need at least .* MiB, but .* MiB are free; lower batch_size or",
+        r"needs at least .* MiB of memory, but .* MiB are free; lower batch_size or",
     ),
-    "layers": ("[model]\nnum_layers = 10_000\nmlp_size = 1_000_000", r"parameters and .* need at least .* MiB, but"),
+    "layers": (
+        "[model]\nnum_layers = 10_000\nmlp_size = 1_000_000",
+        r"parameters with .* needs at least .* MiB of memory, but",
+    ),
     "theta": (f"[model]\nrope_theta = {HUGE}", "rope_theta must be a positive number"),
-    "batch": ("batch_size = 1_000_000_000", r"tokens a step need at least .* MiB"),
+    "batch": ("batch_size = 1_000_000_000", r"tokens per step needs at least .* MiB"),
     "batch beyond all bounds": (
         f"batch_size = {HUGE}",
         "batch_size: Expected `int` <= 9223372036854775807",
@@ -228,9 +231,9 @@ def test_invalid_recipe_values_cause_a_one_line_error_before_training(
     [
         (
             RuntimeError("can't allocate memory\nframes"),
-            "can't allocate memory; if memory ran out, lower batch_size or the",
+            "training failed: can't allocate memory; if memory ran out, lower batch_size or the",
         ),
-        (MemoryError(), "out of memory; if memory ran out, lower batch_size or the model's sizes"),
+        (MemoryError(), "training failed: out of memory; if memory ran out, lower batch_size or the model's sizes"),
     ],
 )
 def test_a_model_that_exceeds_memory_causes_a_one_line_error(

@@ -135,7 +135,7 @@ def test_a_killed_and_interrupted_run_resumes_to_the_end_of_its_recipe(here: Pat
     out, err = process.communicate()
     assert process.returncode == 130
     assert out.endswith("saved in runs/mine; run the same command again to continue\n")
-    assert err == "\nstopping after this step; interrupt again to stop now\n"
+    assert err == "\nstopping after this training step; interrupt again to stop now\n"
     step = saved_step(here / "runs" / "mine")
     assert step == len(losses(here / "runs" / "mine")) >= 1
 
@@ -231,8 +231,8 @@ def test_a_full_disk_keeps_the_last_save(
         capfd.readouterr()
         assert run("--stop-after", "5") == 1
     assert capfd.readouterr().err == (
-        "kvasir train: runs/mine: the disk is full; the last save is intact; free some space, then run the same "
-        "command to continue\n"
+        "kvasir train: runs/mine: the disk is full; the last save of the training run is intact; "
+        "free some space, then run the same command to continue\n"
     )
     assert (here / "runs" / "mine" / "state.safetensors").read_bytes() == before
     assert not (here / "runs" / "mine" / "state.partial").exists()
@@ -273,10 +273,10 @@ def test_a_text_may_come_from_the_environment(
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "give exactly one of --corpus (a training text) and --config (a recipe)"),
+    "nothing": ([], "give either --corpus (a training text) or --config (a recipe)"),
     "both": (
         ["--corpus", "a.txt", "--config", "a.toml"],
-        "give exactly one of --corpus (a training text) and --config (a recipe)",
+        "give either --corpus (a training text) or --config (a recipe)",
     ),
     "steps": (
         ["--corpus", "a.txt", "--steps", "5"],
@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "negative": (["--corpus", "a.txt", "--minutes", "-3"], "--minutes: must be greater than 0, not '-3'"),
     "no number": (["--corpus", "a.txt", "--minutes", "nan"], "--minutes: must be"),
     "a year": (["--corpus", "a.txt", "--minutes", "525600"], "--minutes: must be less than or equal to 10080"),
-    "in itself": (["--corpus", "a.txt", "--run-directory", "x"], "--out x overlaps the saved run in x"),
+    "in itself": (["--corpus", "a.txt", "--run-directory", "x"], "--out x overlaps the training run saved in x"),
 }
 
 

@@ -135,7 +135,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         ),
         (
             ("--checkpoint", "c", "--kv-cache-memory", "0"),
-            "--kv-cache-memory: must be auto, or at least 1 byte, such as",
+            "--kv-cache-memory: must be auto, or a size of at least 1 byte, such as",
         ),
         (
             ("--checkpoint", "c", "--max-body-size", "-1"),
@@ -143,9 +143,9 @@ def test_every_flag_of_the_contract_is_read() -> None:
         ),
         (
             ("--checkpoint", "c", "--max-body-size", "2G"),
-            "--max-body-size: must be a size from 1KiB to 1GiB, such as 2MiB",
+            "--max-body-size: must be a body size from 1KiB to 1GiB, such as 2MiB",
         ),
-        (("--checkpoint", "c", "--max-body-size", "0"), "--max-body-size: must be at least 1 byte"),
+        (("--checkpoint", "c", "--max-body-size", "0"), "--max-body-size: must be a size of at least 1 byte"),
         (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
         (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
     ],
@@ -238,7 +238,7 @@ def test_an_unknown_variable_causes_a_warning(
     monkeypatch.setenv("KVASIR_PROT", "1")
     monkeypatch.setenv("KVASIR_TEMPERATURE", "1")  # a setting of another command
     read("--checkpoint", "c")
-    assert capsys.readouterr().err == "kvasir serve: warning: KVASIR_PROT is not a setting; ignored\n"
+    assert capsys.readouterr().err == "kvasir serve: warning: the variable KVASIR_PROT is not a setting; ignored\n"
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -324,7 +324,7 @@ def test_the_context_length_is_at_most_the_models(tiny_checkpoint: Path) -> None
     config = read_manifest(tiny_checkpoint).config
     for asked, length in (("auto", 256), ("256", 256), ("10", 10)):
         assert context_length(read("--checkpoint", "c", "--max-context-length", asked), config) == length
-    with pytest.raises(SettingsError, match="--max-context-length 257 is over the 256 positions of the model; ask for"):
+    with pytest.raises(SettingsError, match="--max-context-length 257 is over the 256 positions of the model; set"):
         context_length(read("--checkpoint", "c", "--max-context-length", "257"), config)
 
 
@@ -353,11 +353,14 @@ def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_TEXTS", "a=b:c=d")
     assert texts() == ("a=b", "c=d")
     assert texts("--texts", "e=f") == ("e=f",)
-    with pytest.raises(SettingsError, match=r"must be NAME=FILE, each with a different name, not 'a, b=c'$"):
+    with pytest.raises(
+        SettingsError,
+        match=r"must be NAME=FILE: a name .*; names must differ, not 'a, b=c'$",
+    ):
         texts("--texts", "a", "--texts", "b=c")
     for wrong in ("a", "=b", "a=", "a=b:a=c"):
         monkeypatch.setenv("KVASIR_TEXTS", wrong)
-        with pytest.raises(SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE, each with a different name, not '"):
+        with pytest.raises(SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE: .*; names must differ, not '"):
             texts()
 
 

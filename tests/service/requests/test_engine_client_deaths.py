@@ -129,7 +129,7 @@ def test_a_request_that_kills_three_workers_fails_alone_without_retry(
         assert len(await good.next_deltas()) == 1
 
     run(test)
-    assert caplog.messages == ["poison request p (key mallory): several workers died on this request"]
+    assert caplog.messages == ["poison request p (key mallory) fails: several workers died computing it"]
 
 
 def test_poison_candidates_run_alone_in_turn_and_leave_the_worker_after_progress() -> None:
