@@ -29,10 +29,10 @@ _THRESHOLD = 4  # largest holding of a tenant, as a multiple of the capacity tha
 # that a slot which is free for a moment does not interrupt the measurement.
 _FULL = 7 / 8
 _SPREAD = 0.25  # random lengthening of Retry-After, so that requests rejected together do not retry together
-_RETRY_BONUS = 0.25  # extra capacity and patience for a retry, as a share
+_RETRY_BONUS = 0.25  # extra capacity and extra accepted wait of a retry, as a fraction
 _RATE_SECONDS = 30.0  # time constant of the rates: long enough to average over a batch, short enough to follow the load
 _UNKNOWN_WAIT_SECONDS = 1.0  # predicted wait while a rate is unknown
-_MIN_EVENTS = 16  # that make a rate known: the mean of 16 exponential gaps has a standard error of a quarter
+_MIN_EVENTS = 16  # in a known rate: the mean of 16 exponential gaps has a standard error of a quarter
 _NUM_AVERAGED_REJECTIONS = 100  # over which the share of clients that retry is averaged
 _MAX_CHECKED = 16  # sample of Retry-After values whose error is measured
 _MAX_RETRY_QUEUES = 1000  # above this number of virtual queues, queues with no expected retry are dropped
@@ -158,7 +158,7 @@ class Admission:
         self._started_tokens = Rate()  # tokens of sequences that start, while sequences wait
         self._holdings: dict[str, _Holding] = {}
         self._retry_queues: dict[str, _RetryQueue] = {}
-        self._checked: deque[tuple[_Demand, float]] = deque()  # each with the end of its Retry-After
+        self._checked: deque[tuple[_Demand, float]] = deque()  # with the time at which the Retry-After ends
         self.num_sequences = 0
         self.num_waiting_tokens = 0
 

@@ -147,7 +147,7 @@ def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, tor
 
 
 def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
-    """Print the tables of an evaluation. `plain`: that of the unquantized model, for a column of changes, or None."""
+    """Print the tables of an evaluation. `plain`: evaluation of the unquantized model, for the changes, or None."""
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
     rows = []
     for name, held_out in evaluation.held_out.items():

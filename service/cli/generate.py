@@ -1,4 +1,4 @@
-"""Command `kvasir generate`: complete a text in this process."""
+"""Command `kvasir generate`: complete a text in this process, without a server."""
 
 import secrets
 import sys

@@ -140,7 +140,7 @@ def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
 
 
 def _flat(values: Mapping[str, Any]) -> Rows:
-    """Yield a row per value. A mapping becomes one row; a list of mappings, such as training sources, one row each."""
+    """Yield a row per field of the training record. A mapping becomes one row, a list of mappings one row each."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield name, _in_words(value)
@@ -158,7 +158,7 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 
 def _short(value: object) -> str:
-    """Format a value briefly: a hash as its first 16 characters, a float with at least 4 significant digits."""
+    """Format a value of the training record: of a hash the first 16 characters, of a float at least 4 digits."""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
     text = str(value)
@@ -185,9 +185,11 @@ def inspect_params(settings: InspectParamsSettings) -> int:
         print(*lines, "", sep="\n")
     wrong = [row for row in rows if not row.agrees]
     for row in wrong:
-        part = f"kvasir inspect params: {row.group} {row.name}"
-        formula = f"{row.formula.text} gives {row.by_formula:,}"
-        print(f"{part}: formula {formula}, but the tensors have {row.num_counted:,}", file=sys.stderr)
+        print(
+            f"kvasir inspect params: {row.group} {row.name}: formula {row.formula.text} gives {row.by_formula:,} "
+            f"parameters, but the tensors have {row.num_counted:,}",
+            file=sys.stderr,
+        )
     return 1 if wrong or sum(row.num_counted for row in rows) != config.num_parameters else 0
 
 

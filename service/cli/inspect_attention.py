@@ -66,7 +66,7 @@ def _token_ids(settings: InspectAttentionSettings, manifest: Manifest, tokenizer
     context = manifest.config.max_context_length
     count = len(token_ids)
     if count > context:
-        raise SettingsError(f"--prompt: {count} tokens exceed the model's context of {context}; shorten it")
+        raise SettingsError(f"--prompt: {count} tokens exceed the model's context of {context}; shorten the prompt")
     if settings.out is not None and count > MAX_TOKENS:
         raise SettingsError(
             f"--prompt: {count} tokens, but a picture shows at most {MAX_TOKENS}; shorten the prompt or omit --out"

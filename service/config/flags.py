@@ -1,4 +1,4 @@
-"""Declaration of settings: a field defines a flag, variable, default and bounds, and its docstring is the flag's help.
+"""Declaration of settings: a field is a flag, an environment variable, a default and bounds; its docstring is the help.
 
 A memory size is written as in Kubernetes: K, M, G and T are powers of 1,000; Ki, Mi, Gi and Ti are powers of 1,024. A
 final B changes nothing, and case is ignored. A number alone is in MiB.
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
 PREFIX = "KVASIR_"
-FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}  # of fields; accepted for one more version
+FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}  # by field; accepted for one more version
 # Without a width, argparse wraps help pages at the width of the terminal: 80 columns in a pipe.
 HELP_FORMATTER = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE | re.ASCII)

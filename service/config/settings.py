@@ -120,9 +120,9 @@ class ServeSettings(ModelSettings):
     port: int = option("http", 8000, ge=1024, le=65535)
     """port to listen on"""
     model_name: str | None = option("http", None, min_length=1)
-    """model name for clients (default: the checkpoint's name)"""
+    """name of the model in requests and responses (default: the checkpoint's name)"""
     model_alias: Names = option("http", (), metavar="NAME")
-    """further model name for clients; may be repeated"""
+    """further name of the model that requests may use; may be repeated"""
     chat_template: str = option("http", "auto", metavar="auto|plain|none|FILE", min_length=1)
     """chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), or a
     Jinja file"""
@@ -152,7 +152,7 @@ class ServeSettings(ModelSettings):
     max_waiting_requests: int = option("admission", 256, ge=0)
     """maximum sequences waiting to run; further requests get a 429"""
     max_waiting_tokens: int = option("admission", 200_000, ge=1)
-    """maximum prompt and completion tokens of waiting requests; further requests get a 429"""
+    """maximum prompt and completion tokens of all waiting requests together; further requests get a 429"""
     target_queue_seconds: float = option("admission", 0.05, ge=0, le=86_400)
     """longest predicted wait in the queue; a request predicted to wait longer gets a 429; the request's timeout may
     allow a longer wait; 0: no limit"""
@@ -166,7 +166,7 @@ class ServeSettings(ModelSettings):
     max_inspect_tokens: int = option("admission", 128, ge=0, le=512)
     """maximum prompt tokens of an attention inspection; 0: inspection is off"""
     drain_seconds: float = option("operation", 30.0, ge=0, le=3600)
-    """time limit for running requests to finish after SIGTERM"""
+    """time limit for unfinished requests to finish after SIGTERM"""
     standby: bool = option("operation", True)
     """keep a standby worker process, which replaces a dead worker about 1.5 s sooner"""
     hang_seconds: float = option("operation", 120.0, ge=0)
@@ -200,7 +200,7 @@ class ServeSettings(ModelSettings):
     @classmethod
     def _check_hang_seconds(cls, value: float) -> float:
         if 0 < value < 3:
-            raise ValueError("must be 0 (never), or at least 3 seconds (a worker sends a heartbeat every second)")
+            raise ValueError("must be 0 (never replace a worker), or at least 3 seconds (heartbeats come every second)")
         return value
 
 
@@ -287,14 +287,14 @@ class TrainSettings(CommandSettings):
     state regularly; the same command resumes an interrupted run.
     """
 
-    corpus: Paths = option("a text of your own", (), metavar="FILE")
+    corpus: Paths = option("training on your text", (), metavar="FILE")
     """training text: .txt, or .jsonl with a "text" field per line, either also .xz, or a directory of such files; may
     be repeated"""
-    minutes: float = option("a text of your own", 10.0, default_text="10", gt=0, le=10_080)
+    minutes: float = option("training on your text", 10.0, default_text="10", gt=0, le=10_080)
     """minutes of the whole run, from start to finished checkpoint"""
-    config: Path | None = option("a recipe", None, metavar="FILE")
+    config: Path | None = option("training by a recipe", None, metavar="FILE")
     """TOML file of the recipe, see docs/training.md"""
-    steps: int | None = option("a recipe", None, ge=1)
+    steps: int | None = option("training by a recipe", None, ge=1)
     """optimizer steps of the whole run (default: the recipe's)"""
     out: Path = option("run")
     """directory of the finished checkpoint"""
@@ -389,7 +389,7 @@ class ConvertSettings(CommandSettings):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if sum(source is not None for source in (self.nanogpt, self.pickle, self.export)) != 1:
-            raise ValueError("give exactly one checkpoint: --nanogpt, --pickle or --export")
+            raise ValueError("give exactly one checkpoint to convert: --nanogpt, --pickle or --export")
         if (self.nanogpt is None) != (self.tokenizer is None):
             raise ValueError("--nanogpt and --tokenizer need each other; give both or neither")
         return self
@@ -401,7 +401,7 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     for name in sorted(set(os.environ) - {flags.variable_of(name) for name in _field_names(flags.CommandSettings)}):
         # An error would stop services in Kubernetes, which gives every pod KVASIR_SERVICE_HOST for a Service kvasir.
         if name.startswith(flags.PREFIX):
-            print(f"kvasir {command}: warning: the variable {name} is not a setting; ignored", file=sys.stderr)
+            print(f"kvasir {command}: warning: environment variable {name} is not a setting; ignored", file=sys.stderr)
     variables = {name: variable for name in kind.model_fields if (variable := _given_variable(name)) is not None}
     values = {name: os.environ[variable] for name, variable in variables.items()} | given
     default = None

@@ -49,7 +49,7 @@ MAX_FRAMING_RATIO: Final = 8
 _SINGLE: Final = frozenset(
     {b"host", b"content-encoding", b"idempotency-key", b"last-event-id", TIMEOUT_HEADER.encode()}
 )
-MIN_READ_BYTES: Final = 16 * 1024  # of the response, which a slow client must read within each time limit
+MIN_READ_BYTES: Final = 16 * 1024  # bytes of a response that a slow client must read within each time limit
 _BEGINNING: Final = b"HTTP/1.1 "  # of every response, whatever its status
 # Pause after the first probe byte, longer than a round trip within a network. Each further pause is four times as long,
 # so the nine bytes of the beginning last 219 s.
@@ -206,7 +206,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Handle a new connection. Over the limit, close the longest-idle other connection, or reject the new one."""
+        """Handle a new connection. Over the limit of connections, close the longest-idle one, or reject the new one."""
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
         self._waiting_since = self.loop.time()
@@ -236,7 +236,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open on True
-        """Handle the end of the client's sending side. Return True to keep the connection while a response is due."""
+        """Handle the end of the client's sending side. Return True to keep the connection, if a response is due."""
         self._has_client_ended = self.flow.is_held = True
         self._parse()
         return not self.transport.is_closing()

@@ -136,7 +136,7 @@ class EarlyRejection:
 
 
 def _waits_for_the_engine(scope: Scope) -> bool:
-    """Return True if a request, judged by its method, path and headers, waits for the engine and has no buffer yet."""
+    """Return True if a request may be rejected by its headers: it needs the engine, and has no buffered response."""
     if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SHED_ROUTES:
         return False
     return not any(

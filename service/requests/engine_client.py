@@ -135,7 +135,7 @@ class EngineClient:
                 request.wake()
 
     def _receive_delta(self, delta: TokenDelta) -> InflightRequest | None:
-        """Add a token delta to its choice. Return its request, whose deltas are due; None if the delta is dropped."""
+        """Add a token delta to its choice. Return the request if it has deltas to deliver, else None."""
         uid = delta.uid
         entry = self._choices.get(uid)
         if entry is None:
@@ -149,7 +149,7 @@ class EngineClient:
         # A failed step may have sampled tokens that were never sent.
         if delta.index != len(choice.token_ids) and not has_failed:
             expected = len(choice.token_ids)
-            logger.error("sequence %s fails: got tokens from completion index %d, not %d", uid, delta.index, expected)
+            logger.error("sequence %s fails: new tokens begin at index %d, not %d", uid, delta.index, expected)
             request.fail(EngineFailed("the engine's output arrived out of order; try again", retry=True))
             return None
         if not choice.has_started:
@@ -174,7 +174,7 @@ class EngineClient:
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Resubmit all unfinished requests, but a poison request, to a new worker. The first (epoch 0) gets none."""
+        """Resubmit unfinished requests, except a poison request, to a new worker; none to the first (epoch 0)."""
         self.on_worker_ready(ready)
         self.admission.limit_running(None)
         if ready.epoch == 0:

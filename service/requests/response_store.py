@@ -71,7 +71,7 @@ class BufferedResponse:
         self.is_finished = False
         self.num_bytes = 0
         self.idle_since_seconds = time.monotonic()
-        self._parts: deque[tuple[bytes, int]] = deque()  # each with the tokens sent up to the end of its message
+        self._parts: deque[tuple[bytes, int]] = deque()  # each with the number of response tokens up to its end
         self._num_dropped = 0
         self._num_tokens = self._num_read_tokens = 0
         self._response: Response | None = None

@@ -13,7 +13,7 @@ PROMPT = "the theatre in an inn"
 
 @pytest.fixture
 def run(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command on the tiny model. Returns exit code, stdout and stderr."""
+    """Run `kvasir inspect attention` on the tiny model. Returns exit code, stdout and stderr."""
 
     def run_attention(*argv: object) -> tuple[int, str, str]:
         code = main(["inspect", "attention", "--checkpoint", str(tiny_checkpoint), *map(str, argv)])
@@ -39,7 +39,7 @@ def test_summary_of_one_head_without_picture(run: Run) -> None:
     assert told == "layer 0, head 3; the last 1 of 1 tokens\n    0  a  a 100 %\n"
 
 
-def test_prompts_of_any_characters(run: Run, tmp_path: Path) -> None:
+def test_a_prompt_of_any_characters_is_shown(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "a.svg"
     code, told, _ = run("--prompt", "\x01\n你🦊\u202e $x$", "--layer", 0, "--out", out)
     assert code == 0
@@ -66,7 +66,10 @@ def test_prompts_of_any_characters(run: Run, tmp_path: Path) -> None:
             "--out: must be a file that can be written, in an existing directory, not 'nowhere/a.png'",
         ),
         ((), "--layer is needed (or KVASIR_LAYER)"),
-        (("--layer", 0, "--prompt", "z" * 300), "--prompt: 300 tokens exceed the model's context of 256; shorten it"),
+        (
+            ("--layer", 0, "--prompt", "z" * 300),
+            "--prompt: 300 tokens exceed the model's context of 256; shorten the prompt",
+        ),
         (
             ("--layer", 0, "--prompt", "z" * 65, "--out", "a.png"),
             "--prompt: 65 tokens, but a picture shows at most 64; shorten the prompt or omit --out",
