@@ -28,7 +28,7 @@ def _threads_as_before() -> Iterator[None]:
 
 
 def run(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> tuple[int, str, str]:
-    """Run the command. Returns exit code, text and stderr."""
+    """Run `kvasir generate`. Returns exit code, stdout and stderr."""
     fixed = ("--prompt", "once", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "1")
     code = main(["generate", "--checkpoint", str(checkpoint), *fixed, *flags])
     captured = capsys.readouterr()

@@ -109,7 +109,7 @@ def test_every_digest_is_compared_for_constant_time(monkeypatch: pytest.MonkeyPa
         assert compared == list(keys.digests.values())
 
 
-def test_a_key_is_no_flag_and_is_shown_nowhere(
+def test_an_api_key_has_no_flag_and_is_never_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for argv in (["--api-key", "sk-secret"], ["--api-keys=a: sk-secret"]):
