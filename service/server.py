@@ -1,4 +1,4 @@
-"""Composition root: makes every long-lived object of main and of the API process, and connects the objects."""
+"""Composition root: creates and connects all long-lived objects of the main process and of the API process."""
 
 import logging
 import os
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 def build_server(
     settings: ServeSettings, *, worker: WorkerProcess | None = None, worker_class: type[Worker] = Worker
 ) -> Supervisor:
-    """Build all parts of the service. `Supervisor.run` then serves.
+    """Build all parts of the service and return its supervisor, whose `run` serves.
 
     Args:
-        worker: first worker, if the command line has started it already.
-        worker_class: class that builds the engine in the worker.
+        worker: first worker process, if the command line has already started it; None: start one.
+        worker_class: class that builds the engine in the worker process.
 
     Raises:
         CheckpointError: the checkpoint cannot be used. The message is one line.
@@ -70,4 +70,4 @@ def _start_worker(settings: ServeSettings) -> WorkerProcess:
     try:
         return WorkerProcess(settings.checkpoint)
     except OSError as error:
-        raise StartError(f"no worker can be started: {error}") from error
+        raise StartError(f"the worker process cannot be started: {error}") from error

@@ -1,9 +1,9 @@
 """Admission control: admit a request into the queue, or reject the request with a Retry-After.
 
-Three bounds apply: the number of sequences, the number of waiting tokens, and the predicted wait for a slot. The wait
-is the number of sequences ahead, divided by the recent rate of endings on a full server. A longer queue would add
-latency and no throughput. The rejected clients of a tenant form a virtual queue: each gets a later Retry-After than
-the clients rejected before.
+Three limits apply: the number of admitted sequences, the tokens of waiting sequences, and the predicted wait until the
+engine starts the request. This wait is the number of sequences ahead in the queue, divided by the rate at which
+sequences recently ended while the server was full. A longer queue would add latency and no throughput. The rejected
+clients of a tenant form a virtual queue: each gets a later Retry-After than the clients rejected before.
 """
 
 import ipaddress
@@ -29,10 +29,10 @@ _THRESHOLD = 4  # largest holding of a tenant, as a multiple of the capacity tha
 # that a slot which is free for a moment does not interrupt the measurement.
 _FULL = 7 / 8
 _SPREAD = 0.25  # random lengthening of Retry-After, so that requests rejected together do not retry together
-_RETRY_BONUS = 0.25  # extra capacity and patience for a retry, as a share
+_RETRY_BONUS = 0.25  # extra capacity and extra accepted wait of a retry, as a fraction
 _RATE_SECONDS = 30.0  # time constant of the rates: long enough to average over a batch, short enough to follow the load
 _UNKNOWN_WAIT_SECONDS = 1.0  # predicted wait while a rate is unknown
-_MIN_EVENTS = 16  # that make a rate known: the mean of 16 exponential gaps has a standard error of a quarter
+_MIN_EVENTS = 16  # in a known rate: the mean of 16 exponential gaps has a standard error of a quarter
 _NUM_AVERAGED_REJECTIONS = 100  # over which the share of clients that retry is averaged
 _MAX_CHECKED = 16  # sample of Retry-After values whose error is measured
 _MAX_RETRY_QUEUES = 1000  # above this number of virtual queues, queues with no expected retry are dropped
@@ -44,7 +44,7 @@ _IPV6_SITE = 64  # prefix length of one tenant, since a site has all addresses o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuePolicy:
-    """Queueing terms of one request."""
+    """Queueing terms of one request: its tenant, its timeout, and the longest predicted wait that it accepts."""
 
     tenant: str = ""  # API key or address of the client; slots and queue room are shared fairly among tenants
     cache_namespace: str = ""  # requests of different namespaces share no cached prefixes
@@ -53,19 +53,19 @@ class QueuePolicy:
     is_retry: bool = False  # the SDK reports an earlier attempt at this request
 
     def deadline(self, arrival_seconds: float) -> float | None:
-        """Return the end of the queue time of a request that arrived at `arrival_seconds`; None: no limit."""
+        """Return the time at which a request that arrived at `arrival_seconds` times out in the queue; None: never."""
         return arrival_seconds + self.timeout_seconds if math.isfinite(self.timeout_seconds) else None
 
 
 class Rate:
-    """Exponentially weighted average of an amount per second. Only the seconds given to `add` count."""
+    """Exponentially weighted average of a rate, such as tokens per second, over the time intervals given to `add`."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
         self._num_events = 0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add `amount`, spread evenly over the last `seconds`."""
+        """Add an interval that ends now: `amount`, spread evenly over the last `seconds`."""
         keep = math.exp(-seconds / _RATE_SECONDS)
         weighted_seconds = _RATE_SECONDS * (1.0 - keep)  # of this interval, as seen from its end
         self._amount = self._amount * keep + amount * (weighted_seconds / seconds if seconds > 0.0 else 1.0)
@@ -74,7 +74,7 @@ class Rate:
 
     @property
     def is_known(self) -> bool:
-        """True if the rate has enough events to reject a request on the prediction."""
+        """True if enough events were added for a wait predicted from the rate to justify a rejection."""
         return self._num_events >= _MIN_EVENTS and self._amount > 0.0 and self._seconds > 0.0
 
     def seconds_for(self, amount: float) -> float:
@@ -86,7 +86,7 @@ class Rate:
 
 @dataclass(slots=True)
 class _Holding:
-    """Admitted sequences of one tenant."""
+    """Counts of one tenant's sequences that were admitted and have not ended."""
 
     num_sequences: int = 0
     num_waiting: int = 0
@@ -95,21 +95,21 @@ class _Holding:
 
 @dataclass(slots=True)
 class _RetryQueue:
-    """Virtual queue of a tenant's rejected clients: expected retries, and decaying counts of rejections and retries."""
+    """Virtual queue of a tenant's rejected clients: times of due retries, decaying counts of rejections and retries."""
 
     due_seconds: list[float] = field(default_factory=list)  # one entry per rejected sequence, ascending
     num_rejected: float = 2.0  # prior: half of the rejected clients retry
     num_retried: float = 1.0
 
     def num_expected(self, now: float, before: float) -> float:
-        """Return the expected number of sequences that are retried from `now` to `before`."""
+        """Return how many rejected sequences are expected to be retried between the times `now` and `before`."""
         del self.due_seconds[: bisect_left(self.due_seconds, now)]
         return min(1.0, self.num_retried / self.num_rejected) * bisect_left(self.due_seconds, before)
 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """Demand of a request: its sequences, the tokens of all its sequences, its queueing terms."""
+    """Capacity that a request needs: its number of sequences, and the tokens of all of them (prompt and max_tokens)."""
 
     num_sequences: int
     num_tokens: int
@@ -118,9 +118,10 @@ class _Demand:
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """Reason for a rejection.
+    """Reason why a request cannot be admitted.
 
-    `seconds`: time after which the request should fit. `wait_seconds`: predicted wait, if that was too long; else None.
+    seconds: predicted time until the request would be admitted.
+    wait_seconds: predicted wait of the request in the queue, if that is too long; None: the server is full.
     """
 
     seconds: float
@@ -130,9 +131,10 @@ class _Shortage:
 class Admission:
     """Admission control by the number of sequences that were admitted and have not ended.
 
-    A sequence waits until its first event from the engine. Its tokens are the prompt plus max_tokens.
+    A sequence is waiting until its first tokens arrive from the engine. Its token count is the prompt plus max_tokens.
 
-    observe_error: gets the seconds from a sampled Retry-After to the time at which its request would have fit.
+    observe_error: gets the error of a sampled Retry-After, in seconds: the time at which the rejected request would
+        have been admitted, minus the time at which its Retry-After ends.
     """
 
     def __init__(
@@ -156,12 +158,15 @@ class Admission:
         self._started_tokens = Rate()  # tokens of sequences that start, while sequences wait
         self._holdings: dict[str, _Holding] = {}
         self._retry_queues: dict[str, _RetryQueue] = {}
-        self._checked: deque[tuple[_Demand, float]] = deque()  # each with the end of its Retry-After
+        self._checked: deque[tuple[_Demand, float]] = deque()  # with the time at which the Retry-After ends
         self.num_sequences = 0
         self.num_waiting_tokens = 0
 
     def admit(self, token_counts: list[int], terms: QueuePolicy | None = None) -> None:
-        """Admit all sequences of a request, or raise Overloaded with a Retry-After. An idle server admits all."""
+        """Admit all sequences of a request, or raise Overloaded with a Retry-After. An idle server admits any request.
+
+        token_counts: for each sequence, the tokens of its prompt plus max_tokens.
+        """
         demand = _Demand(len(token_counts), sum(token_counts), QueuePolicy() if terms is None else terms)
         self._advance()
         self._count_retry(demand.terms)
@@ -175,7 +180,7 @@ class Admission:
         self.num_waiting_tokens += demand.num_tokens
 
     def reject_by_headers(self, terms: QueuePolicy) -> None:
-        """Raise Overloaded as `admit` does, if not even the smallest request with these terms would be admitted."""
+        """Raise Overloaded, as `admit` does, if `admit` would reject even a request for one token with these terms."""
         demand = _Demand(1, 1, terms)
         self._advance()
         if (shortage := self._shortage(demand)) is not None:
@@ -183,7 +188,7 @@ class Admission:
             raise self._rejection(demand, shortage)
 
     def started(self, num_tokens: int, tenant: str = "") -> None:
-        """Record that a waiting sequence of `num_tokens` tokens has started."""
+        """Record that a waiting sequence, admitted with `num_tokens` tokens, has started in the engine."""
         self._advance(num_started_tokens=num_tokens)
         holding = self._holdings[tenant]
         holding.num_waiting -= 1
@@ -202,20 +207,21 @@ class Admission:
         self._check_retry_after()
 
     def limit_running(self, max_num_running: int | None) -> None:
-        """Adopt the engine's current limit on running sequences; None: the configured limit."""
+        """Use the engine's current limit on running sequences; None: the configured limit, --max-num-running."""
         configured = self._configured_max_num_running
         self._max_num_running = configured if max_num_running is None else min(max_num_running, configured)
 
     def retry_after(self, token_counts: list[int], terms: QueuePolicy) -> float:
-        """Return the Retry-After, in seconds, of a request that is rejected by its deadline."""
+        """Return the Retry-After, in seconds, of an admitted request that timed out in the queue."""
         demand = _Demand(len(token_counts), sum(token_counts), terms)
         shortage = self._shortage(demand)
         return self._retry_after(demand, 0.0 if shortage is None else shortage.seconds)
 
     def _retry_after(self, demand: _Demand, seconds: float) -> float:
-        """Record a rejection; return the Retry-After of a request that would fit in `seconds` without other retries.
+        """Record the rejection of a request, and return its Retry-After in seconds.
 
-        Expected retries of the same tenant are served first, which lengthens the Retry-After.
+        seconds: predicted time until the request would be admitted if no other client retried. Expected retries of the
+            same tenant are served first, which lengthens the Retry-After.
         """
         now = self._clock()
         queue = self._retry_queues.setdefault(demand.terms.tenant, _RetryQueue())
@@ -238,7 +244,7 @@ class Admission:
             queue.num_retried += 1.0
 
     def _check_retry_after(self) -> None:
-        """Observe the error of each sampled Retry-After whose request would fit now, or is two minutes late."""
+        """Report the error of each sampled Retry-After that is 2 minutes late, or whose request would fit now."""
         now = self._clock()
         for _ in range(len(self._checked)):
             demand, due_seconds = self._checked.popleft()
@@ -250,7 +256,7 @@ class Admission:
                 self._checked.append((demand, due_seconds))
 
     def _rejection(self, demand: _Demand, shortage: _Shortage) -> Overloaded:
-        """Return the error, with a Retry-After, for a request that finds the server full or would wait too long."""
+        """Return the error, with a Retry-After, for a request that cannot be admitted because of `shortage`."""
         seconds = self._retry_after(demand, shortage.seconds)
         if shortage.wait_seconds is not None:
             return WaitTooLong(
@@ -264,7 +270,7 @@ class Admission:
         )
 
     def _shortage(self, demand: _Demand, num_before: float = 0.0) -> _Shortage | None:
-        """Return the reason why a request does not fit behind `num_before` further sequences; None if it fits."""
+        """Return why a request cannot be admitted after `num_before` sequences of expected retries; None if it can."""
         terms = demand.terms
         bonus = _RETRY_BONUS if terms.is_retry else 0.0
         holding = self._holdings.get(terms.tenant, _Holding())
@@ -296,7 +302,7 @@ class Admission:
         return _Shortage(excess_seconds, wait_seconds) if excess_seconds > 0 else None
 
     def _advance(self, *, num_ended: int = 0, num_started_tokens: int = 0) -> None:
-        """Add the time since the last call, and the events at its end, to the rates."""
+        """Add the interval since the last call to the rates, with the endings and the started tokens at its end."""
         now = self._clock()
         seconds, self._last_seconds = now - self._last_seconds, now
         if self.num_sequences >= _FULL * self._max_num_running:
@@ -306,7 +312,10 @@ class Admission:
 
 
 def _excess(held: float, total: float, demanded: float, limit: float, bonus: float) -> float:
-    """Return the amount that a tenant, which holds `held` of `total`, must free before it may have `demanded` more.
+    """Return how many sequences or tokens a tenant must free before `demanded` more are admitted; 0 or less: none.
+
+    held: the tenant's present number.
+    total: the present number of all tenants together.
 
     Dynamic thresholds (Choudhury and Hahne 1998, IEEE/ACM Trans. Networking 6(2)): a tenant may hold `_THRESHOLD` times
     what is left of a capacity of `limit * (1 + 1 / _THRESHOLD)`. One tenant gets `limit`, two tenants get 5/9 of it
@@ -317,15 +326,15 @@ def _excess(held: float, total: float, demanded: float, limit: float, bonus: flo
 
 
 def read_queue_policy(request: Request, timeout: float | None, settings: ServeSettings) -> QueuePolicy:
-    """Return the queueing terms of a request with the body's `timeout`.
+    """Return the queueing terms of a request, from its headers, the settings, and the `timeout` field of its body.
 
-    The shortest of `timeout`, the header `x-request-timeout`, the timeout of OpenAI's SDKs and `--max-queue-seconds`
-    applies. Raises InvalidRequest: `x-request-timeout` is not a number of seconds above 0.
+    The shortest of `timeout` (None: not set), the header `x-request-timeout`, the timeout header of OpenAI's SDKs and
+    `--max-queue-seconds` applies. Raises InvalidRequest: `x-request-timeout` is not a number of seconds above 0.
     """
     header = request.headers.get(TIMEOUT_HEADER)
     header_seconds = math.inf if header is None else _seconds(header)
     if header_seconds is None:
-        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+        raise InvalidRequest(f"the header {TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
     sdk_limits = (_seconds(request.headers.get(name, "")) or math.inf for name in _SDK_TIMEOUTS)
     # A setting of 0 means no limit.
     limit = min(settings.max_queue_seconds or math.inf, timeout or math.inf, header_seconds, *sdk_limits)
@@ -354,7 +363,7 @@ def tenant_of(request: Request) -> str:
 
 
 def _seconds(text: str) -> float | None:
-    """Return a positive, finite number of seconds; None for any other text."""
+    """Parse a header value as a positive, finite number of seconds; return None for any other text."""
     try:
         seconds = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Entry point of the `kvasir` program: Ctrl-C while a command is imported prints nothing, and the exit code is 130."""
+"""Entry point of the `kvasir` program. Ctrl-C during a command's imports exits with code 130, without a traceback."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ def main() -> int:
 
 
 def exit_on_interrupt() -> None:
-    """Let SIGINT end the process with exit code 130, unless SIGINT is ignored, as in background jobs of a shell."""
+    """Make SIGINT end this process with exit code 130; an ignored SIGINT (a shell's background job) stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: _exit(128 + number))
 

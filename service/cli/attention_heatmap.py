@@ -25,9 +25,10 @@ _MAX_PIXELS = 40_000_000
 def draw_attention(
     path: Path, weights_HTT: NDArray[np.float32], labels: Sequence[str], *, heads: Sequence[int], title: str
 ) -> None:
-    """Write a picture of attention weights in the format of the suffix of `path`.
+    """Write heat maps of attention weights to `path`, whose suffix (.png, .svg or .pdf) sets the format.
 
     weights_HTT: weights of the H `heads`, T query tokens by T key tokens; 0 above the diagonal.
+    labels: readable text of each token. heads: number of each head in its layer.
     """
     families, shown = _fonts(labels)
     columns = min(len(heads), max(1, math.ceil(math.sqrt(len(heads) * 1.4))))
@@ -54,7 +55,7 @@ def draw_attention(
 
 
 def _draw_head(axes: Axes, weights_TT: NDArray[np.float32], labels: Sequence[str], families: list[str]) -> AxesImage:
-    """Draw the panel of one head. Masked future positions stay white."""
+    """Draw the heat map of one head. Key tokens after the query token, which are masked, stay white."""
     size = len(labels)
     future_TT = np.triu(np.ones((size, size), dtype=bool), k=1)
     # The square root makes small weights visible, and keeps 0 and 1.
@@ -72,7 +73,7 @@ def _draw_head(axes: Axes, weights_TT: NDArray[np.float32], labels: Sequence[str
 
 
 def _fonts(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return fonts for the characters of the labels, and the labels with U+… for characters that no font has."""
+    """Return names of fonts with the labels' characters, and the labels with U+… for characters that no font has."""
     missing = {ord(character) for text in labels for character in text}
     families = [_MAIN_FONT]
     missing -= _characters(font_manager.findfont(_MAIN_FONT))
@@ -85,6 +86,6 @@ def _fonts(labels: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _characters(font: str) -> set[int]:
-    """Return the code points of a font; an empty set for a font that cannot be scaled (emoji bitmaps)."""
+    """Return the code points that a font file contains; an empty set for a bitmap font (emoji)."""
     face = FT2Font(font)
     return set(face.get_charmap()) if face.scalable else set()

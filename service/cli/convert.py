@@ -7,7 +7,7 @@ from service.config.settings import ConvertSettings
 
 
 def main(settings: ConvertSettings) -> int:
-    """Convert a checkpoint and print the size and format of the new checkpoint."""
+    """Run `kvasir convert`: convert a checkpoint, and print the directory, size and format of the new checkpoint."""
     if settings.nanogpt is not None and settings.tokenizer is not None:
         manifest = convert_nanogpt(settings.nanogpt, settings.tokenizer, settings.out)
     elif settings.pickle is not None:
@@ -17,5 +17,5 @@ def main(settings: ConvertSettings) -> int:
         manifest = export_checkpoint(settings.export, settings.out)
     kind = "native" if manifest.family is None else f"Hugging Face, {manifest.family.model_type}"
     size = f"{manifest.config.num_parameters:,} parameters, {manifest.num_weight_bytes / 2**20:,.1f} MB of weights"
-    print(f"{settings.out}: {size}, format {kind}; serve it with `{program()} serve --checkpoint {settings.out}`")
+    print(f"wrote {settings.out}: {size}, format {kind}; serve it with `{program()} serve --checkpoint {settings.out}`")
     return 0

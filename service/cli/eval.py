@@ -35,7 +35,7 @@ _USUAL_CONTEXT = 2048
 
 
 def main(settings: EvalSettings) -> int:
-    """Measure the checkpoint, print the results and write the requested files."""
+    """Run `kvasir eval`: evaluate the checkpoint, print the results and write the requested files."""
     if settings.config is None and not settings.texts and settings.pairs is None and not settings.samples:
         raise SettingsError("nothing to measure: give --config, --texts or --pairs, or set --samples above 0")
     _find_quantization(settings)
@@ -85,7 +85,7 @@ def main(settings: EvalSettings) -> int:
 
 
 def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
-    """Return the tokens of an evaluation window. lm-evaluation-harness needs at least 3."""
+    """Return the number of tokens of an evaluation window. lm-evaluation-harness needs at least 3."""
     wanted, available = settings.max_context_length, config.max_context_length
     if wanted == "auto":
         return min(available, _USUAL_CONTEXT)
@@ -97,13 +97,13 @@ def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
 
 
 def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
-    """Return the texts to measure, by name: the held-out texts of the recipe, and the texts of `--texts`."""
+    """Return the documents to evaluate, by source: held-out documents of the recipe, and the files of `--texts`."""
     recipe = () if settings.config is None else load_train_config(settings.config).sources
     sources = [source for source in recipe if source.held_out or source.held_out_ids]
     for text in settings.texts:
         name, _, path = text.partition("=")
         if any(source.name == name for source in sources):
-            raise SettingsError(f"--texts {text}: the recipe also has a source {name}; choose another name")
+            raise SettingsError(f"--texts {text}: the recipe has a source named {name}; choose another name")
         sources.append(SourceConfig(name=name, path=Path(path), repeats=0, held_out=1.0, licence=""))
     check_sources(sources)
     splits = {source.name: read_source(source).held_out for source in sources}
@@ -113,7 +113,7 @@ def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
             count = min(most, len(texts))
             splits[name] = [texts[number * len(texts) // count] for number in range(count)]  # evenly spaced
     if settings.config is not None and not splits:
-        raise SettingsError(f"--config {settings.config}: its sources hold out no texts; give --texts")
+        raise SettingsError(f"--config {settings.config}: no source of the recipe holds out documents; give --texts")
     return splits
 
 
@@ -131,7 +131,7 @@ def _load(settings: EvalSettings, manifest: Manifest) -> Transformer:
 def _evaluate_unquantized(
     settings: EvalSettings, manifest: Manifest, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], length: int
 ) -> Evaluation | None:
-    """Measure the held-out texts with the unquantized model; return None if the settings do not quantize."""
+    """Evaluate the texts with the unquantized model, for comparison; None without texts or without quantization."""
     if not splits or (settings.quantize, settings.kv_cache_dtype) == ("none", "auto"):
         return None
     model = _load(settings.model_copy(update={"quantize": "none", "kv_cache_dtype": "auto"}), manifest)
@@ -140,14 +140,14 @@ def _evaluate_unquantized(
 
 
 def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, torch.dtype]:
-    """Return the quantization of the weights and the dtype of the KV-cache. Raises SettingsError: unsupported here."""
+    """Return the quantization of the weights and the dtype of the KV-cache. Raises SettingsError: unsupported."""
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
     return find_quantization(settings.quantize, device, dtype), cache_dtype
 
 
 def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
-    """Print the tables of an evaluation. `plain` is the evaluation of the unquantized model, to show the change."""
+    """Print the tables of an evaluation. `plain`: evaluation of the unquantized model, for the changes, or None."""
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
     rows = []
     for name, held_out in evaluation.held_out.items():
@@ -188,7 +188,7 @@ def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[st
 def _documents(
     evaluation: Evaluation, splits: Mapping[str, Sequence[str]], model: Transformer, tokenizer: Tokenizer, length: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each document and each pair, with log-likelihoods in nats."""
+    """Yield the rows of --documents: log-likelihoods, in nats, of each document and of both sentences of each pair."""
     for name, held_out in evaluation.held_out.items():
         rolling = rolling_log_likelihoods(model, tokenizer, splits[name], max_length=length)
         for number, (ours, theirs) in enumerate(zip(held_out.documents, rolling, strict=True)):
@@ -206,7 +206,7 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; choose another file") from error
+        raise ValueError(f"cannot write {path}: {error.strerror}; choose another file") from error
     _print_progress(f"wrote {path}")
 
 

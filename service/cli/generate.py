@@ -1,4 +1,4 @@
-"""Command `kvasir generate`: complete a text in this process."""
+"""Command `kvasir generate`: complete a text in this process, without a server."""
 
 import secrets
 import sys
@@ -16,13 +16,13 @@ from service.worker.engine_factory import build_engine
 
 
 def main(settings: GenerateSettings) -> int:
-    """Print the completion of `--prompt` to stdout, and its statistics to stderr."""
+    """Run `kvasir generate`: print the completion of `--prompt` to stdout, and its statistics to stderr."""
     manifest = read_manifest(settings.checkpoint)
     tokenizer = manifest.verify()
     defaults = read_defaults(settings, manifest.directory)
     if defaults.ignored:
-        names = f"{GENERATION_CONFIG_FILE}: {', '.join(defaults.ignored)}"
-        print(f"kvasir generate: warning: {names}: not supported, ignored", file=sys.stderr)
+        names = ", ".join(defaults.ignored)
+        print(f"kvasir generate: warning: {GENERATION_CONFIG_FILE}: {names}: not supported, ignored", file=sys.stderr)
     submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
     engine, facts = build_engine(settings, manifest)
     begun = time.monotonic()
@@ -56,8 +56,10 @@ def _submit(
     if defaults.max_new_tokens is not None and "max_tokens" not in settings.model_fields_set:
         max_tokens = min(defaults.max_new_tokens, max(1, room))
     if max_tokens > room:
-        excess = f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed the context length"
-        raise SettingsError(f"{excess} of {max_context_length}; lower --max-tokens or shorten the prompt")
+        raise SettingsError(
+            f"--max-tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed the context length of "
+            f"{max_context_length}; lower --max-tokens or shorten the prompt"
+        )
     flags = ("temperature", "top_k", "top_p", "min_p")
     sampling = {name: getattr(settings, name) for name in flags} | {
         name: value for name, value in defaults.sampling.items() if name not in settings.model_fields_set

@@ -27,15 +27,15 @@ def main(environment: Mapping[str, str]) -> int:
             with connection.makefile("rb") as response:
                 words = response.readline(_STATUS_LINE_BYTES).split()
         if len(words) < 2 or not words[0].startswith(b"HTTP/"):
-            raise ValueError("the response is not HTTP")
+            raise ValueError("the response to GET /ready is not HTTP; check KVASIR_PORT")
         status = int(words[1])
     except (OSError, ValueError) as error:
-        print(f"{host} port {port}: {error}")
+        print(f"GET /ready at {host} port {port} failed: {error}")
         return 1
     if status == 401:
-        print("GET /ready: 401; with --no-open-probes, set KVASIR_API_KEY to a valid key in the check's environment")
+        print("GET /ready: status 401; with --no-open-probes, set KVASIR_API_KEY in the health check's environment")
     elif status != 200:
-        print(f"GET /ready: {status}")
+        print(f"GET /ready: status {status}, the service is not ready")
     return int(status != 200)
 
 

@@ -51,8 +51,8 @@ def tokenize(settings: TokenizeSettings) -> int:
         name = format_token_name(tokenizer, token_id)
         print(f"{token_id:>8}  {name if name.startswith('bytes:') else repr(name)}")
     size, num_text = len(text.encode("utf-8", "surrogateescape")), len(token_ids) - len(begin)
-    count = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}{' (1 is begin-of-text)' if begin else ''}"
-    print(f"{count}, {size} bytes, {size / max(1, num_text):.2f} bytes per token of text")
+    words, note = "token" if len(token_ids) == 1 else "tokens", " (1 is begin-of-text)" if begin else ""
+    print(f"{len(token_ids)} {words}{note}, {size} bytes, {size / max(1, num_text):.2f} bytes per token of text")
     return 0
 
 
@@ -87,7 +87,7 @@ def main(settings: InspectSettings) -> int:
 
 
 def _choices(config: ModelConfig) -> Rows:
-    """Yield the config fields that affect this model. A field of an unused mechanism has no effect."""
+    """Yield the config fields that affect this model. Fields that are unset or of an unused mechanism are left out."""
     uses = {
         "rope_theta": config.position is PositionKind.ROTARY,
         "norm_bias": config.norm is NormKind.LAYER_NORM,
@@ -119,7 +119,7 @@ def _memory_rows(config: ModelConfig) -> Rows:
 
 
 def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
-    """Yield vocabulary, begin and end tokens, sampling defaults and chat template of the checkpoint."""
+    """Yield rows on vocabulary, begin and end tokens, sampling defaults and chat template of the checkpoint."""
     wanted = read_generation_config(manifest.directory)
 
     def named(ids: Sequence[int]) -> str:
@@ -140,7 +140,7 @@ def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:
 
 
 def _flat(values: Mapping[str, Any]) -> Rows:
-    """Yield nested values as rows of one level. A list of mappings, such as training sources, becomes one row each."""
+    """Yield a row per field of the training record. A mapping becomes one row, a list of mappings one row each."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield name, _in_words(value)
@@ -158,7 +158,7 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 
 def _short(value: object) -> str:
-    """Format a value briefly: the first 16 characters of a hash, or a float with at least 4 significant digits."""
+    """Format a value of the training record: of a hash the first 16 characters, of a float at least 4 digits."""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
     text = str(value)
@@ -171,7 +171,7 @@ def _size(num_bytes: int) -> str:
 
 
 def inspect_params(settings: InspectParamsSettings) -> int:
-    """Run `kvasir inspect params`: print parameter counts by formula and by tensor. Return 1 if the counts differ."""
+    """Run `kvasir inspect params`: count parameters by formula and in the tensors. Return 1 if the counts differ."""
     manifest = read_manifest(settings.checkpoint)
     config, rows = manifest.config, parameter_counts.count_parameters(manifest.config)
     attention = parameter_counts.attention_name(config)
@@ -185,8 +185,11 @@ def inspect_params(settings: InspectParamsSettings) -> int:
         print(*lines, "", sep="\n")
     wrong = [row for row in rows if not row.agrees]
     for row in wrong:
-        differs = f"formula {row.formula.text} gives {row.by_formula:,}, but the tensors have {row.num_counted:,}"
-        print(f"kvasir inspect params: {row.group} {row.name}: {differs}", file=sys.stderr)
+        print(
+            f"kvasir inspect params: {row.group} {row.name}: formula {row.formula.text} gives {row.by_formula:,} "
+            f"parameters, but the tensors have {row.num_counted:,}",
+            file=sys.stderr,
+        )
     return 1 if wrong or sum(row.num_counted for row in rows) != config.num_parameters else 0
 
 

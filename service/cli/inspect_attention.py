@@ -27,7 +27,7 @@ _MAX_LABEL_LENGTH = 10  # characters of a label in the picture
 
 
 def main(settings: InspectAttentionSettings) -> int:
-    """Print the attention weights of one layer, and draw them if `--out` is given."""
+    """Run `kvasir inspect attention`: print the largest attention weights of a layer; draw all if `--out` is given."""
     if settings.out is not None and importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("--out needs matplotlib, which is not installed; run `pip install matplotlib`")
     manifest = read_manifest(settings.checkpoint)
@@ -44,12 +44,12 @@ def main(settings: InspectAttentionSettings) -> int:
         title = f"{manifest.name}, layer {settings.layer}: each row shows what one token attends to"
         labels = [label(name, max_length=_MAX_LABEL_LENGTH) for name in names]
         draw_attention(settings.out, weights_HTT.numpy(), labels, heads=heads, title=title)
-        print(f"\nwrote {settings.out}")
+        print(f"\nwrote the heat maps to {settings.out}")
     return 0
 
 
 def _heads(settings: InspectAttentionSettings, config: ModelConfig) -> list[int]:
-    """Return the numbers of the heads to show. Raises SettingsError: the layer or the head does not exist."""
+    """Return the numbers of the heads to show. Raises SettingsError: the model lacks the layer or the head."""
     if settings.layer >= config.num_layers:
         raise SettingsError(f"--layer {settings.layer}: the model has layers 0 to {config.num_layers - 1}")
     if settings.head == "all":
@@ -64,16 +64,18 @@ def _token_ids(settings: InspectAttentionSettings, manifest: Manifest, tokenizer
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     token_ids = [*begin, *tokenizer.encode(settings.prompt)]
     context = manifest.config.max_context_length
-    count = f"--prompt: {len(token_ids)} tokens"
-    if len(token_ids) > context:
-        raise SettingsError(f"{count} exceed the model's context of {context}; shorten it")
-    if settings.out is not None and len(token_ids) > MAX_TOKENS:
-        raise SettingsError(f"{count}, but a picture shows at most {MAX_TOKENS}; shorten it or omit --out")
+    count = len(token_ids)
+    if count > context:
+        raise SettingsError(f"--prompt: {count} tokens exceed the model's context of {context}; shorten the prompt")
+    if settings.out is not None and count > MAX_TOKENS:
+        raise SettingsError(
+            f"--prompt: {count} tokens, but a picture shows at most {MAX_TOKENS}; shorten the prompt or omit --out"
+        )
     return token_ids
 
 
 def _summary_lines(weights_HTT: Tensor, labels: Sequence[str], *, layer: int, heads: Sequence[int]) -> Iterator[str]:
-    """Yield a line per token of the prompt's end, with the tokens it attends to most: on average, and by each head."""
+    """Yield a title, then for each of the last 12 tokens those it attends to most: on average over heads, by head."""
     first = max(0, len(labels) - _MAX_ROWS)
     width = max(map(len, labels[first:]))
     several = len(heads) > 1
@@ -91,7 +93,7 @@ def _summary_lines(weights_HTT: Tensor, labels: Sequence[str], *, layer: int, he
 
 
 def _most(weights_T: Tensor, labels: Sequence[str], count: int) -> str:
-    """Return the `count` most attended tokens of a row of weights, as in "␣dog 25 %, ␣as 9 %"."""
+    """Return the `count` tokens with the largest weights for one query token, as in "␣dog 25 %, ␣as 9 %"."""
     values, places = weights_T.topk(min(count, int(weights_T.count_nonzero())))
     pairs = zip(values.tolist(), places.tolist(), strict=True)
     return ", ".join(f"{labels[place]} {value:.0%}".replace("%", " %") for value, place in pairs)

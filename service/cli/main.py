@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for num_words in (2, 1):
         if (name := " ".join(arguments[:num_words])) in COMMANDS:
             return _run(name, COMMANDS[name], arguments[num_words:])
-    print(f"kvasir: no command {arguments[0]!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
+    print(f"kvasir: there is no command {arguments[0]!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
@@ -83,8 +83,9 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
                 (entry_point,) = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
                 function = entry_point.load()
             except (ValueError, ModuleNotFoundError) as error:
-                advice = "its package is not installed; run `make install` in a checkout of Kvasir"
-                raise config.SettingsError(f"{advice} ({error})") from error
+                raise config.SettingsError(
+                    f"the command's package is not installed; run `make install` in a checkout of Kvasir ({error})"
+                ) from error
             raise_on_interrupt()
             code = int(function(argv))
         else:
@@ -106,8 +107,8 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_MODULES:
             raise
-        advice = f"needs {error.name}, which is not installed; run `pip install {error.name}`"
-        print(f"kvasir {name}: {advice}", file=sys.stderr)
+        needed = error.name
+        print(f"kvasir {name}: needs {needed}, which is not installed; run `pip install {needed}`", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         logger.debug("the command failed", exc_info=True)
@@ -126,6 +127,6 @@ def raise_on_interrupt() -> None:
 
 
 def program() -> str:
-    """Return `kvasir` if the shell finds this program under that name, else the path this process was called by."""
+    """Return the program name for printed commands: `kvasir`, or its path if PATH does not lead to this `kvasir`."""
     called = sys.argv[0]
     return called if Path(called).name == "kvasir" and shutil.which("kvasir") != called else "kvasir"

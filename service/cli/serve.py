@@ -10,7 +10,7 @@ from service.supervisor.worker_process import WorkerProcess
 
 
 def main(settings: ServeSettings, worker: WorkerProcess | None = None) -> int:
-    """Serve until a signal or a failure, with `worker` as the first worker process. Return the exit code."""
+    """Run `kvasir serve` until a signal or failure, with `worker` as the first worker process. Return the exit code."""
     log_setup.configure(settings.log_level)
     try:
         return build_server(settings, worker=worker).run()

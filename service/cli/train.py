@@ -31,7 +31,7 @@ _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 
 
 class _Interruption:
-    """Handler of SIGINT and SIGTERM: the first signal stops after the current step, the second ends the process."""
+    """Handler of SIGINT and SIGTERM: the first stops training after the current step, the second ends the process."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -40,7 +40,7 @@ class _Interruption:
             signal.signal(number, self._request)
 
     def should_stop(self) -> bool:
-        """Return True after a signal. The training loop calls this method before each step."""
+        """Return True after SIGINT or SIGTERM. The training loop calls this method before each step."""
         self._has_begun = True
         return self.is_requested
 
@@ -49,11 +49,11 @@ class _Interruption:
         signal.signal(number, signal.SIG_DFL)
         if not self._has_begun:  # no progress to save
             raise KeyboardInterrupt
-        print("\nstopping after this step; interrupt again to stop now", file=sys.stderr, flush=True)
+        print("\nstopping after this training step; interrupt again to stop now", file=sys.stderr, flush=True)
 
 
 def main(settings: TrainSettings) -> int:
-    """Train until the model is finished, `--stop-after` or a signal. Return 0, or 130 after a signal."""
+    """Run `kvasir train` until the last step, `--stop-after` or a signal. Return 130 if a signal stopped it, else 0."""
     began = time.monotonic() - _seconds_since_start()
     interruption = _Interruption()
     config = None if settings.config is None else _config(settings, settings.config)
@@ -85,12 +85,16 @@ def main(settings: TrainSettings) -> int:
         if "No space left on device" not in str(error):
             raise OSError(str(error)) from error
         (run.run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
-        remedy = "the last save is intact; free some space, then run the same command to continue"
-        raise OSError(f"{run.run_directory}: the disk is full; {remedy}") from error
+        raise OSError(
+            f"{run.run_directory}: the disk is full; the last save of the training run is intact; "
+            "free some space, then run the same command to continue"
+        ) from error
     except (RuntimeError, MemoryError) as error:
-        raise RuntimeError(f"{first_line(error)}; if memory ran out, lower batch_size or the model's sizes") from error
+        raise RuntimeError(
+            f"training failed: {first_line(error)}; if memory ran out, lower batch_size or the model's sizes"
+        ) from error
     if not done:
-        print(f"saved in {run.run_directory}; run the same command again to continue")
+        print(f"the training run is saved in {run.run_directory}; run the same command again to continue")
         return INTERRUPTED if interruption.is_requested else 0
     _print_next_commands(run, (config or load_train_config(run.run_directory / RECIPE_FILE)).sample_prompts)
     return 0
@@ -114,7 +118,7 @@ To generate text without a server:
 
 
 def _config(settings: TrainSettings, path: Path) -> TrainConfig:
-    """Return the recipe after flags have overridden its values. Warm-up, decay and chat steps follow --steps."""
+    """Return the recipe with the values of --steps and --seed. Warm-up, decay and chat steps are adapted to --steps."""
     config = load_train_config(path)
     if (steps := settings.steps) is not None:
         config = dataclasses.replace(
@@ -128,21 +132,22 @@ def _config(settings: TrainSettings, path: Path) -> TrainConfig:
 
 
 def _check_apart(out: Path, run_directory: Path) -> None:
-    """Check that the output directory does not overlap the files that the run saves in the run directory."""
+    """Raise SettingsError if --out overlaps the files that a training run saves in its run directory."""
     finished, run = out.resolve(), run_directory.resolve()
     is_run_file = any(run / name in (finished, *finished.parents) for name in RUN_FILES)
     if is_run_file or finished in (run, *run.parents):
-        raise SettingsError(f"--out {out} overlaps the saved run in {run_directory}; choose another directory")
+        raise SettingsError(f"--out {out} overlaps the training run saved in {run_directory}; choose another directory")
 
 
 def _check_memory(config: TrainConfig, device: str) -> None:
-    """Check that the minimum memory for training is free, so that the process is not killed during training."""
+    """Raise ValueError if less memory is free than training needs, since the kernel would later kill this process."""
     # Each parameter has a weight, a gradient and a momentum in float32. Each token of a step has logits and gradients.
     needed = 12 * config.model.num_parameters + 8 * config.tokens_per_step * config.vocab_size
     if needed > (free := free_bytes(device)):
         raise ValueError(
-            f"{config.model.num_parameters:,} parameters and {config.tokens_per_step:,} tokens a step need at least "
-            f"{needed // 2**20:,} MiB, but {free // 2**20:,} MiB are free; lower batch_size or the sizes of the model"
+            f"training {config.model.num_parameters:,} parameters with {config.tokens_per_step:,} tokens per step "
+            f"needs at least {needed // 2**20:,} MiB of memory, but {free // 2**20:,} MiB are free; "
+            "lower batch_size or the sizes of the model in the recipe"
         )
 
 
@@ -161,7 +166,7 @@ def _run_settings(settings: TrainSettings, name: str) -> RunSettings:
 
 
 def _seconds_since_start() -> float:
-    """Return the age of this process, mostly spent importing torch. Return 0 if the system has no /proc."""
+    """Return the seconds since this process started, mostly spent importing torch; 0 if the system has no /proc."""
     try:
         started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)

@@ -1,7 +1,7 @@
-"""Declaration of settings: one field defines flag, environment variable, default and bounds, its docstring the help.
+"""Declaration of settings: a field is a flag, an environment variable, a default and bounds; its docstring is the help.
 
-A memory size is written as in Kubernetes: K, M, G and T are powers of 1,000; Ki, Mi, Gi and Ti are powers of 1,024. A B
-after the unit changes nothing, and case is ignored. A number alone is in MiB.
+A memory size is written as in Kubernetes: K, M, G and T are powers of 1,000; Ki, Mi, Gi and Ti are powers of 1,024. A
+final B changes nothing, and case is ignored. A number alone is in MiB.
 """
 
 import argparse
@@ -18,18 +18,18 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
 PREFIX = "KVASIR_"
-FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}  # of fields; accepted for one more version
+FORMER_NAMES: Mapping[str, str] = {"max_body_size": "max_body_mb"}  # by field; accepted for one more version
 # Without a width, argparse wraps help pages at the width of the terminal: 80 columns in a pipe.
 HELP_FORMATTER = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE | re.ASCII)
 
 
 class SettingsError(ValueError):
-    """Unusable flag or variable. The message is one line that names the flag or variable."""
+    """Error of an unknown, missing or invalid flag or environment variable. The message is one line that names it."""
 
 
 class CommandSettings(BaseModel):
-    """Base class of the settings of a command: immutable, without unknown fields."""
+    """Base class of the settings of a command: immutable; an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -43,27 +43,27 @@ def _split_names(value: Iterable[str]) -> list[str]:
     return [name for word in words for part in word.split(",") if (name := part.strip())]
 
 
-def _read_size(value: Any, words: str = "must be") -> ByteSize:
+def _read_size(value: Any, alternative: str = "") -> ByteSize:
     if isinstance(value, ByteSize):
         return value
     matched = _SIZE.fullmatch(str(value).strip())
     if matched is None:
-        raise ValueError(f"{words} a size such as 512MiB, 2GiB or 1.5G")
+        raise ValueError(f"must be {alternative}a size such as 512MiB, 2GiB or 1.5G")
     number, unit, binary, byte = matched.groups()
     factor = (1024 if binary else 1000) ** ("kmgt".index(unit.lower()) + 1) if unit else 1 if byte else 2**20
     size = int(float(number) * factor)
     if not 1 <= size < 2**63:
-        raise ValueError(f"{words} at least 1 byte, such as 512MiB, 2GiB or 1.5G")
+        raise ValueError(f"must be {alternative}a size of at least 1 byte, such as 512MiB, 2GiB or 1.5G")
     return ByteSize(size)
 
 
 def _read_auto_or_size(value: Any) -> Any:
-    return value if value == "auto" else _read_size(value, "must be auto, or")
+    return value if value == "auto" else _read_size(value, "auto, or ")
 
 
 def _check_output_file(path: Path) -> Path:
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError("must be a new or existing writable file in an existing directory")
+        raise ValueError("must be a file that can be written, in an existing directory")
     return path
 
 
@@ -81,13 +81,13 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 def option(
     group: str, default: Any = ..., *, metavar: str | None = None, default_text: str | None = None, **bounds: Any
 ) -> Any:
-    """Declare a setting in a section (`group`) of the help page, which shows `default_text` instead of the default."""
+    """Declare a settings field. `group`: its section of the help page; `default_text`: shown there as the default."""
     extra: dict[str, Any] = {"group": group, "metavar": metavar, "default_text": default_text}
     return Field(default, json_schema_extra=extra, **bounds)
 
 
 def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: str, summary: str) -> dict[str, Any]:
-    """Parse the flags of a command into strings by field name."""
+    """Parse the command line `argv`. Return the value of each given flag, still a string, by settings field."""
     help_texts = _help_texts(kind) if {"-h", "--help"} & set(argv) else dict.fromkeys(kind.model_fields, "")
     parser = _Parser(
         prog=f"kvasir {command}",
@@ -104,8 +104,9 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
         if is_secret(kind, name):
             epilog += f" {variable}: {help_texts[name]}."
             if any(word.partition("=")[0] == flag for word in argv):
-                reason = "is not a flag, because flags show in the list of processes"
-                raise SettingsError(f"{flag} {reason}; set {variable} instead")
+                raise SettingsError(
+                    f"{flag} is not a flag, because flags show in the list of processes; set {variable} instead"
+                )
             continue
         title, default_text = str(extra["group"]), extra["default_text"]
         is_needed = field.is_required() and not default_text
@@ -141,7 +142,7 @@ def variable_of(name: str) -> str:
 
 
 def is_secret(kind: type[CommandSettings], name: str) -> bool:
-    """Return True if a settings field has no flag, because flags show in the list of processes."""
+    """Return True if a settings field is secret: it has no flag, because the list of processes shows flags."""
     return SecretStr in get_args(kind.model_fields[name].annotation)
 
 
@@ -151,7 +152,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _help_texts(kind: type[CommandSettings]) -> dict[str, str]:
-    """Return the docstring below each settings field, from the source code: too slow unless a help page is shown."""
+    """Return the help text of each settings field: its docstring, parsed from source code, slow and only for --help."""
     texts = {}
     for owner in kind.__mro__[: kind.__mro__.index(CommandSettings)]:
         (tree,) = ast.parse(inspect.getsource(owner)).body
@@ -164,7 +165,7 @@ def _help_texts(kind: type[CommandSettings]) -> dict[str, str]:
 
 
 def _argument(annotation: Any, *, default: Any, metavar: object) -> dict[str, Any]:
-    """Return argparse options. A switch that is on by default also has a --no- form; a tuple's flag is repeated."""
+    """Return argparse options of a flag. A switch on by default also has a --no- form; a tuple's flag is repeated."""
     if annotation is bool:
         return {"action": argparse.BooleanOptionalAction} if default else {"action": "store_const", "const": "true"}
     if get_origin(annotation) is tuple:
@@ -173,7 +174,7 @@ def _argument(annotation: Any, *, default: Any, metavar: object) -> dict[str, An
 
 
 def _metavar(annotation: Any) -> str:
-    """Return the placeholder of a value: the choices of a Literal, else a word for the type."""
+    """Return the placeholder of a flag's value on the help page: the choices of a Literal, else a word for the type."""
     if annotation in (int, float, str, Path, ByteSize):
         return {int: "N", float: "X", str: "TEXT", Path: "DIR", ByteSize: "SIZE"}[annotation]
     parts = get_args(annotation)

@@ -5,7 +5,7 @@ import sys
 
 
 def configure(level: str) -> None:
-    """Set up logging in this process. LitServe writes warnings and errors only."""
+    """Log to stderr from `level` up in this process. Of LitServe's log, only warnings and errors are written."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(processName)s: %(message)s"))
     for name, lowest in (("service", level.upper()), ("model", level.upper()), ("litserve", "WARNING")):

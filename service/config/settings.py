@@ -56,16 +56,17 @@ class ModelSettings(CheckpointSettings):
     """Model, device and engine settings, common to all commands that run a model."""
 
     device: Literal["auto", "cpu", "cuda"] = option("model", "auto")
-    """auto: cuda if there is a CUDA device, else cpu"""
+    """device that runs the model; auto: cuda if there is a CUDA device, else cpu"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("model", "auto")
-    """auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels run, else float32"""
+    """dtype of the model; auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels
+    run, else float32"""
     quantize: Literal["none", "int8", "fp8"] = option("model", "none")
     """quantize weights and inputs of matrix products: int8, or fp8 on GPUs that support it; see docs/operations.md"""
     attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option("model", "auto")
     """attention backend; auto: native (Kvasir's kernels) on a CPU with AVX2 or better; paged on CUDA for models without
     attention biases; else sdpa"""
     cache_dir: Path = option("model", CACHE)
-    """directory of native kernels compiled for this machine; $XDG_CACHE_HOME/kvasir if that variable is set"""
+    """cache of native kernels compiled for this machine; $XDG_CACHE_HOME/kvasir if that variable is set"""
     cuda_graphs: bool = option("engine", True)
     """capture steps as CUDA graphs and replay them (CUDA with paged attention)"""
     lookahead: bool = option("engine", True)
@@ -73,7 +74,7 @@ class ModelSettings(CheckpointSettings):
     threads: AutoOrCount = option("model", "auto")
     """CPU threads of the model; auto: all usable CPUs, or one less without native kernels"""
     generation_config: bool = option("model", True)
-    """use the checkpoint's generation_config.json for the defaults of requests"""
+    """use the checkpoint's generation_config.json for the sampling defaults of requests"""
     max_context_length: AutoOrCount = option("engine", "auto")
     """maximum tokens of prompt and completion together; auto: all positions of the model"""
     max_num_running: int = option("engine", 64, ge=1, le=4096)
@@ -94,18 +95,19 @@ class ModelSettings(CheckpointSettings):
     context or 8192 tokens, whichever is less, plus half of that for shared prefixes; limited to half of free memory (on
     a GPU, to --gpu-memory-share); at least one sequence of full context"""
     kv_cache_dtype: CacheDtype = option("engine", "auto")
-    """auto: dtype of the model; float16: twice the tokens in the same memory, for a float32 model on a CPU"""
+    """dtype of the KV-cache; auto: dtype of the model; float16: twice the tokens in the same memory, for a float32
+    model on a CPU"""
     gpu_memory_share: float = option("engine", 0.9, gt=0, le=1)
     """fraction of GPU memory for weights, activations of the largest step, CUDA graphs and KV-cache"""
     enable_prefix_cache: bool = option("engine", True)
-    """reuse KV-cache blocks of equal prefixes"""
+    """reuse KV-cache blocks among sequences that begin with the same tokens"""
 
     @model_validator(mode="after")
     def _check_max_batched_tokens(self) -> Self:
         if self.max_batched_tokens < self.max_num_running:
             raise ValueError(
-                f"--max-batched-tokens {self.max_batched_tokens} is under --max-num-running "
-                f"{self.max_num_running}: every running sequence needs one token a step"
+                f"--max-batched-tokens {self.max_batched_tokens} is under --max-num-running {self.max_num_running}: "
+                "a step computes at least one token per running sequence; raise --max-batched-tokens"
             )
         return self
 
@@ -118,9 +120,9 @@ class ServeSettings(ModelSettings):
     port: int = option("http", 8000, ge=1024, le=65535)
     """port to listen on"""
     model_name: str | None = option("http", None, min_length=1)
-    """model name for clients (default: the checkpoint's name)"""
+    """name of the model in requests and responses (default: the checkpoint's name)"""
     model_alias: Names = option("http", (), metavar="NAME")
-    """further model name for clients; may be repeated"""
+    """further name of the model that requests may use; may be repeated"""
     chat_template: str = option("http", "auto", metavar="auto|plain|none|FILE", min_length=1)
     """chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), or a
     Jinja file"""
@@ -136,7 +138,7 @@ class ServeSettings(ModelSettings):
     api_keys: SecretStr | None = option("access", None)
     """further API keys, as comma-separated NAME: KEY pairs"""
     api_key: SecretStr | None = option("access", None)
-    """one further API key, without a name"""
+    """one further API key, named "default" in logs"""
     open_probes: bool = option("access", True)
     """serve /health and /ready without an API key"""
     open_metrics: bool = option("access", True)
@@ -148,12 +150,12 @@ class ServeSettings(ModelSettings):
     max_prompts: int = option("admission", 4096, ge=1, le=4096)
     """maximum prompts, or texts to embed, in one request"""
     max_waiting_requests: int = option("admission", 256, ge=0)
-    """maximum sequences waiting for a slot; further requests get a 429"""
+    """maximum sequences waiting to run; further requests get a 429"""
     max_waiting_tokens: int = option("admission", 200_000, ge=1)
-    """maximum prompt and completion tokens of waiting requests; further requests get a 429"""
+    """maximum prompt and completion tokens of all waiting requests together; further requests get a 429"""
     target_queue_seconds: float = option("admission", 0.05, ge=0, le=86_400)
-    """longest predicted wait for a slot; a request predicted to wait longer gets a 429; the request's timeout may allow
-    a longer wait; 0: no limit"""
+    """longest predicted wait in the queue; a request predicted to wait longer gets a 429; the request's timeout may
+    allow a longer wait; 0: no limit"""
     max_queue_seconds: float = option("admission", 60.0, ge=0, le=86_400)
     """a request that has waited this long without starting gets a 408; caps every timeout; 0: no limit"""
     resume_seconds: float = option("http", 15.0, ge=0, le=3600)
@@ -164,7 +166,7 @@ class ServeSettings(ModelSettings):
     max_inspect_tokens: int = option("admission", 128, ge=0, le=512)
     """maximum prompt tokens of an attention inspection; 0: inspection is off"""
     drain_seconds: float = option("operation", 30.0, ge=0, le=3600)
-    """time limit for running requests to finish after SIGTERM"""
+    """time limit for unfinished requests to finish after SIGTERM"""
     standby: bool = option("operation", True)
     """keep a standby worker process, which replaces a dead worker about 1.5 s sooner"""
     hang_seconds: float = option("operation", 120.0, ge=0)
@@ -181,7 +183,7 @@ class ServeSettings(ModelSettings):
     @classmethod
     def _check_max_body_size(cls, value: ByteSize) -> ByteSize:
         if not 2**10 <= value <= 2**30:
-            raise ValueError("must be a size from 1KiB to 1GiB, such as 2MiB")
+            raise ValueError("must be a body size from 1KiB to 1GiB, such as 2MiB")
         return value
 
     @field_validator("cors_origins")
@@ -189,28 +191,28 @@ class ServeSettings(ModelSettings):
     def _normalize_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         origins = tuple(origin.lower().removesuffix("/") for origin in value)
         if "*" in origins and len(origins) > 1:
-            raise ValueError("must be * alone, or origins without *")
+            raise ValueError("must be * alone (any web origin), or web origins without *")
         if not all(origin == "*" or _ORIGIN.fullmatch(origin) for origin in origins):
-            raise ValueError("must be origins such as https://example.com:8443, without a path, or *")
+            raise ValueError("must be web origins such as https://example.com:8443, without a path, or *")
         return origins
 
     @field_validator("hang_seconds")
     @classmethod
     def _check_hang_seconds(cls, value: float) -> float:
         if 0 < value < 3:
-            raise ValueError("must be 0, or at least 3: heartbeats come every second")
+            raise ValueError("must be 0 (never replace a worker), or at least 3 seconds (heartbeats come every second)")
         return value
 
 
 class GenerateSettings(ModelSettings):
-    """Continue a text. The completion is streamed to stdout, its statistics to stderr."""
+    """Continue a text in this process. The completion is streamed to stdout, its statistics to stderr."""
 
     prompt: str = option("completion", min_length=1)
     """text to continue"""
     max_tokens: int = option("completion", 200, default_text="the checkpoint's, else 200", ge=0)
     """maximum tokens to generate"""
     temperature: float = option("completion", 0.8, default_text="the checkpoint's, else 0.8", ge=0, le=2)
-    """0: always take the most likely token"""
+    """sampling temperature; 0: always take the most likely token"""
     top_k: int = option("completion", 0, default_text="the checkpoint's, else 0", ge=0)
     """keep the k most likely tokens; 0: all"""
     top_p: float = option("completion", 0.95, default_text="the checkpoint's, else 0.95", gt=0, le=1)
@@ -220,7 +222,7 @@ class GenerateSettings(ModelSettings):
     seed: int | None = option("completion", None, ge=0, lt=2**64)
     """seed of sampling; the same seed gives the same text (default: random)"""
     stop: str | None = option("completion", None, min_length=1)
-    """stop before this text"""
+    """end the completion before this text"""
 
 
 class InspectSettings(CheckpointSettings):
@@ -235,24 +237,25 @@ class InspectParamsSettings(CheckpointSettings):
 
 
 class InspectAttentionSettings(CheckpointSettings):
-    """Show the attention weights of a prompt in one layer. Standard output lists the most attended tokens of the last
-    tokens, and --out gets a heat map of each head. Layers and heads count from 0. Computed in float32 on the CPU.
+    """Show the attention weights of a prompt in one layer. Standard output lists the tokens that each of the last
+    tokens attends to most, and --out gets a heat map of each head. Layers and heads count from 0. Computed in float32
+    on the CPU.
     """
 
     prompt: str = option("text", min_length=1)
     """prompt to compute attention weights for"""
-    layer: int = option("look", ge=0)
+    layer: int = option("view", ge=0)
     """layer to show, counted from 0"""
-    head: str = option("look", "all", metavar="all|N")
+    head: str = option("view", "all", metavar="all|N")
     """head to show, counted from 0, or all heads"""
-    out: OutputFile | None = option("look", None, metavar="FILE")
+    out: OutputFile | None = option("view", None, metavar="FILE")
     """picture to write: .png, .svg or .pdf (default: none)"""
 
     @field_validator("out", mode="before")
     @classmethod
     def _check_suffix(cls, value: str | None) -> str | None:
         if value is not None and not value.lower().endswith((".png", ".svg", ".pdf")):
-            raise ValueError("must end in .png, .svg or .pdf")
+            raise ValueError("must be a picture file that ends in .png, .svg or .pdf")
         return value
 
 
@@ -284,15 +287,15 @@ class TrainSettings(CommandSettings):
     state regularly; the same command resumes an interrupted run.
     """
 
-    corpus: Paths = option("a text of your own", (), metavar="FILE")
+    corpus: Paths = option("training on your text", (), metavar="FILE")
     """training text: .txt, or .jsonl with a "text" field per line, either also .xz, or a directory of such files; may
     be repeated"""
-    minutes: float = option("a text of your own", 10.0, default_text="10", gt=0, le=10_080)
-    """minutes from start to finished checkpoint"""
-    config: Path | None = option("a recipe", None, metavar="FILE")
+    minutes: float = option("training on your text", 10.0, default_text="10", gt=0, le=10_080)
+    """minutes of the whole run, from start to finished checkpoint"""
+    config: Path | None = option("training by a recipe", None, metavar="FILE")
     """TOML file of the recipe, see docs/training.md"""
-    steps: int | None = option("a recipe", None, ge=1)
-    """optimizer steps (default: the recipe's)"""
+    steps: int | None = option("training by a recipe", None, ge=1)
+    """optimizer steps of the whole run (default: the recipe's)"""
     out: Path = option("run")
     """directory of the finished checkpoint"""
     run_directory: Path | None = option("run", None)
@@ -300,7 +303,7 @@ class TrainSettings(CommandSettings):
     seed: int | None = option("run", None, ge=0)
     """random seed of the weights and the order of texts (default: 1, or the recipe's)"""
     stop_after: int | None = option("run", None, ge=1)
-    """save and exit after this step, as on an interruption"""
+    """save and exit after this optimizer step, as on an interruption"""
     device: Literal["auto", "cpu", "cuda"] = option("hardware", "auto")
     """device; auto: CUDA if available, else the CPU"""
     precision: Literal["auto", "float32", "bfloat16"] = option("hardware", "auto")
@@ -315,7 +318,7 @@ class TrainSettings(CommandSettings):
     @model_validator(mode="after")
     def _text_or_recipe(self) -> Self:
         if bool(self.corpus) == (self.config is not None):
-            raise ValueError("give exactly one of --corpus (a training text) and --config (a recipe)")
+            raise ValueError("give either --corpus (a training text) or --config (a recipe)")
         if self.corpus and self.steps is not None:
             raise ValueError("--steps needs --config; with --corpus set the duration by --minutes")
         if self.config is not None and "minutes" in self.model_fields_set:
@@ -328,18 +331,18 @@ class EvalSettings(CheckpointSettings):
     on minimal pairs, and repetition in samples of fixed prompts. docs/evaluation.md explains each figure.
     """
 
-    config: Path | None = option("what", None, metavar="FILE")
-    """recipe whose held-out documents are measured"""
-    texts: Texts = option("what", (), metavar="NAME=FILE")
+    config: Path | None = option("evaluation", None, metavar="FILE")
+    """training recipe (TOML) whose held-out documents are measured"""
+    texts: Texts = option("evaluation", (), metavar="NAME=FILE")
     """texts to measure, .txt or .jsonl, either also .xz; may be repeated"""
-    pairs: Path | None = option("what", None, metavar="FILE")
+    pairs: Path | None = option("evaluation", None, metavar="FILE")
     """minimal pairs: JSON lines of sentence_good, sentence_bad"""
-    max_documents: int | None = option("what", None, ge=1)
-    """documents of each text, evenly spaced (default: all)"""
-    max_context_length: AutoOrCount = option("what", "auto")
+    max_documents: int | None = option("evaluation", None, ge=1)
+    """maximum documents to measure of each text, evenly spaced (default: all)"""
+    max_context_length: AutoOrCount = option("evaluation", "auto")
     """tokens per evaluated window of a text; auto: the model's context length, at most 2048"""
-    samples: int = option("what", 4, ge=0, le=1000)
-    """completions of each fixed prompt and temperature; 0: none"""
+    samples: int = option("evaluation", 4, ge=0, le=1000)
+    """completions to sample of each fixed prompt at each temperature; 0: none"""
     out: OutputFile | None = option("result", None, metavar="FILE")
     """JSON file of all results (default: none)"""
     documents: OutputFile | None = option("result", None, metavar="FILE")
@@ -351,7 +354,7 @@ class EvalSettings(CheckpointSettings):
     dtype: Literal["float32", "bfloat16"] = option("hardware", "float32")
     """dtype of weights and arithmetic"""
     quantize: Literal["none", "int8", "fp8"] = option("hardware", "none")
-    """as kvasir serve --quantize"""
+    """quantize the weights, as kvasir serve --quantize does"""
     kv_cache_dtype: CacheDtype = option("hardware", "auto")
     """dtype to round keys and values to, as kvasir serve --kv-cache-dtype"""
     threads: AutoOrCount = option("hardware", "auto")
@@ -362,14 +365,14 @@ class EvalSettings(CheckpointSettings):
     def _texts_have_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         names = [name for name, _, path in (text.partition("=") for text in value) if name and path]
         if len(set(names)) < len(value):
-            raise ValueError("must be NAME=FILE, each with a different name")
+            raise ValueError("must be NAME=FILE: a name for the results and a text file; names must differ")
         return value
 
 
 class ConvertSettings(CommandSettings):
     """Convert a checkpoint: nanoGPT's ckpt.pt to a Kvasir checkpoint, a Hugging Face directory of pickles to
-    safetensors, or a Kvasir checkpoint to a Hugging Face directory. Code in a file is never run. The result is
-    verified.
+    safetensors, or a Kvasir checkpoint to a Hugging Face directory. Code in the files is never run. The new
+    checkpoint is verified.
     """
 
     nanogpt: Path | None = option("source", None, metavar="FILE")
@@ -386,9 +389,9 @@ class ConvertSettings(CommandSettings):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if sum(source is not None for source in (self.nanogpt, self.pickle, self.export)) != 1:
-            raise ValueError("give exactly one of --nanogpt, --pickle and --export")
+            raise ValueError("give exactly one checkpoint to convert: --nanogpt, --pickle or --export")
         if (self.nanogpt is None) != (self.tokenizer is None):
-            raise ValueError("give --nanogpt and --tokenizer together")
+            raise ValueError("--nanogpt and --tokenizer need each other; give both or neither")
         return self
 
 
@@ -398,7 +401,7 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     for name in sorted(set(os.environ) - {flags.variable_of(name) for name in _field_names(flags.CommandSettings)}):
         # An error would stop services in Kubernetes, which gives every pod KVASIR_SERVICE_HOST for a Service kvasir.
         if name.startswith(flags.PREFIX):
-            print(f"kvasir {command}: warning: {name} is not a setting; ignored", file=sys.stderr)
+            print(f"kvasir {command}: warning: environment variable {name} is not a setting; ignored", file=sys.stderr)
     variables = {name: variable for name in kind.model_fields if (variable := _given_variable(name)) is not None}
     values = {name: os.environ[variable] for name, variable in variables.items()} | given
     default = None
@@ -427,7 +430,7 @@ def _given_variable(name: str) -> str | None:
 
 
 def _first_problem(kind: type[CommandSettings], sources: Mapping[str, str], error: ValidationError) -> str:
-    """Return one line: the flag or variable of the first invalid field, and the problem."""
+    """Return a one-line error message: the flag or variable of the first invalid field, the problem, and the value."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
         return first["msg"].removeprefix("Value error, ")
@@ -450,7 +453,7 @@ def find_default_checkpoint() -> Path | None:
 
 
 def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> Iterable[str]:
-    """Return a line per setting with the value in force. `found`: values of "auto" and None, and further facts."""
+    """Return a line per setting with its effective value. `found`: values for "auto" and None, and further facts."""
     values = {**dict(settings), **found}
     values = {name: value.human_readable() if isinstance(value, ByteSize) else value for name, value in values.items()}
     width = max(map(len, values))
@@ -458,9 +461,11 @@ def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> 
 
 
 def context_length(settings: ModelSettings, config: ModelConfig) -> int:
-    """Return the maximum tokens of prompt and completion together: the setting, or all positions of the model."""
+    """Return the maximum tokens of prompt and completion together: the setting, or the maximum of the model."""
     wanted, available = settings.max_context_length, config.max_context_length
     if wanted != "auto" and wanted > available:
-        advice = f"ask for at most {available}, or leave it at auto"
-        raise SettingsError(f"--max-context-length {wanted} is over the {available} positions of the model; {advice}")
+        raise SettingsError(
+            f"--max-context-length {wanted} is over the {available} positions of the model; "
+            f"set at most {available}, or auto"
+        )
     return available if wanted == "auto" else wanted

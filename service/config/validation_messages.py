@@ -22,7 +22,7 @@ EMPTY = "must not be empty"
 
 
 def reword(kind: str, message: str) -> str:
-    """Return the `type` and `msg` of pydantic's error as a message such as "must be a whole number"."""
+    """Return a message such as "must be a whole number" for a pydantic error of type `kind` with text `message`."""
     if kind in ("string_too_short", "too_short") and " at least 1 " in message:
         return EMPTY
     message = message.removeprefix("Value error, ")

@@ -19,7 +19,7 @@ _SHORT_KEY = 16
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """API keys of a server: the SHA-256 digest of each key by name, and warnings about weak or readable keys."""
+    """API keys of a server: SHA-256 digests by key name, and warnings about short keys or a world-readable file."""
 
     digests: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class ApiKeys:
         return ", ".join(self.digests) or "none: this server accepts requests without an API key"
 
     def name_of(self, key: bytes) -> str | None:
-        """Return the name of an API key; None if the key is unknown. The time does not depend on the key."""
+        """Return the name of an API key; None if the key is unknown. The comparison takes as long for any key."""
         presented = hashlib.sha256(key).digest()
         matches = [name for name, digest in self.digests.items() if hmac.compare_digest(presented, digest)]
         return matches[0] if matches else None
@@ -48,9 +48,9 @@ def read_api_keys(settings: ServeSettings) -> ApiKeys:
             if path.stat().st_mode & stat.S_IROTH:
                 warnings.append(f"{source}: every user of this machine can read it; chmod 600 {path}")
         except OSError as error:
-            raise SettingsError(f"{source}: cannot be read: {error.strerror}") from None
+            raise SettingsError(f"{source}: the file of API keys cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise SettingsError(f"{source}: is not a text file in UTF-8") from None
+            raise SettingsError(f"{source}: the file of API keys is not UTF-8 text; save it as UTF-8") from None
     if settings.api_keys is not None:
         found += _parse(re.split(r"[,\n]", settings.api_keys.get_secret_value()), "KVASIR_API_KEYS")
     if settings.api_key is not None:
@@ -66,13 +66,13 @@ def read_api_keys(settings: ServeSettings) -> ApiKeys:
             raise SettingsError(f"two API keys are called {name}; rename one of them")
         digest = hashlib.sha256(key.encode()).digest()
         if (other := next((known for known, value in digests.items() if value == digest), None)) is not None:
-            raise SettingsError(f"{other} and {name} have the same API key; replace one of the keys")
+            raise SettingsError(f"the API keys named {other} and {name} are equal; replace one of the keys")
         digests[name] = digest
     return ApiKeys(digests, tuple(warnings))
 
 
 def _parse(lines: list[str], source: str) -> list[tuple[str, str]]:
-    """Return names and API keys. An error never quotes a malformed line, since the line may contain a key."""
+    """Return the (name, key) pairs of lines NAME: KEY. An error never quotes a line, which may contain a key."""
     found = []
     for number, line in enumerate(lines, 1):
         text = line.strip()

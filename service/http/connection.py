@@ -49,7 +49,7 @@ MAX_FRAMING_RATIO: Final = 8
 _SINGLE: Final = frozenset(
     {b"host", b"content-encoding", b"idempotency-key", b"last-event-id", TIMEOUT_HEADER.encode()}
 )
-MIN_READ_BYTES: Final = 16 * 1024  # of the response, which a slow client must read within each time limit
+MIN_READ_BYTES: Final = 16 * 1024  # bytes of a response that a slow client must read within each time limit
 _BEGINNING: Final = b"HTTP/1.1 "  # of every response, whatever its status
 # Pause after the first probe byte, longer than a round trip within a network. Each further pause is four times as long,
 # so the nine bytes of the beginning last 219 s.
@@ -68,9 +68,10 @@ class ConnectionLimits:
 
 
 def limit_connections(wanted: int) -> int:
-    """Raise the soft limit of open files for `wanted` connections; return the number of connections that it allows.
+    """Raise this process' soft limit of open files for `wanted` connections; return how many connections it allows.
 
-    A process at its limit of open files is woken for each pending connection again and again, and does little else.
+    Without this bound, a process at its limit of open files would be woken again and again for each connection that
+    it cannot accept. Raises SettingsError: the limit leaves no room for connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + RESERVED_FILES
@@ -80,12 +81,15 @@ def limit_connections(wanted: int) -> int:
     number = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - RESERVED_FILES)
     if number < min(wanted, _MIN_CONNECTIONS):
         raise SettingsError(
-            f"only {soft} files may be open at once, which leaves no room for connections; "
+            f"this process may have only {soft} files open, which leaves no room for client connections; "
             f"raise the limit (ulimit -n) to {needed}"
         )
     if number < wanted:
         logger.warning(
-            "at most %d connections, not %d: only %d files may be open at once; raise ulimit -n", number, wanted, soft
+            "at most %d client connections, not %d: this process may have only %d files open; raise ulimit -n",
+            number,
+            wanted,
+            soft,
         )
     return number
 
@@ -102,29 +106,29 @@ class ChunkedBody:
 
     @property
     def is_writable(self) -> bool:
-        """True between the begin and the end of the body, while the client is connected and reads fast enough."""
+        """True while the body has begun and not ended, the client is connected, and the send buffer has room."""
         cycle = self._cycle
         if not (cycle.response_started and cycle.chunked_encoding) or cycle.response_complete:
             return False
         return not (cycle.disconnected or cycle.flow.write_paused or cycle.transport.is_closing())
 
     def write(self, part: bytes) -> None:
-        """Send a non-empty part of the body. Call only while `is_writable`; else use `send`, which waits."""
+        """Write a non-empty part of the body as one chunk. Only while `is_writable`; else use `send`, which waits."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 def chunked_body(scope: Scope) -> ChunkedBody | None:
-    """Return the response body for direct writes; None from other servers, and for buffered responses."""
+    """Return the writer of a response's body; None under another ASGI server, and for a buffered response."""
     body: ChunkedBody | None = scope.get("extensions", {}).get(_BODY_EXTENSION)
     return body
 
 
 class HalfCloseProbe(asyncio.Transport):
-    """Transport of a response that has not begun: sends the first bytes of the response early, one at a time.
+    """Transport that probes whether a client still waits: sends the first bytes of its response early, one at a time.
 
     A client that closes only its sending side (`nc -N`) waits for the response (RFC 9112, 9.6). A client that closes
     the whole connection does not, but TCP sends the same FIN for both. The host of a closed connection answers data
-    with a reset, and the next write fails. Two bytes detect a closed connection, four bytes one behind a TCP proxy.
+    with a reset, and the next write fails. Two bytes detect a closed connection; through a TCP proxy, four bytes do.
     """
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
@@ -138,7 +142,7 @@ class HalfCloseProbe(asyncio.Transport):
         self._probe(_FIRST_PAUSE_SECONDS)
 
     def write(self, data: Any) -> None:
-        """Write the beginning of the response, without the bytes that are already sent."""
+        """Stop probing, and write `data`, the beginning of the response, without the bytes that were sent as probes."""
         self.stop()
         self._cycle.transport = self._transport
         self._transport.write(data[self._num_sent :])
@@ -162,7 +166,7 @@ class HalfCloseProbe(asyncio.Transport):
 
 
 class _HeldFlow(FlowControl):
-    """uvicorn's flow control with a hold: while `is_held`, an application that reads a body cannot resume reading."""
+    """uvicorn's flow control with a hold: while `is_held`, a route that reads a body does not resume socket reads."""
 
     is_held = False
 
@@ -179,7 +183,7 @@ class _HeldFlow(FlowControl):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol of one client connection, with limits. `count` gets the error of each rejected request."""
+    """uvicorn's protocol of one client connection, with limits. `count` gets the error of each request it rejects."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, count: Callable[[ApiError], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -202,7 +206,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Handle a new connection; reject the connection if all others are busy."""
+        """Handle a new connection. Over the limit of connections, close the longest-idle one, or reject the new one."""
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
         self._waiting_since = self.loop.time()
@@ -212,7 +216,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Disconnect all requests of an ended connection. uvicorn disconnects only the last request."""
+        """Mark all requests of an ended connection as disconnected. uvicorn marks only the last request."""
         if self._check is not None:
             self._check.cancel()
         if self._probe is not None:
@@ -224,7 +228,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of the client. Bytes after a rejected request are dropped."""
+        """Parse bytes from the client. Bytes after a rejected request are dropped."""
         self._unset_keepalive_if_required()
         if self.transport.is_closing() or self._due is not None:
             return
@@ -232,7 +236,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open on True
-        """Keep the connection open while responses are due to a client that has closed its sending side."""
+        """Handle the end of the client's sending side. Return True to keep the connection, if a response is due."""
         self._has_client_ended = self.flow.is_held = True
         self._parse()
         return not self.transport.is_closing()
@@ -269,7 +273,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.hold(len(self._unparsed) > MAX_AHEAD_BYTES)
 
     def _end_requests(self) -> None:
-        """Close the connection after the last complete request of a half-closed client; probe the client."""
+        """Close a half-closed connection after the response to its last complete request; until then, probe it."""
         if not (self._unparsed or self.transport.is_closing()):
             self._drop_incomplete()
             if not self.is_busy:
@@ -282,7 +286,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._probe = HalfCloseProbe(cycle, self.loop)
 
     def _drop_incomplete(self) -> None:
-        """Drop the request that is being received, behind earlier requests without a response."""
+        """Drop the incomplete request that is being received. Earlier requests of the connection are unaffected."""
         self._is_in_head = self._is_in_body = False
         self._waiting_since = None
         if self.pipeline and self.pipeline[0][0].more_body:
@@ -290,7 +294,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._cycles.remove(cycle)
 
     def _bound_bytes(self, num_bytes: int, *, was_in_body: bool) -> None:
-        """Count received bytes; reject a request whose head or chunked framing is over its limit."""
+        """Count `num_bytes` received; reject a request whose head, or chunk sizes and trailers, exceed a limit."""
         if was_in_body and self._is_in_body:
             self._num_framed_bytes += num_bytes
             if self._num_framed_bytes > MAX_HEAD_BYTES + (1 + MAX_FRAMING_RATIO) * self._num_body_bytes:
@@ -324,23 +328,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head of a request and begin the request. An exception raised here ends the parsing."""
+        """Check the head of a request and start its route. An exception ends the parsing and rejects the request."""
         self._is_in_head, self._is_in_body, self._has_passed_head = False, True, True
         self._num_body_bytes, self._num_framed_bytes, self._waiting_since = 0, 0, self.loop.time()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._refusal = HeadTooLarge(_HEAD_TOO_LARGE)
-            raise ValueError("the head is too large")
+            raise ValueError("the head of the request is too large")
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._refusal = UnsupportedEncoding(
                 "Transfer-Encoding is not supported, except chunked; send the body chunked or with Content-Length"
             )
-            raise ValueError("the body has an unsupported transfer encoding")
+            raise ValueError("the request body has an unsupported Transfer-Encoding")
         names = [name for name, _ in self.headers]
         if len(set(names)) < len(names) and (twice := min((n for n in _SINGLE if names.count(n) > 1), default=b"")):
             name = twice.decode()
             self._refusal = InvalidRequest(f"the header {name} occurs twice; send one value", param=name)
-            raise ValueError("a header field occurs twice")
+            raise ValueError("the request has a single-value header field twice")
         if self._offers_another_protocol():
             return
         self._num_missing_bytes = int(dict(self.headers).get(b"content-length", b"0"))
@@ -374,7 +378,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def _refuse(self, error: ApiError) -> None:
-        """Reject the request that is being received, after the responses to earlier requests, and close."""
+        """Reject the request being received: send `error` after the responses to earlier requests, then disconnect."""
         if self._due is not None:
             return
         self._count(error)
@@ -398,7 +402,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _make_room(self) -> bool:
-        """Close the longest-idle connection. Return False if all other clients wait for a response."""
+        """Close the longest-idle other connection. Return False if all other clients wait for a response."""
         others = (each for each in self.connections if isinstance(each, BoundedHttpProtocol) and each is not self)
         idle = [each for each in others if not each.is_busy]
         if not idle:
@@ -435,7 +439,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return now - self._waiting_since > self._limits.client_seconds + num_bytes / MIN_BODY_BYTES_PER_SECOND
 
     def _is_stuck(self, now: float) -> bool:
-        """Return True if the client has used up its time to read the unsent bytes of a response."""
+        """Return True if, within the time limit, the client has read too few bytes of a response that is being sent."""
         num_bytes = self.transport.get_write_buffer_size()
         if not num_bytes or not (self.flow.write_paused or self.transport.is_closing() or not self._unanswered()):
             self._behind = None

@@ -37,7 +37,7 @@ def middlewares(
     count: Callable[[ApiError], None],
     reject_from_headers: Callable[[Scope], None] = lambda scope: None,
 ) -> list[tuple[type, dict[str, Any]]]:
-    """Return the middleware around the routes, innermost first: early rejection, CORS, request id.
+    """Return the ASGI middleware around the routes, innermost first: early rejection, CORS, request id.
 
     In this order every rejection has a request id, and a script of an allowed origin can read the rejection. `count`
     gets the error of each rejection.
@@ -61,7 +61,7 @@ def middlewares(
 
 
 class RequestId:
-    """ASGI middleware: put an `x-request-id` on every response: the client's id, or a new id if it is unsafe."""
+    """ASGI middleware: set `x-request-id` on every response: the request's id if it is safe in logs, else a new id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -83,7 +83,7 @@ class RequestId:
 
 @dataclass(frozen=True, slots=True)
 class EarlyRejection:
-    """ASGI middleware: reject requests without a known API key, and, by their headers, requests to a full server.
+    """ASGI middleware: reject requests without a known API key and, judged by headers alone, requests to a full server.
 
     A rejection by a route, with its checks and error handlers, costs over twice as much CPU time. Requests that cannot
     be judged by their headers pass, and their routes decide.
@@ -128,7 +128,7 @@ class EarlyRejection:
         name = self.keys.name_of(key.strip())
         if name is None:
             # litellm raises BadRequestError for a 401 unless the message begins as OpenAI's does.
-            raise Unauthorized("Incorrect API key provided: this server does not know it")
+            raise Unauthorized("Incorrect API key provided: this server does not know the key")
         # The raw path, since a decoded path may contain line breaks, which would forge log lines.
         path = scope["raw_path"].decode("ascii", "replace")
         logger.debug("%s %s: API key %s", scope["method"], path, name)
@@ -136,7 +136,7 @@ class EarlyRejection:
 
 
 def _waits_for_the_engine(scope: Scope) -> bool:
-    """Return True if the engine must compute the response to a request, as far as the headers tell."""
+    """Return True if a request may be rejected by its headers: it needs the engine, and has no buffered response."""
     if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SHED_ROUTES:
         return False
     return not any(

@@ -36,7 +36,7 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
         if int(request.headers.get("content-length", 0)) > max_bytes:
             raise too_large
     except ValueError:
-        raise InvalidRequest("Content-Length is not a number") from None
+        raise InvalidRequest("the header Content-Length is not a number; send the size of the body in bytes") from None
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -47,7 +47,7 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     # Parsing takes 2 µs a list or object and would delay all streams. The regex, which skips brackets within strings,
     # runs only if a plain count of brackets is over the limit.
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS and _TOO_MANY.match(body):
-        raise InvalidRequest(f"the body holds over {MAX_CONTAINERS} lists and objects; split the request")
+        raise InvalidRequest(f"the JSON body holds over {MAX_CONTAINERS} lists and objects; split the request")
     return body
 
 
@@ -68,7 +68,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> None:
-    """Count every error of the app and send the error in OpenAI's format, unknown routes and bugs included."""
+    """Make `app` count every error and send it in OpenAI's format, including those of unknown routes and bugs."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):

@@ -1,1 +1,1 @@
-"""Requests between admission and response: submission to the engine, replay, response buffers."""
+"""Requests between admission and response: submission to the worker, resubmission after its death, response buffers."""

@@ -36,7 +36,7 @@ _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EngineClient:
-    """Owner of the inflight requests and attention queries. Admission does not count queries."""
+    """Owner of the unfinished requests and attention queries: submits them to the worker, and delivers its events."""
 
     send: Callable[[Sequence[Command]], None]
     admission: Admission
@@ -60,7 +60,7 @@ class EngineClient:
         return sum(isinstance(request, InflightQuery) for request in self._requests)
 
     def submit(self, request: Inflight) -> None:
-        """Admit a request or attention query and send all its choices. After an exception it is not registered."""
+        """Admit and send a request, or send an attention query without admission. An exception leaves no state."""
         if isinstance(request, InflightRequest):
             self.admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
             request.apply_terms()
@@ -76,7 +76,7 @@ class EngineClient:
         self.on_count(self.num_requests)
 
     def finish(self, request: Inflight) -> int:
-        """Discard a request and cancel its unfinished choices. Return the number of cancelled choices."""
+        """Forget a request or query and cancel its unfinished choices. Return the number of cancelled choices."""
         self._requests.pop(request, None)
         uids = [choice.submit.uid for choice in request.choices if choice.submit.uid in self._choices]
         for uid in uids:
@@ -88,7 +88,7 @@ class EngineClient:
         return len(uids)
 
     def receive(self, events: Sequence[Event]) -> None:
-        """Process the events of one message of the worker."""
+        """Process the events of one message from the worker."""
         touched: dict[InflightRequest, None] = {}
         for event in events:
             if isinstance(event, TokenDelta):
@@ -120,7 +120,7 @@ class EngineClient:
             request.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """Fail the requests whose queue time has ended. If the worker is stalled, begun requests without result too."""
+        """Fail requests past their queue deadline that have not begun; if the worker is stalled, that have no token."""
         for request in self._requests:
             deadline = request.terms.deadline(request.arrival_seconds)
             has_expired = deadline is not None and deadline < now and not (request.has_started or request.has_failed)
@@ -129,13 +129,13 @@ class EngineClient:
                 request.fail(self._queue_timeout(request, has_begun=has_begun))
 
     def wake_silent_requests(self, *, since_seconds: float) -> None:
-        """Let each streamed response that has sent nothing since `since_seconds` send a keep-alive."""
+        """Make each stream whose last bytes were sent before the time `since_seconds` send a keep-alive."""
         for request in self._requests:
             if isinstance(request, InflightRequest) and request.last_sent_seconds < since_seconds:
                 request.wake()
 
     def _receive_delta(self, delta: TokenDelta) -> InflightRequest | None:
-        """Add a token delta to its choice. Return the request to deliver to; None if the delta was dropped."""
+        """Add a token delta to its choice. Return the request if it has deltas to deliver, else None."""
         uid = delta.uid
         entry = self._choices.get(uid)
         if entry is None:
@@ -149,7 +149,7 @@ class EngineClient:
         # A failed step may have sampled tokens that were never sent.
         if delta.index != len(choice.token_ids) and not has_failed:
             expected = len(choice.token_ids)
-            logger.error("request %s fails: delta at token index %d, expected %d", uid, delta.index, expected)
+            logger.error("sequence %s fails: new tokens begin at index %d, not %d", uid, delta.index, expected)
             request.fail(EngineFailed("the engine's output arrived out of order; try again", retry=True))
             return None
         if not choice.has_started:
@@ -174,14 +174,14 @@ class EngineClient:
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Resubmit all unfinished requests to a new worker. The first worker (epoch 0) finds no requests."""
+        """Resubmit unfinished requests, except a poison request, to a new worker; none to the first (epoch 0)."""
         self.on_worker_ready(ready)
         self.admission.limit_running(None)
         if ready.epoch == 0:
             return
         if (uid := self._detector.record_crash()) is not None:
             request, _ = self._choices[uid]
-            logger.error("poison request %s (%s): several workers died on this request", uid, request.terms.tenant)
+            logger.error("poison request %s (%s) fails: several workers died computing it", uid, request.terms.tenant)
             request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
             self.on_replay("gave_up")
         again: list[str] = []
@@ -198,12 +198,12 @@ class EngineClient:
         self._release(again)
 
     def _release(self, uids: Iterable[str] = ()) -> None:
-        """Send the choices that the poison detector releases to the worker, out of `uids` and the held choices."""
+        """Of the choices `uids` and the held choices, send to the worker those that the poison detector releases."""
         if released := self._detector.release(uids):
             self.send([self._choices[uid][1].submit for uid in released])
 
     def _failure(self, request: InflightRequest, choice: Choice, finish: Finish) -> ApiError:
-        """Return the error of a sequence that the worker could not finish, for the client."""
+        """Return the error to send to the client of a sequence that the worker could not finish."""
         if finish.reason is FinishReason.ABORT and not choice.token_ids:
             # A cancelled sequence sends no event, so the abort means that the deadline has passed.
             return self._queue_timeout(request, has_begun=False)

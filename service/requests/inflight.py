@@ -49,7 +49,7 @@ class Choice:
 
     @property
     def num_counted_tokens(self) -> int:
-        """Tokens that admission counts: the prompt and the maximum length of the completion."""
+        """Number of tokens that admission counts: prompt plus max_tokens; if unset, prompt plus at most 1,024."""
         max_tokens = self.submit.params.max_tokens
         counted = max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
         return self.num_prompt_tokens + counted
@@ -63,7 +63,7 @@ class Choice:
         self.finish = delta.finish
 
     def retry(self) -> None:
-        """Prepare the choice's next attempt, which continues after the tokens received so far."""
+        """Prepare `submit` for another submission to a worker, which continues after the tokens received so far."""
         # Each sample of a prompt requests incomplete prompt logprobs again, because any sample may run first.
         num_prompt_logprobs = None
         if len(self.prompt_logprobs) < self.num_prompt_tokens:
@@ -98,7 +98,7 @@ class InflightRequest:
     _at_once: DirectWriter | None = None  # set while the task waits
 
     def apply_terms(self) -> None:
-        """Write the queueing terms into each choice's `Submit`. Only the first choice to begin gets a deadline."""
+        """Write the queueing terms into each choice's `Submit`, and the deadline into the first, which begins first."""
         terms = self.terms
         prompt_logprobs: dict[int, int | None] = {}
         for number, choice in enumerate(self.choices):
@@ -117,10 +117,10 @@ class InflightRequest:
         self.last_sent_seconds = now
 
     async def next_deltas(self, at_once: DirectWriter | None = None) -> Deltas:
-        """Wait for token deltas and return all of them; an empty list if `wake` ended the wait.
+        """Wait for token deltas and return all that have arrived; an empty list if `wake` ended the wait.
 
         at_once: delivers deltas that arrive during the wait, without waking the task.
-        Raises an `ApiError`: the request has failed, after its deltas were returned, or the client disconnected.
+        Raises an `ApiError`: the client reads too slowly, or the request has failed and all its deltas were returned.
         """
         self._at_once = at_once
         try:
@@ -136,7 +136,7 @@ class InflightRequest:
         return arrived
 
     def push(self, choice: Choice, delta: TokenDelta) -> bool:
-        """Buffer a delta until `deliver`. Return False, and fail, if the client is too far behind."""
+        """Buffer a delta until `deliver`. If the client reads too slowly, fail the request and return False."""
         if self._backlog > MAX_BACKLOG:
             self._arrived.clear()
             self.fail(ClientGone("the client reads the response too slowly"))
@@ -148,13 +148,13 @@ class InflightRequest:
         return True
 
     def deliver(self) -> Callable[[], None] | None:
-        """Return a function that sends the buffered deltas; else wake the response's task, and return None."""
+        """Return a function that sends the buffered deltas; None: the response's task was woken to send the deltas."""
         send = None
         if self._at_once is not None and self._arrived and not self._wake.is_set():
             try:
                 send = self._at_once(self._arrived)
             except Exception:  # the caller delivers to further requests next
-                logger.exception("a response could not be delivered")
+                logger.exception("tokens could not be written to a response; the request fails")
                 self._arrived.clear()
                 self.fail(ApiError("internal error"))
         if send is None:
@@ -164,7 +164,7 @@ class InflightRequest:
         return send
 
     def fail(self, error: ApiError) -> None:
-        """End the request with an error. Only the first error counts."""
+        """End the request with an error. After the first call, further calls have no effect."""
         if self._failure is None:
             self._failure = error
             self._wake.set()
@@ -203,7 +203,7 @@ class InflightQuery:
 
     @property
     def has_started(self) -> bool:
-        """True if the query has its result."""
+        """True if the query has ended, with a result, with an error, or by a disconnect of its client."""
         return self.answer.done()
 
     def set_answer(self, result: AttentionResult) -> None:

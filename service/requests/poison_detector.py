@@ -26,7 +26,7 @@ class PoisonRequestDetector:
         return not (self._running or self._strikes or self._held)
 
     def release(self, uids: Iterable[str] = ()) -> list[str]:
-        """Return the requests to send now, out of `uids` and the held requests: none in a trial, one before a trial."""
+        """Return which of `uids` and the held requests to send now: none in a trial, one to start a trial, else all."""
         self._held.update(dict.fromkeys(uids))
         if self._on_trial is not None:
             return []
@@ -46,9 +46,9 @@ class PoisonRequestDetector:
         return uid in self._running
 
     def record_progress(self, uid: str) -> bool:
-        """Remove the strikes of a request that made progress. Return True if a trial ends and another suspect waits.
+        """Remove the strikes of a request that made progress. Return True if that ends a trial and a suspect waits.
 
-        The caller then takes the request back from the worker, because the next suspect must run alone.
+        After True, the caller must cancel the request at the worker, because the next suspect must run alone.
         """
         self._running.pop(uid, None)
         self._strikes.pop(uid, None)

@@ -1,6 +1,6 @@
 """Resumable streams and idempotent retries: response buffers that outlive a connection.
 
-A response is buffered if its request has an `Idempotency-Key`, or accepts only `text/event-stream`. A reconnect with
+A response is buffered if its request has an `Idempotency-Key`, or accepts only `text/event-stream`. A request with
 `Last-Event-ID` (WHATWG EventSource) gets the events after that id. A retry under the same `Idempotency-Key`
 (draft-ietf-httpapi-idempotency-key-header) gets the same response. Any other request ends with its connection.
 """
@@ -51,7 +51,7 @@ class RequestIdentity:
 
 
 class BufferedResponse:
-    """Buffer of one response, during its generation and for some time after. The generation starts at once."""
+    """Buffer of one response, during its generation and for some time after. Creating it starts the generation."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class BufferedResponse:
         self.is_finished = False
         self.num_bytes = 0
         self.idle_since_seconds = time.monotonic()
-        self._parts: deque[tuple[bytes, int]] = deque()  # each with the tokens sent up to the end of its message
+        self._parts: deque[tuple[bytes, int]] = deque()  # each with the number of response tokens up to its end
         self._num_dropped = 0
         self._num_tokens = self._num_read_tokens = 0
         self._response: Response | None = None
@@ -85,7 +85,7 @@ class BufferedResponse:
         return self._num_dropped + len(self._parts)
 
     def has(self, number: int) -> bool:
-        """Return True if no part from `number` on has been dropped. Part `number` may be the next to arrive."""
+        """Return True if all parts from `number` on are kept. Part `number` may be the next one to arrive."""
         return self._num_dropped <= number <= self.num_parts
 
     @property
@@ -117,7 +117,7 @@ class BufferedResponse:
         return b"".join(sent)
 
     def abandon(self) -> None:
-        """Disconnect from the response, since no client came back for the response."""
+        """Disconnect from the response, since no client came back for it, and report its unread tokens as waste."""
         if self.is_finished and not self._abandoned.is_set():
             self._waste(self._num_tokens - self._num_read_tokens)
         self._abandoned.set()
@@ -132,7 +132,7 @@ class BufferedResponse:
         except ApiError as error:
             self.failure = error
         except Exception as error:
-            logger.exception("a buffered response failed")
+            logger.exception("the generation of a buffered response failed")
             self.failure = error
         finally:
             self.has_failed |= self.failure is not None
@@ -171,7 +171,7 @@ class BufferedResponse:
 
 
 class BufferedResponseReplay(Response):
-    """ASGI response that sends a buffered response to one connection, from part number `start` on."""
+    """ASGI response that sends a buffered response to one connection, from its part (SSE event) number `start` on."""
 
     def __init__(self, buffered: BufferedResponse, *, start: int = 0, is_again: bool = True) -> None:
         self.status_code = 200
@@ -184,7 +184,7 @@ class BufferedResponseReplay(Response):
         self._has_gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the buffered parts of the response, then new parts as they arrive. Raises the error of the response."""
+        """Send the buffered parts of the response, then new parts as they arrive. Raises the error that ended it."""
         self._buffered.add_reader(self._wake)
         watcher = asyncio.create_task(self._watch(receive))
         try:
@@ -217,7 +217,7 @@ class BufferedResponseReplay(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _catch_up(self, send: Send) -> bool:
-        """Send the new parts, else a keep-alive. Return False if parts were dropped, because the client read slowly."""
+        """Send the parts that have arrived, or a keep-alive. Return False if a slow client's next part was dropped."""
         buffered = self._buffered
         if self._next == buffered.num_parts and buffered.is_stream and not buffered.is_finished:
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
@@ -237,7 +237,7 @@ class ResponseStore:
     """Response buffers of the API process, by id and by `Idempotency-Key`.
 
     keep_seconds: how long a buffer without readers is kept, finished or not; 0 turns buffering off.
-    count: called with "event_id" or "key" for each connection that reads the buffer of an earlier request.
+    count: called for each request that reads the buffer of an earlier request: "event_id" (resumed) or "key" (retried).
     waste: called with the number of tokens of a response that were sent to no client.
     """
 
@@ -304,21 +304,21 @@ class ResponseStore:
             )
         if identity.path != buffered.identity.path or (has_body and identity.digest != buffered.identity.digest):
             raise InvalidRequest(
-                "Last-Event-ID belongs to another request; use the route of that request, with its body or none"
+                "Last-Event-ID belongs to another request; send it to that request's route, with the same body or none"
             )
         self._count("event_id")
         return BufferedResponseReplay(buffered, start=start)
 
     def _repeat(self, buffered: BufferedResponse, identity: RequestIdentity) -> BufferedResponseReplay:
         if identity != buffered.identity:
-            raise IdempotencyKeyReused("the Idempotency-Key belongs to another request; use a new one")
+            raise IdempotencyKeyReused("the Idempotency-Key belongs to another request; use a new key")
         if not buffered.has(0):
             raise ResponseGone("the beginning of the response is no longer stored; use a new Idempotency-Key")
         self._count("key")
         return BufferedResponseReplay(buffered)
 
     def _discard_failed(self, buffered: BufferedResponse) -> None:
-        """Discard a failed response without readers, so that a retry is a new attempt."""
+        """Discard the buffer of a failed response without readers, so that a retry of its request is computed anew."""
         if buffered.has_failed and not buffered.num_readers:
             self._discard(buffered)
 

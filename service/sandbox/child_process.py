@@ -23,15 +23,15 @@ _ROOT: Final = str(Path(__file__).parents[2])
 
 
 class ProcessEnded(Exception):
-    """The child ended before it replied, most likely at one of its limits."""
+    """The child process ended before it replied to a command, most likely at one of its resource limits."""
 
 
 class ProcessKilled(ProcessEnded):
-    """The child was killed by SIGKILL: at the reply timeout or from outside, but not by its own limits."""
+    """The child process was killed by SIGKILL, at the reply timeout or from outside, and not by its resource limits."""
 
 
 class ProcessNotStarted(ProcessEnded):
-    """The child ended before it was ready for commands."""
+    """The child process ended before it was ready for commands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +62,11 @@ class BoundedProcess:
     def ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Send a command to the child and return the reply. Blocks, so call it from a thread.
 
-        If the child was killed from outside, a new child gets the command once more.
+        If SIGKILL ends the child (reply timeout, or from outside), a new child gets the command once more.
 
         Raises:
             ProcessNotStarted: a new child ended before it was ready.
-            ProcessEnded: the child ended without a reply, and is closed.
+            ProcessEnded: the child ended without a reply. The next command starts a new child.
         """
         try:
             return self._ask_once(command)
@@ -124,10 +124,10 @@ class BoundedProcess:
 
 
 def run_command_loop(prepare: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """Reply in the child to the commands of `BoundedProcess`, until the parent closes the pipe or a limit ends it.
+    """Run in the child process: reply to the commands of `BoundedProcess` until the parent closes the pipe.
 
     Args:
-        prepare: gets the first command, which is not limited. Returns the function that handles the later commands.
+        prepare: handles the first command, without limits. Returns the function that handles the later commands.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles these signals and then closes the pipe
         signal.signal(number, signal.SIG_IGN)

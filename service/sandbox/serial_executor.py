@@ -1,4 +1,4 @@
-"""Single-threaded work queue with a bounded length and wait."""
+"""Single-threaded work queue with limits on its length and on the wait in it."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class SerialExecutor:
-    """Work queue of one thread, bounded in length and in waiting time.
+    """Work queue of one thread, with limits on its length and on the wait in it.
 
     Args:
         things: plural noun for the queued work in error messages, such as "conversations".
@@ -28,7 +28,7 @@ class SerialExecutor:
         self._wait_seconds = wait_seconds
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in the queue's thread and return its result. Raises `Overloaded` if the queue is full or slow."""
+        """Run `work` in the thread and return its result. Raises Overloaded: the queue is full or the wait too long."""
         await self._wait()
         working = asyncio.get_running_loop().run_in_executor(self._thread, work)
         working.add_done_callback(lambda _: self._turn.release())

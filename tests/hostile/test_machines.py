@@ -43,7 +43,7 @@ def limited(limit: int, value: int, command: Sequence[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("limit", "value", "flags", "said"),
     [
-        (resource.RLIMIT_NOFILE, 64, (), "only 64 files may be open at once"),
+        (resource.RLIMIT_NOFILE, 64, (), "this process may have only 64 files open"),
         # Enough memory for the libraries, which would print errors of their own, and too little for the KV-cache.
         (resource.RLIMIT_AS, 2500 * 2**20, ("--kv-cache-memory", "8000"), "lower --kv-cache-memory"),
         (resource.RLIMIT_FSIZE, 2048, (), "refused a resource: [Errno 27] File too large"),

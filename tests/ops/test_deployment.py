@@ -378,7 +378,7 @@ def test_the_health_check_succeeds_if_the_service_is_ready(host: str, status: in
     with answering(status) as port:
         done = check_health(KVASIR_HOST=host, KVASIR_PORT=str(port))
     assert (done.returncode == 0) is healthy
-    assert done.stdout == ("" if healthy else "GET /ready: 503\n")
+    assert done.stdout == ("" if healthy else "GET /ready: status 503, the service is not ready\n")
 
 
 def test_the_health_check_sends_the_api_key() -> None:

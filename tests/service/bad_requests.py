@@ -17,7 +17,7 @@ BAD_REQUESTS: list[tuple[bytes, int, str]] = [
     (b"\x00\xff", 400, "not valid JSON"),
     (b'{"prompt": "a"', 400, "not valid JSON"),
     (b'{"prompt": ' + b"[" * 10_000, 400, "not valid JSON"),
-    (b'{"prompt": ' + b"[" * 50_000, 400, "the body holds over 20000 lists and objects"),
+    (b'{"prompt": ' + b"[" * 50_000, 400, "the JSON body holds over 20000 lists and objects"),
     (b"[]", 400, "JSON object"),
     (b"{}", 400, "prompt is required"),
     (_json(prompt=None), 400, "prompt must be"),

@@ -12,7 +12,7 @@ from service.admission.controller import QueuePolicy
 from service.protocol.errors import Overloaded
 from tests.service.doorman import Service
 
-NUM_PLACES = 32
+NUM_SLOTS = 32
 MEAN_TOKENS = 60
 STEP_SECONDS, PROMPT_SECONDS = 0.08, 0.02
 TERMS = QueuePolicy(tenant="flood", max_predicted_wait_seconds=0.05)
@@ -20,21 +20,21 @@ TERMS = QueuePolicy(tenant="flood", max_predicted_wait_seconds=0.05)
 
 @dataclass(eq=False)
 class Sequence:
-    """An admitted sequence, which ends after `num_tokens` more tokens."""
+    """Admitted sequence of the simulation; `num_tokens` is the number of tokens that it still generates."""
 
     arrival_seconds: float
     num_tokens: int
 
 
 class Engine:
-    """Simulated engine: a step computes one token per slot, and each prompt that starts lengthens the step."""
+    """Simulated engine: a step computes one token per running sequence, and is longer for each new prompt."""
 
     def __init__(self, *, exponential: bool, closed: bool) -> None:
-        self.service = Service(running=NUM_PLACES, waiting=256, tokens=10**9)
+        self.service = Service(running=NUM_SLOTS, waiting=256, tokens=10**9)
         self.draw = random.Random(1)
         self.exponential = exponential
         self.closed = closed
-        rate = NUM_PLACES / MEAN_TOKENS / STEP_SECONDS
+        rate = NUM_SLOTS / MEAN_TOKENS / STEP_SECONDS
         self.gap_seconds = 1.0 / (4.0 * rate)
         self.next_arrival = 0.0
         self.waiting: deque[Sequence] = deque()
@@ -56,8 +56,8 @@ class Engine:
         self.waiting.append(Sequence(seconds, num_tokens))
 
     def step(self) -> None:
-        """Compute a step; requests come meanwhile, at random times or as soon as another has ended."""
-        begun = [self.waiting.popleft() for _ in range(min(len(self.waiting), NUM_PLACES - len(self.running)))]
+        """Simulate a step. Requests arrive during the step, at random times, or if `closed` one per ended sequence."""
+        begun = [self.waiting.popleft() for _ in range(min(len(self.waiting), NUM_SLOTS - len(self.running)))]
         began = self.service.clock.now
         ended = began + STEP_SECONDS + PROMPT_SECONDS * len(begun)
         for _ in range(self.num_over if self.closed else 0):
@@ -81,9 +81,11 @@ class Engine:
         self.num_over = len(over)
 
     def run(self, num_steps: int) -> tuple[float, float]:
-        """Tokens a second, and the 99th percentile of the seconds to a first token. The beginning does not count: the
-        first burst is taken whole."""
-        for _ in range(NUM_PLACES if self.closed else 0):
+        """Return tokens per second and the 99th percentile of TTFT in seconds.
+
+        The first 1,000 steps are not measured, because the first burst of requests is admitted at once.
+        """
+        for _ in range(NUM_SLOTS if self.closed else 0):
             self.arrive(0.0)
         for _ in range(1000):
             self.step()

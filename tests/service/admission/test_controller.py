@@ -14,7 +14,7 @@ from tests.service.doorman import Service
 def test_running_and_waiting_sequences_together_are_bounded() -> None:
     service = Service()
     service.admission.admit([10, 10, 10])
-    assert service.refused([10, 10]) is not None  # all or none
+    assert service.refused([10, 10]) is not None  # a request is admitted with all its sequences or not at all
     service.admission.admit([10])
     assert service.refused([10]) is not None
     service.begin_and_end(10)
@@ -93,7 +93,7 @@ def test_retry_after_is_one_second_before_any_observation_and_at_most_two_minute
 
 
 def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Service, QueuePolicy]:
-    """Return a server with two slots and one ending per second, and `num_waiting` waiting sequences."""
+    """Return a server with two running sequences, one ending per second, and `num_waiting` waiting; and terms."""
     service = Service(running=2, waiting=20)
     service.admission.admit([10, 10, 10])
     service.admission.started(10)
@@ -108,15 +108,15 @@ def make_busy(*, patience: float = math.inf, num_waiting: int = 1) -> tuple[Serv
     return service, QueuePolicy(max_predicted_wait_seconds=patience)
 
 
-def test_a_request_is_rejected_if_its_predicted_wait_exceeds_its_patience() -> None:
+def test_a_request_is_rejected_if_its_predicted_wait_exceeds_the_accepted_wait() -> None:
     service, terms = make_busy(patience=3.5, num_waiting=2)
-    service.admission.admit([10], terms)  # the third in line
+    service.admission.admit([10], terms)  # behind two waiting sequences
     refusal = service.refused([10], terms)
     assert isinstance(refusal, WaitTooLong)
     assert refusal.retry_after_seconds == pytest.approx(0.5, rel=0.2)
     assert "would wait about 4.0 s" in refusal.message
     assert "longer than 3.5 s" in refusal.message
-    service.admission.admit([10], QueuePolicy(max_predicted_wait_seconds=4.5))  # who has more time may stay
+    service.admission.admit([10], QueuePolicy(max_predicted_wait_seconds=4.5))  # accepts a longer wait
     service.admission.admit([10])
 
 
@@ -150,7 +150,7 @@ def test_a_request_is_rejected_by_headers_only_if_the_smallest_request_would_be(
     service = Service(running=2, waiting=2)
     service.admission.reject_by_headers(QueuePolicy())
     service.admission.admit([10] * 3)
-    service.admission.reject_by_headers(QueuePolicy())  # one of one would find room, one of two would not
+    service.admission.reject_by_headers(QueuePolicy())  # one more sequence fits, two do not
     assert service.refused([10, 10]) is not None
     service.admission.admit([10])
     with pytest.raises(Overloaded, match="the server is full"):
@@ -173,9 +173,9 @@ def test_each_rejected_client_gets_a_later_retry_after_if_clients_retry() -> Non
             assert service.refused([10]) is not None
             if returns:
                 assert service.refused([10, 10, 10, 10], QueuePolicy(is_retry=True)) is not None
-            service.work(130, seconds=1.0)  # nobody is expected any more
+            service.work(130, seconds=1.0)  # no retry is expected any more
         told.append([service.seconds_refused([10]) for _ in range(4)])
-    # The one before has to be served first; who never comes back is no hindrance.
+    # An expected retry is served first, which adds its time. Clients that never retry add none.
     assert told[0] == pytest.approx([1.0, 1.5, 2.0, 2.5], rel=0.1)
     assert told[1] == pytest.approx([1.0] * 4, rel=0.1)
 
@@ -228,7 +228,7 @@ def test_a_tenant_that_floods_leaves_capacity_for_further_tenants() -> None:
     assert fill(service, ONE) == [100]
     assert service.refused([1] * 5, TWO) is None
     assert service.refused([1], ONE) is not None
-    for _ in range(5):  # it must come under its new share
+    for _ in range(5):  # the tenant must first get below its new share
         assert service.refused([1], ONE) is not None
         service.begin_and_end(1, "one")
     assert service.refused([1], ONE) is None
@@ -246,7 +246,7 @@ def test_waiting_tokens_are_shared_among_tenants() -> None:
 
 def test_the_predicted_wait_counts_a_tenants_own_queue_and_as_many_sequences_of_each_other_tenant() -> None:
     service, _ = make_busy(num_waiting=10)
-    # One of the ten at most goes before the first of another owner.
+    # At most one of the ten waiting sequences is served before the first sequence of another tenant.
     service.admission.admit([10], QueuePolicy(tenant="two", max_predicted_wait_seconds=2.5))
     assert service.refused([10], QueuePolicy(tenant="two", max_predicted_wait_seconds=2.5)) is not None
     service.admission.admit([10], QueuePolicy(tenant="two", max_predicted_wait_seconds=4.5))
@@ -293,4 +293,4 @@ def test_a_slot_that_is_free_for_a_moment_does_not_interrupt_the_rate() -> None:
     service.admission.admit([1])
     refusal = service.refused([1], QueuePolicy(max_predicted_wait_seconds=0.001))
     assert isinstance(refusal, WaitTooLong)
-    assert "would wait about 1.0 s" in refusal.message  # two ahead at two a second
+    assert "would wait about 1.0 s" in refusal.message  # two sequences ahead, two endings per second

@@ -11,17 +11,17 @@ from tests.engine.simulated_steps import SimulatedSteps
 from tests.service.doorman import Service
 
 TARGET_TPOT, TARGET_TTFT = 0.05, 0.5
-# Four times what the machine serves within the target.
+# Four times the load that the machine serves within the targets.
 REQUESTS_PER_SECOND = 40.0
 TERMS = QueuePolicy(tenant="flood", max_predicted_wait_seconds=0.05)
 
 
 @dataclass
 class Overload:
-    """Poisson arrivals in front of admission and scheduler."""
+    """Simulated server under overload: requests arrive as a Poisson process at admission and the scheduler."""
 
     machine: SimulatedSteps
-    told: list[float] = field(default_factory=list)
+    retry_after: list[float] = field(default_factory=list)  # seconds, of each rejected request
     next_arrival: float = 0.0
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class Overload:
         try:
             self.service.admission.admit([1], TERMS)
         except Overloaded as refusal:
-            self.told.append(refusal.retry_after_seconds)
+            self.retry_after.append(refusal.retry_after_seconds)
             return
         self.machine.arrive(seconds)
 
@@ -57,10 +57,10 @@ class Overload:
             self.next_arrival += self.machine.draw.expovariate(REQUESTS_PER_SECOND)
 
     def run(self, num_steps: int) -> None:
-        """The beginning does not count: the first burst is taken whole."""
+        """Measure `num_steps` steps after 800 warm-up steps, since the first burst of requests is admitted at once."""
         for _ in range(800):
             self.step()
-        self.machine.ended, self.told, self.service.errors[:] = [], [], []
+        self.machine.ended, self.retry_after, self.service.errors[:] = [], [], []
         for _ in range(num_steps):
             self.step()
 
@@ -69,7 +69,7 @@ class Overload:
 
     @property
     def goodput(self) -> float:
-        """Share of the answers that met both objectives."""
+        """Share of the ended sequences that met both the TTFT and the TPOT target."""
         ended = self.machine.ended
         return sum(a.tpot_seconds <= TARGET_TPOT and a.ttft_seconds <= TARGET_TTFT for a in ended) / len(ended)
 
@@ -90,8 +90,8 @@ def test_with_an_inter_token_target_admitted_sequences_meet_the_target_and_furth
     assert overload.goodput >= goodput
     assert overload.ttft_seconds(99) <= TARGET_TTFT
     assert overload.machine.scheduler.num_waiting <= 5
-    # Promises of Retry-After are right by half a second, most of them.
-    assert overload.told
+    # At least three quarters of the Retry-After values are right within half a second.
+    assert overload.retry_after
     assert float(np.percentile(np.abs(overload.service.errors), 75)) <= 0.5
 
 

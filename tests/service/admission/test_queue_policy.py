@@ -1,4 +1,4 @@
-"""Tenant, timeout and patience of a request, from body, headers and settings."""
+"""Tenant, timeout and accepted wait of a request, from body, headers and settings."""
 
 import math
 from collections.abc import Mapping

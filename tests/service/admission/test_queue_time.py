@@ -24,7 +24,7 @@ ROUTES = [
 
 
 class LateQueue(EchoChannel):
-    """Worker whose sequences all expire in the queue."""
+    """Simulated worker that aborts every sequence, as if its queue timeout had passed."""
 
     def submit(self, message: bytes) -> None:
         for command in decode_commands(message).commands:
@@ -113,7 +113,7 @@ def test_a_replayed_sequence_has_no_deadline_if_it_had_begun(frontend: Frontend,
 def test_a_request_with_too_long_a_predicted_wait_gets_429_and_is_not_submitted(
     client: TestClient, queue: EchoChannel
 ) -> None:
-    """The test worker responds at once, so the rate of a slow worker is added first."""
+    """The simulated worker responds at once, so the test first adds the ending rate of a slow worker to admission."""
     frontend: Frontend = queue.frontend
     admission = frontend.context.engine_client.admission
     admission.admit([1, 1], QueuePolicy(tenant="address testclient"))

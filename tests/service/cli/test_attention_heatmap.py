@@ -35,7 +35,7 @@ def test_labels_show_invisible_characters(name: str, wanted: str) -> None:
 
 
 def even(size: int, heads: int = 1) -> np.ndarray:
-    """Average attention."""
+    """Return causal attention weights in which each token attends equally to itself and all earlier tokens."""
     triangle = np.tril(np.ones((heads, size, size), dtype=np.float32))
     return triangle / triangle.sum(-1, keepdims=True)
 
@@ -55,7 +55,7 @@ def test_masked_positions_are_white(tmp_path: Path) -> None:
     draw_attention(path, np.array([[[1, 0], [1, 0]]], dtype=np.float32), ["", ""], heads=[0], title="")
     moved = imread(path)[..., :3].reshape(-1, 3)
     assert dark > 1000
-    assert (moved.sum(1) < 1.0).sum() == pytest.approx(dark, rel=0.1), "two cells of full weight in either"
+    assert (moved.sum(1) < 1.0).sum() == pytest.approx(dark, rel=0.1), "both matrices have two weights of 1"
     assert not np.array_equal(image, moved)
 
 

@@ -31,7 +31,7 @@ def _threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def run(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command on the tiny model. Returns exit code, stdout and stderr."""
+    """Run `kvasir eval` on the tiny model. Returns exit code, stdout and stderr."""
 
     def run_eval(*argv: object, checkpoint: Path = tiny_checkpoint) -> tuple[int, str, str]:
         fixed = ("eval", "--checkpoint", str(checkpoint), "--device", "cpu", "--threads", "1")
@@ -60,7 +60,7 @@ def pairs(tmp_path: Path) -> Path:
     return path
 
 
-def test_texts_pairs_and_samples_in_one_run(
+def test_one_run_evaluates_texts_pairs_and_samples(
     run: Run, texts: Path, pairs: Path, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     out, documents, tasks = (tmp_path / name for name in ("out.json", "documents.jsonl", "tasks"))
@@ -91,7 +91,7 @@ def test_texts_pairs_and_samples_in_one_run(
     assert (tasks / "kvasir_minimal_pairs.yaml").is_file()
 
 
-def test_a_recipes_held_out_documents(run: Run, tmp_path: Path) -> None:
+def test_held_out_documents_of_a_recipe_are_evaluated(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     told = []
     for most in (2, 1):
@@ -159,15 +159,19 @@ def test_the_change_by_quantization_is_reported(run: Run, texts: Path, tmp_path:
     ("flags", "code", "said"),
     [
         (("--samples", "0"), 2, "nothing to measure: give --config, --texts or --pairs"),
-        (("--texts", "mine"), 2, "--texts: must be NAME=FILE, each with a different name"),
+        (
+            ("--texts", "mine"),
+            2,
+            "--texts: must be NAME=FILE: a name for the results and a text file; names must differ",
+        ),
         (("--texts", "mine=none.txt"), 1, "none.txt: No such file or directory; correct the path"),
         (("--pairs", "none.jsonl"), 1, "none.jsonl: No such file or directory"),
         (("--config", "none.toml"), 1, "none.toml: No such file or directory"),
-        (("--out", "/none/out.json"), 2, "--out: must be a new or existing writable file in an existing directory"),
-        (("--documents", "."), 2, "--documents: must be a new or existing writable file in an existing directory"),
+        (("--out", "/none/out.json"), 2, "--out: must be a file that can be written, in an existing directory"),
+        (("--documents", "."), 2, "--documents: must be a file that can be written, in an existing directory"),
         (("--max-context-length", "257"), 2, "must be from 3 to 256, the number of positions of the model"),
         (("--max-context-length", "2"), 2, "must be from 3 to 256"),
-        (("--config", str(RECIPE), "--texts", "grimm=x"), 2, "the recipe also has a source grimm"),
+        (("--config", str(RECIPE), "--texts", "grimm=x"), 2, "the recipe has a source named grimm"),
         (("--export-tasks", str(ROOT)), 1, "choose an empty or a new directory"),
     ],
 )
@@ -180,7 +184,7 @@ def test_an_unusable_input_causes_a_one_line_error(run: Run, flags: tuple[str, .
 
 
 def test_names_are_not_parsed_as_markup(run: Run, texts: Path, tmp_path: Path) -> None:
-    """Names of splits and of groups of pairs."""
+    """Names of texts and of groups of minimal pairs come from files and may look like rich's markup."""
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"sentence_good": "a hen", "sentence_bad": "hen a", "UID": "[/order]"}))
     code, told, said = run("--texts", f"[bold]={texts}", "--pairs", path, "--samples", 0)
@@ -189,7 +193,7 @@ def test_names_are_not_parsed_as_markup(run: Run, texts: Path, tmp_path: Path) -
     assert "[/order]" in told
 
 
-def test_a_damaged_checkpoint(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_causes_a_one_line_error(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
     (copy / "config.json").write_text("{}")
     code, _, error = run(checkpoint=copy)
@@ -197,7 +201,7 @@ def test_a_damaged_checkpoint(run: Run, tiny_checkpoint: Path, tmp_path: Path) -
     assert error.count("\n") == 1
 
 
-def test_a_sentence_over_the_context(run: Run, tmp_path: Path) -> None:
+def test_a_sentence_longer_than_the_context_causes_an_error(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"sentence_good": "a hen " * 200, "sentence_bad": "b"}))
     code, _, error = run("--pairs", path, "--samples", 0)

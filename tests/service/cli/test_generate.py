@@ -28,7 +28,7 @@ def _threads_as_before() -> Iterator[None]:
 
 
 def run(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> tuple[int, str, str]:
-    """Run the command. Returns exit code, text and stderr."""
+    """Run `kvasir generate`. Returns exit code, stdout and stderr."""
     fixed = ("--prompt", "once", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "1")
     code = main(["generate", "--checkpoint", str(checkpoint), *fixed, *flags])
     captured = capsys.readouterr()
@@ -80,6 +80,4 @@ def test_prompt_and_completion_stay_within_a_shorter_context(
     assert "exceed the context length of 6" in told
     code, _, told = run(capsys, checkpoint, "--max-context-length", "257")
     assert code == 2
-    assert told.endswith(
-        "--max-context-length 257 is over the 256 positions of the model; ask for at most 256, or leave it at auto\n"
-    )
+    assert told.endswith("--max-context-length 257 is over the 256 positions of the model; set at most 256, or auto\n")

@@ -21,7 +21,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """`kvasir inspect …`: exit code, stdout, stderr."""
+    """Run `kvasir inspect` with arguments. Returns exit code, stdout and stderr."""
 
     def run_inspect(*argv: object) -> tuple[int, str, str]:
         code = main(["inspect", *map(str, argv)])
@@ -120,7 +120,9 @@ def test_params_prints_formula_and_tensor_counts(tiny_checkpoint: Path, run: Run
         ({"tie_embeddings": False}, "V·d"),
     ],
 )
-def test_params_of_other_mechanisms(tmp_path: Path, run: Run, change: dict[str, Any], words: str) -> None:
+def test_params_counts_equal_the_formulas_for_every_mechanism(
+    tmp_path: Path, run: Run, change: dict[str, Any], words: str
+) -> None:
     directory = save_tiny_checkpoint(tmp_path / "tiny")
     config = ModelConfig.from_dict({**tiny_config(274).to_dict(), **change})
     (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict()))
@@ -140,7 +142,9 @@ def test_params_reports_a_formula_that_disagrees_with_the_tensors(
     code, out, err = run("params", "--checkpoint", tiny_checkpoint)
     assert code == 1
     assert "DIFFERS" in out
-    assert err == "kvasir inspect params: attention W_V: formula d·g·d_v gives 1,024, but the tensors have 7\n"
+    assert (
+        err == "kvasir inspect params: attention W_V: formula d·g·d_v gives 1,024 parameters, but the tensors have 7\n"
+    )
 
 
 def test_params_reports_an_unusable_checkpoint_in_one_line(tmp_path: Path, tiny_checkpoint: Path, run: Run) -> None:
@@ -155,7 +159,7 @@ def test_params_reports_an_unusable_checkpoint_in_one_line(tmp_path: Path, tiny_
 
 
 def test_the_largest_allowed_sizes_are_counted(tmp_path: Path, run: Run) -> None:
-    """Sizes in MB are floats, which could overflow."""
+    """Sizes in MB are floats, which could overflow for the largest config values."""
     directory = save_tiny_checkpoint(tmp_path / "tiny")
     values = json.loads((directory / CONFIG_FILE).read_text())
     sizes = ("vocab_size", "max_context_length", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")

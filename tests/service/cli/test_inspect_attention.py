@@ -13,7 +13,7 @@ PROMPT = "the theatre in an inn"
 
 @pytest.fixture
 def run(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command on the tiny model. Returns exit code, stdout and stderr."""
+    """Run `kvasir inspect attention` on the tiny model. Returns exit code, stdout and stderr."""
 
     def run_attention(*argv: object) -> tuple[int, str, str]:
         code = main(["inspect", "attention", "--checkpoint", str(tiny_checkpoint), *map(str, argv)])
@@ -30,7 +30,7 @@ def test_summary_and_picture_of_all_heads(run: Run, tmp_path: Path) -> None:
     assert out.read_bytes().startswith(b"\x89PNG")
     assert told.startswith("layer 1, mean of 4 heads, then each head's top token; the last 12 of ")
     assert "3: " in told
-    assert told.rstrip().endswith(f"wrote {out}")
+    assert told.rstrip().endswith(f"wrote the heat maps to {out}")
 
 
 def test_summary_of_one_head_without_picture(run: Run) -> None:
@@ -39,7 +39,7 @@ def test_summary_of_one_head_without_picture(run: Run) -> None:
     assert told == "layer 0, head 3; the last 1 of 1 tokens\n    0  a  a 100 %\n"
 
 
-def test_prompts_of_any_characters(run: Run, tmp_path: Path) -> None:
+def test_a_prompt_of_any_characters_is_shown(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "a.svg"
     code, told, _ = run("--prompt", "\x01\n你🦊\u202e $x$", "--layer", 0, "--out", out)
     assert code == 0
@@ -57,16 +57,22 @@ def test_prompts_of_any_characters(run: Run, tmp_path: Path) -> None:
         (("--layer", 0, "--head", "x"), "--head must be `all` or from 0 to 3, not 'x'"),
         (("--layer", 0, "--head", "²"), "--head must be `all` or from 0 to 3, not '²'"),
         (("--layer", 0, "--head", "-1"), "--head must be `all` or from 0 to 3, not '-1'"),
-        (("--layer", 0, "--out", "a.jpg"), "--out: must end in .png, .svg or .pdf, not 'a.jpg'"),
+        (
+            ("--layer", 0, "--out", "a.jpg"),
+            "--out: must be a picture file that ends in .png, .svg or .pdf, not 'a.jpg'",
+        ),
         (
             ("--layer", 0, "--out", "nowhere/a.png"),
-            "--out: must be a new or existing writable file in an existing directory, not 'nowhere/a.png'",
+            "--out: must be a file that can be written, in an existing directory, not 'nowhere/a.png'",
         ),
         ((), "--layer is needed (or KVASIR_LAYER)"),
-        (("--layer", 0, "--prompt", "z" * 300), "--prompt: 300 tokens exceed the model's context of 256; shorten it"),
+        (
+            ("--layer", 0, "--prompt", "z" * 300),
+            "--prompt: 300 tokens exceed the model's context of 256; shorten the prompt",
+        ),
         (
             ("--layer", 0, "--prompt", "z" * 65, "--out", "a.png"),
-            "--prompt: 65 tokens, but a picture shows at most 64; shorten it or omit --out",
+            "--prompt: 65 tokens, but a picture shows at most 64; shorten the prompt or omit --out",
         ),
     ],
 )
@@ -95,7 +101,7 @@ def test_a_directory_as_picture_path_is_rejected(run: Run, tmp_path: Path) -> No
     code, _, err = run("--prompt", PROMPT, "--layer", 0, "--out", tmp_path / "a.png")
     assert code == 2
     assert err.startswith(
-        "kvasir inspect attention: --out: must be a new or existing writable file in an existing directory, not"
+        "kvasir inspect attention: --out: must be a file that can be written, in an existing directory, not"
     )
 
 

@@ -15,7 +15,7 @@ from tests.interrupted import interrupting_environment
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "checkpoints" / "kvasir-9m"
-# A command, and a module that it imports: of the command line, of the settings, of the command, of what computes.
+# A command, and a module during whose import SIGINT arrives.
 MOMENTS = [
     ("serve", "service.cli.main"),
     ("serve", "pydantic"),
@@ -60,7 +60,7 @@ def test_the_entry_point_imports_no_other_module_of_the_service_before_ctrl_c_is
 
 
 def test_ignored_interrupts_stay_ignored(tmp_path: Path) -> None:
-    """As in background jobs of a shell."""
+    """A shell starts background jobs with SIGINT ignored."""
     environment = interrupting_environment(tmp_path, "service.config.settings")
     done = run("tokenize", environment, "sh", "-c", 'trap "" INT; exec "$@"', "sh")
     assert (done.returncode, done.stderr) == (0, "")

@@ -25,7 +25,7 @@ def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> Non
             assert command.line in text
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_flag_prints_the_installed_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvasir {importlib.metadata.version('kvasir')}\n"
 
@@ -72,7 +72,7 @@ def test_serving_needs_neither_matplotlib_nor_sympy(arguments: tuple[str, ...], 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_command_that_needs_an_extra_names_it(tmp_path: Path) -> None:
+def test_a_missing_optional_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("A text of one's own. " * 5_000)
     done = without_extras("train", "--corpus", str(tmp_path / "text"), "--out", str(tmp_path / "mine"))
     assert done.returncode == 1
@@ -93,7 +93,7 @@ def test_every_command_has_a_help_page(words: list[str], capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)
 def test_an_unusable_flag_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The error comes before torch is imported, which takes seconds."""
+    """The error is reported before torch is imported, which takes seconds."""
     code = "import sys; from service.cli.main import main; sys.exit(main(sys.argv[1:]) + ('torch' in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code, *words, "--nonsense"], capture_output=True, text=True, check=False
@@ -204,4 +204,4 @@ def test_bench_is_found_by_its_entry_point_and_its_absence_is_explained(
     assert "kvasir bench" in capsys.readouterr().err
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert main(["bench"]) == 2
-    assert "its package is not installed; run `make install`" in capsys.readouterr().err
+    assert "the command's package is not installed; run `make install`" in capsys.readouterr().err

@@ -20,7 +20,7 @@ RECIPE = Path(__file__).parents[3] / "model" / "training" / "configs" / "attenti
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, RunSettings]]:
-    """Record the training runs instead of training."""
+    """Replace `train` by a function that records its arguments. Returns the recorded runs."""
     runs: list[tuple[TrainConfig, RunSettings]] = []
 
     def record(
@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, RunSetti
         should_stop: Callable[[], bool],
         complete: Complete,
     ) -> bool:
-        assert complete is complete_batch, "the card's samples are the engine's"
+        assert complete is complete_batch, "the engine generates the samples of the model card"
         runs.append((config, settings))
         return True
 
@@ -59,9 +59,7 @@ def test_flags_override_the_recipe(started: list[tuple[TrainConfig, RunSettings]
     assert (settings.attention, settings.compile, settings.precision) == ("eager", False, "float32")
 
 
-def test_conversations_are_shortened_with_the_rest(
-    started: list[tuple[TrainConfig, RunSettings]], tmp_path: Path
-) -> None:
+def test_chat_steps_scale_with_the_steps_flag(started: list[tuple[TrainConfig, RunSettings]], tmp_path: Path) -> None:
     recipe = tmp_path / "talks.toml"
     source = {"name": '"g"', "path": '"g.jsonl"', "repeats": 1, "held_out": 0.0, "licence": '""', "chat_repeats": 1}
     lines = [f'extends = "{RECIPE}"', "chat_steps = 90", "[[sources]]", *(f"{k} = {v}" for k, v in source.items())]
@@ -96,29 +94,31 @@ def test_the_output_directory_may_not_overlap_the_run_directory(
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "runs" / "tiny")
     assert run("--out", f"{tmp_path}/{out}", "--run-directory", f"{tmp_path}/runs/tiny") == 2
-    message = f"overlaps the saved run in {tmp_path}/runs/tiny; choose another directory\n"
+    message = f"overlaps the training run saved in {tmp_path}/runs/tiny; choose another directory\n"
     assert capsys.readouterr().err == f"kvasir train: --out {tmp_path / out} {message}"
     assert started == []
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
-def test_the_default_run_directory_is_compared_too(
+def test_the_output_directory_may_not_be_the_default_run_directory(
     started: list[tuple[TrainConfig, RunSettings]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--out", "runs/attention-alibi") == 2
-    message = "overlaps the saved run in runs/attention-alibi; choose another directory\n"
+    message = "overlaps the training run saved in runs/attention-alibi; choose another directory\n"
     assert capsys.readouterr().err == f"kvasir train: --out runs/attention-alibi {message}"
     assert started == []
 
 
-def test_a_directory_of_its_own_in_the_runs_is_fine(started: list[tuple[TrainConfig, RunSettings]]) -> None:
+def test_the_output_may_be_a_separate_directory_inside_the_run_directory(
+    started: list[tuple[TrainConfig, RunSettings]],
+) -> None:
     assert run("--out", "runs/attention-alibi/checkpoint") == 0
     assert len(started) == 1
 
 
 @pytest.fixture
 def own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of two steps on a text that is not there yet; signals are left alone."""
+    """Write a recipe of two steps on a text that does not exist yet; the command sets no signal handlers."""
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     text = (RECIPE.parents[1] / "tales.toml").read_text()
     for old, new in (
@@ -164,7 +164,7 @@ def test_a_text_too_small_for_its_vocabulary_is_reported_at_once(
     (own_recipe.parent / "text.txt").write_text("The fox ran from the dog. " * 100)
     own_recipe.write_text(own_recipe.read_text().replace("vocab_size = 260", "vocab_size = 9000"))
     flags = ("--config", str(own_recipe), "--out", f"{tmp_path}/out", "--run-directory", f"{tmp_path}/run")
-    for _ in range(2):  # the second time the tokenizer is read
+    for _ in range(2):  # the second run reads the saved tokenizer
         assert run(*flags) == 1
         said = capsys.readouterr().err
         found = re.search(r"the texts yield only (\d+) tokens: set vocab_size = \1, or give more text\n$", said)
@@ -184,15 +184,18 @@ def test_a_missing_recipe_is_reported(capsys: pytest.CaptureFixture[str], monkey
 
 
 HUGE = f"1{'0' * 400}"
-# What a recipe says beyond the one it extends, and what is said of it.
+# By test id: lines that a recipe adds to the recipe it extends, and the expected error message.
 ODD: dict[str, tuple[str, str]] = {
     "width": (
         "[model]\nhidden_size = 1_000_000_000",
-        r"need at least .* MiB, but .* MiB are free; lower batch_size or",
+        r"needs at least .* MiB of memory, but .* MiB are free; lower batch_size or",
     ),
-    "layers": ("[model]\nnum_layers = 10_000\nmlp_size = 1_000_000", r"parameters and .* need at least .* MiB, but"),
+    "layers": (
+        "[model]\nnum_layers = 10_000\nmlp_size = 1_000_000",
+        r"parameters with .* needs at least .* MiB of memory, but",
+    ),
     "theta": (f"[model]\nrope_theta = {HUGE}", "rope_theta must be a positive number"),
-    "batch": ("batch_size = 1_000_000_000", r"tokens a step need at least .* MiB"),
+    "batch": ("batch_size = 1_000_000_000", r"tokens per step needs at least .* MiB"),
     "batch beyond all bounds": (
         f"batch_size = {HUGE}",
         "batch_size: Expected `int` <= 9223372036854775807",
@@ -228,9 +231,9 @@ def test_invalid_recipe_values_cause_a_one_line_error_before_training(
     [
         (
             RuntimeError("can't allocate memory\nframes"),
-            "can't allocate memory; if memory ran out, lower batch_size or the",
+            "training failed: can't allocate memory; if memory ran out, lower batch_size or the",
         ),
-        (MemoryError(), "out of memory; if memory ran out, lower batch_size or the model's sizes"),
+        (MemoryError(), "training failed: out of memory; if memory ran out, lower batch_size or the model's sizes"),
     ],
 )
 def test_a_model_that_exceeds_memory_causes_a_one_line_error(

@@ -1,4 +1,4 @@
-"""`kvasir train --corpus`: from a text of one's own to a checkpoint, killed and interrupted on the way."""
+"""`kvasir train --corpus`: from a text file to a checkpoint, with kills and interrupts during the run."""
 
 import json
 import re
@@ -29,10 +29,10 @@ TALES = (ROOT / "loadtest" / "client" / "tales.txt").read_text()
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory with a text of one's own, so short that all it bears is trained in seconds."""
+    """Working directory with a training text so short that the whole run takes seconds."""
     (tmp_path / "my.txt").write_text(TALES[:24_000])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "_seconds_since_start", lambda: 0.0)  # these tests began long ago
+    monkeypatch.setattr(command, "_seconds_since_start", lambda: 0.0)  # the test process is older than the run
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield tmp_path
     for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
@@ -50,7 +50,7 @@ def run(*more: str) -> int:
 
 
 def start(directory: Path) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
+    """Start `kvasir train` in a new process."""
     return subprocess.Popen(
         [sys.executable, "-m", "service.cli", "train", *flags()],
         cwd=directory,
@@ -62,7 +62,7 @@ def start(directory: Path) -> subprocess.Popen[str]:
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """What it says, up to the line with these words."""
+    """Return the process' stdout up to the first line with `words`."""
     assert process.stdout is not None
     said = ""
     while line := process.stdout.readline():  # a file's own iterator would read ahead
@@ -117,7 +117,7 @@ def test_a_resumed_run_has_only_the_remaining_time(here: Path) -> None:
 def test_a_killed_and_interrupted_run_resumes_to_the_end_of_its_recipe(here: Path) -> None:
     process = start(here)
     read_until(process, "text: ")
-    process.send_signal(signal.SIGINT)  # while it learns words
+    process.send_signal(signal.SIGINT)  # while the process trains the tokenizer
     _, said = process.communicate()
     assert (process.returncode, said) == (130, "\nkvasir train: stopped; run the same command again to continue\n")
 
@@ -135,7 +135,7 @@ def test_a_killed_and_interrupted_run_resumes_to_the_end_of_its_recipe(here: Pat
     out, err = process.communicate()
     assert process.returncode == 130
     assert out.endswith("saved in runs/mine; run the same command again to continue\n")
-    assert err == "\nstopping after this step; interrupt again to stop now\n"
+    assert err == "\nstopping after this training step; interrupt again to stop now\n"
     step = saved_step(here / "runs" / "mine")
     assert step == len(losses(here / "runs" / "mine")) >= 1
 
@@ -208,7 +208,7 @@ def test_a_run_is_not_resumed_with_another_text(here: Path, capfd: pytest.Captur
         "--corpus, or start over: choose another --out, or delete runs/mine\n"
     )
     (here / "moved.txt").write_text(TALES[:24_000])
-    assert run("--corpus", "moved.txt", "--stop-after", "4") == 1  # two texts now
+    assert run("--corpus", "moved.txt", "--stop-after", "4") == 1  # the run directory belongs to my.txt
     (here / "my.txt").write_text(TALES[:24_000])
     (here / "runs" / "mine" / "plan.json").write_text("{")
     assert run() == 1
@@ -231,8 +231,8 @@ def test_a_full_disk_keeps_the_last_save(
         capfd.readouterr()
         assert run("--stop-after", "5") == 1
     assert capfd.readouterr().err == (
-        "kvasir train: runs/mine: the disk is full; the last save is intact; free some space, then run the same "
-        "command to continue\n"
+        "kvasir train: runs/mine: the disk is full; the last save of the training run is intact; "
+        "free some space, then run the same command to continue\n"
     )
     assert (here / "runs" / "mine" / "state.safetensors").read_bytes() == before
     assert not (here / "runs" / "mine" / "state.partial").exists()
@@ -242,7 +242,7 @@ def test_a_full_disk_keeps_the_last_save(
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[autopilot.OwnTextRequest, RunSettings]]:
-    """Record the training runs instead of training."""
+    """Replace `train_own_text` by a function that records its arguments. Returns the recorded runs."""
     asked: list[tuple[autopilot.OwnTextRequest, RunSettings]] = []
 
     def record(request: autopilot.OwnTextRequest, settings: RunSettings, *_: object) -> bool:
@@ -272,11 +272,11 @@ def test_a_text_may_come_from_the_environment(
     assert (request.corpora, request.minutes, request.seed) == ((Path("a.txt"), Path("b.txt")), 2.5, 0)
 
 
-REFUSED: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "give exactly one of --corpus (a training text) and --config (a recipe)"),
+REJECTED: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "give either --corpus (a training text) or --config (a recipe)"),
     "both": (
         ["--corpus", "a.txt", "--config", "a.toml"],
-        "give exactly one of --corpus (a training text) and --config (a recipe)",
+        "give either --corpus (a training text) or --config (a recipe)",
     ),
     "steps": (
         ["--corpus", "a.txt", "--steps", "5"],
@@ -290,15 +290,15 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "negative": (["--corpus", "a.txt", "--minutes", "-3"], "--minutes: must be greater than 0, not '-3'"),
     "no number": (["--corpus", "a.txt", "--minutes", "nan"], "--minutes: must be"),
     "a year": (["--corpus", "a.txt", "--minutes", "525600"], "--minutes: must be less than or equal to 10080"),
-    "in itself": (["--corpus", "a.txt", "--run-directory", "x"], "--out x overlaps the saved run in x"),
+    "in itself": (["--corpus", "a.txt", "--run-directory", "x"], "--out x overlaps the training run saved in x"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", REJECTED)
 def test_contradicting_flags_are_rejected(
     requests: list[tuple[autopilot.OwnTextRequest, RunSettings]], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given, message = REFUSED[what]
+    given, message = REJECTED[what]
     assert main(["train", *given, "--out", "x"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"kvasir train: {message}")

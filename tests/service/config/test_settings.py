@@ -40,12 +40,12 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_default(monkeypatc
     assert read("--checkpoint", "c", "--port", "8002").port == 8002
 
 
-def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_THREADS", "")
     assert read("--checkpoint", "c").threads == "auto"
 
 
-def test_every_flag_of_the_contract_is_read() -> None:
+def test_every_flag_sets_its_field() -> None:
     settings = read(
         *("--checkpoint", "c", "--host", "0.0.0.0", "--port", "9000", "--device", "cpu", "--dtype", "bfloat16"),
         *("--threads", "3", "--max-num-running", "5", "--max-batched-tokens", "77", "--kv-cache-memory", "12"),
@@ -135,7 +135,7 @@ def test_every_flag_of_the_contract_is_read() -> None:
         ),
         (
             ("--checkpoint", "c", "--kv-cache-memory", "0"),
-            "--kv-cache-memory: must be auto, or at least 1 byte, such as",
+            "--kv-cache-memory: must be auto, or a size of at least 1 byte, such as",
         ),
         (
             ("--checkpoint", "c", "--max-body-size", "-1"),
@@ -143,9 +143,9 @@ def test_every_flag_of_the_contract_is_read() -> None:
         ),
         (
             ("--checkpoint", "c", "--max-body-size", "2G"),
-            "--max-body-size: must be a size from 1KiB to 1GiB, such as 2MiB",
+            "--max-body-size: must be a body size from 1KiB to 1GiB, such as 2MiB",
         ),
-        (("--checkpoint", "c", "--max-body-size", "0"), "--max-body-size: must be at least 1 byte"),
+        (("--checkpoint", "c", "--max-body-size", "0"), "--max-body-size: must be a size of at least 1 byte"),
         (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
         (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
     ],
@@ -157,8 +157,8 @@ def test_an_invalid_setting_is_named_in_one_line(argv: tuple[str, ...], said: st
     assert "\n" not in str(caught.value)
 
 
-def place(root: Path) -> Path:
-    """A directory that looks like the shipped model's, below this one."""
+def create_shipped_model(root: Path) -> Path:
+    """Create the shipped model's directory, with an empty manifest, below `root`, and return its path."""
     directory = root / "checkpoints" / "kvasir-9m"
     directory.mkdir(parents=True)
     (directory / "manifest.json").write_text("{}")
@@ -175,11 +175,11 @@ def test_without_a_checkpoint_the_shipped_model_is_used(
     monkeypatch.setattr("service.config.settings._PACKAGE_ROOT", package)
     with pytest.raises(SettingsError, match=r"^--checkpoint is needed \(or KVASIR_CHECKPOINT\)$"):
         read()
-    beside = place(package)
+    beside = create_shipped_model(package)
     assert read().checkpoint == beside
     said = "kvasir serve: no --checkpoint given; using the shipped model, "
     assert capsys.readouterr().err == f"{said}{beside}\n"
-    place(here)
+    create_shipped_model(here)
     assert read().checkpoint == Path("checkpoints/kvasir-9m")
     assert capsys.readouterr().err == f"{said}checkpoints/kvasir-9m\n"
     tokenize = read_settings(TokenizeSettings, ["--text", "x"], command="tokenize", summary="")
@@ -206,7 +206,7 @@ def test_an_empty_value_is_not_quoted() -> None:
     assert str(caught.value) == "--prompt: must not be empty"
 
 
-def test_localhost_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_localhost_is_read_as_127_0_0_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read("--checkpoint", "c", "--host", "localhost").host == "127.0.0.1"
     monkeypatch.setenv("KVASIR_HOST", "localhost")
     assert read("--checkpoint", "c").host == "127.0.0.1"
@@ -215,7 +215,7 @@ def test_localhost_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "origin", ["page.example", "https://a.b/c", "https://a b", "*,https://a.b", "null", "https://*.b"]
 )
-def test_an_origin_is_what_browsers_send(origin: str) -> None:
+def test_cors_origins_are_normalized_to_the_form_that_browsers_send(origin: str) -> None:
     with pytest.raises(SettingsError, match=r"^--cors-origins: must be "):
         read("--checkpoint", "c", "--cors-origins", origin)
     assert read("--checkpoint", "c", "--cors-origins", "https://A.b:8/").cors_origins == ("https://a.b:8",)
@@ -238,7 +238,9 @@ def test_an_unknown_variable_causes_a_warning(
     monkeypatch.setenv("KVASIR_PROT", "1")
     monkeypatch.setenv("KVASIR_TEMPERATURE", "1")  # a setting of another command
     read("--checkpoint", "c")
-    assert capsys.readouterr().err == "kvasir serve: warning: KVASIR_PROT is not a setting; ignored\n"
+    assert (
+        capsys.readouterr().err == "kvasir serve: warning: environment variable KVASIR_PROT is not a setting; ignored\n"
+    )
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -324,11 +326,11 @@ def test_the_context_length_is_at_most_the_models(tiny_checkpoint: Path) -> None
     config = read_manifest(tiny_checkpoint).config
     for asked, length in (("auto", 256), ("256", 256), ("10", 10)):
         assert context_length(read("--checkpoint", "c", "--max-context-length", asked), config) == length
-    with pytest.raises(SettingsError, match="--max-context-length 257 is over the 256 positions of the model; ask for"):
+    with pytest.raises(SettingsError, match="--max-context-length 257 is over the 256 positions of the model; set"):
         context_length(read("--checkpoint", "c", "--max-context-length", "257"), config)
 
 
-def test_the_help_of_a_recipe_asks_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_shows_that_the_config_flag_takes_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_settings(TrainSettings, ["--help"], command="train", summary="Train.")
     assert "--config FILE" in capsys.readouterr().out
@@ -344,7 +346,7 @@ def test_the_help_of_generate_names_the_checkpoints_defaults(capsys: pytest.Capt
         )
 
 
-def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeatable_flag_collects_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     def texts(*argv: str) -> tuple[str, ...]:
         return read_settings(EvalSettings, ["--checkpoint", "c", *argv], command="eval", summary="Measure.").texts
 
@@ -353,15 +355,18 @@ def test_a_flag_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_TEXTS", "a=b:c=d")
     assert texts() == ("a=b", "c=d")
     assert texts("--texts", "e=f") == ("e=f",)
-    with pytest.raises(SettingsError, match=r"must be NAME=FILE, each with a different name, not 'a, b=c'$"):
+    with pytest.raises(
+        SettingsError,
+        match=r"must be NAME=FILE: a name .*; names must differ, not 'a, b=c'$",
+    ):
         texts("--texts", "a", "--texts", "b=c")
     for wrong in ("a", "=b", "a=", "a=b:a=c"):
         monkeypatch.setenv("KVASIR_TEXTS", wrong)
-        with pytest.raises(SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE, each with a different name, not '"):
+        with pytest.raises(SettingsError, match=r"^KVASIR_TEXTS: must be NAME=FILE: .*; names must differ, not '"):
             texts()
 
 
-def test_the_choice_of_attention_is_the_table_of_backends() -> None:
+def test_the_attention_flag_accepts_every_backend() -> None:
     for kind in (ServeSettings, GenerateSettings):
         annotation = kind.model_fields["attention"].annotation
         assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto", "native", "paged"}

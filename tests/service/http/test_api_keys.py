@@ -66,7 +66,7 @@ def test_without_keys_no_request_needs_a_key(monkeypatch: pytest.MonkeyPatch) ->
         ("alice: sk-secrét", "entry 1 must be NAME: KEY"),
         ("a/b: sk-secret", "entry 1 must be NAME: KEY"),
         ("alice: sk-secret\nalice: sk-secret2\n", "two API keys are called alice"),
-        ("alice: sk-secret\nbob: sk-secret\n", "alice and bob have the same API key"),
+        ("alice: sk-secret\nbob: sk-secret\n", "the API keys named alice and bob are equal"),
     ],
 )
 def test_an_invalid_key_source_is_named_without_quoting_a_key(tmp_path: Path, text: str, said: str) -> None:
@@ -79,7 +79,7 @@ def test_an_invalid_key_source_is_named_without_quoting_a_key(tmp_path: Path, te
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name, said in (("none", "No such file"), (".", "Is a directory"), ("binary", "not a text file in UTF-8")):
+    for name, said in (("none", "No such file"), (".", "Is a directory"), ("binary", "not UTF-8 text")):
         with pytest.raises(SettingsError, match=f"--api-keys-file {tmp_path / name}: .*{said}"):
             read("--api-keys-file", str(tmp_path / name))
 
@@ -109,7 +109,7 @@ def test_every_digest_is_compared_for_constant_time(monkeypatch: pytest.MonkeyPa
         assert compared == list(keys.digests.values())
 
 
-def test_a_key_is_no_flag_and_is_shown_nowhere(
+def test_an_api_key_has_no_flag_and_is_never_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for argv in (["--api-key", "sk-secret"], ["--api-keys=a: sk-secret"]):

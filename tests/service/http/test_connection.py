@@ -22,7 +22,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def talk(*chunks: bytes, to: ASGIApp = app) -> Wire:
-    """Send the chunks one by one, and wait for the responses."""
+    """Send the chunks of bytes one by one on one connection, and wait for the responses."""
 
     async def run() -> Wire:
         protocol, wire = connect(to, ServerState())
@@ -63,7 +63,7 @@ def status(wire: Wire) -> int:
     ],
 )
 @pytest.mark.parametrize("piece", [1_000_000, 7_000])
-def test_a_head_is_bounded(request_head: bytes, answer: int, piece: int) -> None:
+def test_a_request_head_has_a_size_limit(request_head: bytes, answer: int, piece: int) -> None:
     sent = request_head + b"12345"
     wire = talk(*(sent[start : start + piece] for start in range(0, len(sent), piece)))
     assert status(wire) == answer
@@ -76,7 +76,7 @@ def test_a_head_is_bounded(request_head: bytes, answer: int, piece: int) -> None
         assert error["code"] == ("head_too_large" if answer == 431 else "invalid_request")
 
 
-def test_pipelined_requests_are_not_counted_as_one_head() -> None:
+def test_the_head_limit_applies_to_each_pipelined_request_alone() -> None:
     body = b"x" * 100_000
     one = head().replace(b"length: 5", b"length: 100000")
     for chunks in (
@@ -90,12 +90,12 @@ def test_pipelined_requests_are_not_counted_as_one_head() -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"GET /" + b"a" * 10, b"GET / HTTP/1.1\r\na: ", b"GET / HTTP/1.1\r\na"])
-def test_a_head_without_end_is_rejected(beginning: bytes) -> None:
+def test_a_request_head_without_end_is_rejected(beginning: bytes) -> None:
     wire = talk(beginning, *[b"x" * 10_000] * 100)
     assert (status(wire), wire.is_closed) == (431, True)
 
 
-def test_a_body_is_not_counted_as_head() -> None:
+def test_a_body_does_not_count_toward_the_head_limit() -> None:
     body = b"x" * 300_000
     whole = head().replace(b"length: 5", b"length: 300000") + body
     for cut in (30, len(whole) - 299_000):
@@ -104,7 +104,7 @@ def test_a_body_is_not_counted_as_head() -> None:
         assert b"\r\n300000\r\n" in wire.written
 
 
-def test_the_next_request_of_a_connection_is_bounded_too() -> None:
+def test_the_head_limit_applies_to_every_request_of_a_connection() -> None:
     wire = talk(head() + b"12345", b"GET / HTTP/1.1\r\na: ", *[b"x" * 10_000] * 100)
     assert wire.is_closed
     assert b"HTTP/1.1 431 " in wire.written
@@ -112,7 +112,7 @@ def test_the_next_request_of_a_connection_is_bounded_too() -> None:
 
 @pytest.mark.parametrize("offer", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n", b"connection: keep-alive\r\n"])
 def test_http_1_0_gets_no_chunked_encoding_and_connection_close(offer: bytes) -> None:
-    """A client of HTTP/1.0 would read chunk sizes as part of the body."""
+    """An HTTP/1.0 client would read the chunk sizes of chunked encoding as part of the body."""
     wire = talk(b"POST / HTTP/1.0\r\n" + offer + b"content-length: 5\r\nexpect: 100-continue\r\n\r\n12345")
     fields, _, body = wire.written.partition(b"\r\n\r\n")
     assert fields.splitlines() == [b"HTTP/1.1 200 OK", b"connection: close"]

@@ -21,7 +21,7 @@ POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
 
 
 class App:
-    """Echo application. A response waits for `go`; `ended` counts disconnects before the response."""
+    """ASGI echo app. A response waits for the event `go`; `ended` counts disconnects before the response."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -113,7 +113,7 @@ def test_empty_lines_do_not_extend_the_timeout() -> None:
 
 
 def test_a_long_body_gets_more_time_up_to_a_limit() -> None:
-    """Each 10 kB add one second; bytes beyond the largest body add none."""
+    """Each 10 kB of a body extend the timeout by 1 s; bytes beyond the maximum body size extend it no further."""
     limits = ConnectionLimits(client_seconds=0.05, max_body_bytes=1)
 
     async def scene(app: App, state: ServerState) -> None:
@@ -184,7 +184,7 @@ def test_a_connection_over_the_limit_closes_the_longest_idle_connection() -> Non
 
 
 def test_a_lost_connection_disconnects_all_its_requests() -> None:
-    """uvicorn alone disconnects only the last pipelined request."""
+    """Without this protocol, uvicorn disconnects only the last pipelined request."""
 
     async def scene(app: App, state: ServerState) -> None:
         app.go.clear()

@@ -1,4 +1,4 @@
-"""Connections that the limit of open files allows."""
+"""Number of client connections that the limit of open files allows."""
 
 import pytest
 

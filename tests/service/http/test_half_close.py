@@ -1,4 +1,4 @@
-"""Half-closed and closed connections over real sockets, which only the kernel can distinguish."""
+"""Half-closed and closed connections over real sockets, because only the kernel can tell them apart."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -22,13 +22,13 @@ def post(body: bytes, *fields: bytes, version: bytes = b"1.1") -> bytes:
 
 
 class Client:
-    """A connection to a server in this event loop."""
+    """Client connection to a server in the same event loop."""
 
     def __init__(self, app: App, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.app, self.reader, self.writer = app, reader, writer
 
     async def rest(self) -> bytes:
-        """All that comes until the server closes."""
+        """Return all bytes that arrive until the server closes the connection."""
         return await asyncio.wait_for(self.reader.read(), PATIENCE_SECONDS)
 
     async def send(self, data: bytes) -> None:
@@ -67,7 +67,7 @@ def loop_factory(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_half_closed_client_gets_its_response(version: bytes, is_slow: bool, loop_factory: Any) -> None:
-    """The probe bytes are the beginning of the response."""
+    """The server probes the client with the first bytes of the response."""
 
     async def scene(client: Client) -> None:
         if is_slow:
@@ -78,7 +78,7 @@ def test_a_half_closed_client_gets_its_response(version: bytes, is_slow: bool, l
             assert await asyncio.wait_for(client.reader.readexactly(3), PATIENCE_SECONDS) == b"HTT"
             client.app.go.set()
         answer = (b"HTT" if is_slow else b"") + await client.rest()
-        last_field = b"connection: close\r\n"  # the answer may have been written before the client's end was seen
+        last_field = b"connection: close\r\n"  # missing if the server wrote the response before it saw the FIN
         assert not is_slow or last_field in answer
         assert answer.replace(last_field, b"") == b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nstory"
         assert client.app.ended == 0
@@ -88,7 +88,7 @@ def test_a_half_closed_client_gets_its_response(version: bytes, is_slow: bool, l
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 def test_a_closed_connection_ends_its_request(version: bytes, loop_factory: Any) -> None:
-    """The server has sent no byte before, so TCP reports only the FIN."""
+    """The server has sent nothing, so at first it sees only the client's FIN, as of a half-closed client."""
 
     async def scene(client: Client) -> None:
         client.app.go.clear()
@@ -129,7 +129,7 @@ def test_an_incomplete_request_of_a_half_closed_client_is_dropped(loop_factory: 
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_any_number_of_pipelined_requests_is_answered_in_order(ends: bool, loop_factory: Any) -> None:
+def test_any_number_of_pipelined_requests_gets_responses_in_order(ends: bool, loop_factory: Any) -> None:
     """The client sends more than the read-ahead limit before it reads a response."""
     number = 2 * MAX_AHEAD_BYTES // len(post(b"0000"))
 

@@ -25,7 +25,7 @@ def full(frontend: Frontend) -> None:
 
 @pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("path", sorted(SHED_ROUTES))
-def test_a_request_that_cannot_be_admitted_is_rejected_unread(
+def test_a_request_that_cannot_be_admitted_is_rejected_before_its_body_is_parsed(
     client: TestClient, frontend: Frontend, path: str
 ) -> None:
     answer = client.post(path, content=b"this is not JSON", headers={"x-request-id": "mine"})
@@ -47,7 +47,9 @@ def test_a_request_that_cannot_be_admitted_is_rejected_unread(
         (b"{", {"content-encoding": "gzip"}),
     ],
 )
-def test_a_request_that_headers_cannot_judge_is_read(client: TestClient, body: bytes, headers: dict[str, str]) -> None:
+def test_a_request_that_cannot_be_rejected_by_headers_is_read(
+    client: TestClient, body: bytes, headers: dict[str, str]
+) -> None:
     answer = client.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code in (400, 415)
 

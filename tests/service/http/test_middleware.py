@@ -25,7 +25,7 @@ PAGE = "https://page.example"
 
 @dataclasses.dataclass
 class Guarded:
-    """A server with API keys, and its counted errors."""
+    """App with API keys, and the errors that its middleware has counted."""
 
     client: TestClient
     counted: list[ApiError]
@@ -39,11 +39,11 @@ def guarded(**settings: Any) -> Guarded:
         app.add_middleware(kind, **arguments)
     install_error_handlers(app, counted.append)
 
-    async def who(request: Request) -> Response:
+    async def show_key_name(request: Request) -> Response:
         return json_response({"name": getattr(request.state, "api_key_name", None)})
 
     for path in ("/v1/models", "/health", "/ready", "/metrics", "/", "/playground", "/openapi.json", "/version"):
-        app.add_api_route(path, who, methods=["GET", "POST"])
+        app.add_api_route(path, show_key_name, methods=["GET", "POST"])
     return Guarded(TestClient(app, raise_server_exceptions=False), counted)
 
 
@@ -126,7 +126,7 @@ def test_a_server_without_keys_accepts_any_request() -> None:
     assert guarded(api_keys=None).client.get("/v1/models").json() == {"name": None}
 
 
-# Pages from elsewhere.
+# CORS: pages of another origin.
 
 
 def preflight(server: Guarded, origin: str) -> Any:
@@ -171,7 +171,7 @@ def test_any_origin_may_be_allowed_and_never_with_credentials() -> None:
         assert "access-control-allow-credentials" not in each.headers
 
 
-# The routes, and the document.
+# The routes of the real app, and the OpenAPI document.
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_every_route_that_documents_a_401_needs_a_key(client: TestClient, queue:
     assert len(queue.submits) == 1
 
 
-def test_an_alias_is_the_model(client: TestClient) -> None:
+def test_requests_may_name_the_model_by_its_alias(client: TestClient) -> None:
     client.headers.update(bearer(KEY))
     assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny", "gpt-x"]
     assert client.get("/v1/models/gpt-x").json()["id"] == "gpt-x"

@@ -163,7 +163,7 @@ def test_request_defaults_are_read_without_a_tokenizer(checkpoint: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "files", "code", "said"),
     [
-        (("--max-context-length", "257"), {}, 2, "257 is over the 256 positions of the model; ask for at most 256"),
+        (("--max-context-length", "257"), {}, 2, "257 is over the 256 positions of the model; set at most 256"),
         (("--chat-template", "nowhere"), {}, 1, "nowhere: no such file; give auto, plain, none or a Jinja file"),
         ((), {"chat_template.jinja": "{% if %}"}, 1, "chat_template.jinja: line 1"),
         ((), {"generation_config.json": {"top_p": 7}}, 1, "generation_config.json: top_p: Expected `float` <= 1.0"),

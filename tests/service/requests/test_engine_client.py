@@ -1,4 +1,4 @@
-"""Engine client: delivery of events, and the ends of requests."""
+"""Engine client: delivery of the worker's events, and the ends of requests."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Replay after the death of a worker, and trials of possible poison requests."""
+"""Resubmission after the death of a worker, and trials of possible poison requests."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ def test_a_new_worker_gets_all_unfinished_work_in_arrival_order_with_the_tokens_
             ("r4", 1, ()),
         ]
         assert desk.outcomes == ["resubmitted"] * 4
-        # The dead worker's last words are ignored, the new one's go on where it stopped.
+        # A late event of the dead worker is ignored. Tokens of the new worker continue the completion.
         desk.engine_client.receive([make_delta("r1", index=2, ids=(1,), text="old")])
         desk.engine_client.receive([make_delta("r1", index=2, ids=(1,), text="new", attempt=1)])
         assert await texts(requests[1]) == [(0, "x"), (0, "new")]
@@ -61,20 +61,20 @@ def test_a_resubmission_differs_only_in_attempt_and_prior_tokens() -> None:
 
 
 def begin(desk: Desk, *uids: str) -> None:
-    """Report that the worker has begun the last attempt of each uid."""
+    """Let the worker report that it has begun the last attempt of each uid."""
     attempts = {submit.uid: submit.attempt for submit in desk.submits()}
     desk.engine_client.receive([Started(uid=uid, attempt=attempts[uid]) for uid in uids])
 
 
 def sent_after(desk: Desk, epoch: int) -> list[str]:
-    """Return the uids that a new worker gets at once."""
+    """Let a new worker report that it is ready. Return the uids that the engine client sends to it at once."""
     before = len(desk.submits())
     desk.engine_client.receive([make_hello(epoch)])
     return [submit.uid for submit in desk.submits()[before:]]
 
 
 def sent_since(desk: Desk, before: int) -> list[str]:
-    """Return the commands sent since `before`: a submission as its uid."""
+    """Return the commands sent after the first `before`: the uid of a submission, "cancel" and the uid of a cancel."""
     return [name_of(command) for command in desk.sent[before:]]
 
 
@@ -129,7 +129,7 @@ def test_a_request_that_kills_three_workers_fails_alone_without_retry(
         assert len(await good.next_deltas()) == 1
 
     run(test)
-    assert caplog.messages == ["poison request p (key mallory): several workers died on this request"]
+    assert caplog.messages == ["poison request p (key mallory) fails: several workers died computing it"]
 
 
 def test_poison_candidates_run_alone_in_turn_and_leave_the_worker_after_progress() -> None:
@@ -171,7 +171,7 @@ def test_no_request_fails_while_two_requests_explain_the_crash() -> None:
         desk.engine_client.receive([make_hello(epoch)])
     begin(desk, "a")
     attempt = desk.submits()[-1].attempt
-    desk.engine_client.receive([Started(uid="b", attempt=attempt)])  # kept apart, and yet it began
+    desk.engine_client.receive([Started(uid="b", attempt=attempt)])  # although b is held back
     desk.engine_client.receive([make_hello(3)])
     assert not any(request.has_failed for request in requests)
 

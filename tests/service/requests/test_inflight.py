@@ -19,7 +19,7 @@ def test_a_client_over_the_backlog_limit_loses_its_request() -> None:
         desk = Desk()
         request, other = desk.submit(make_choice("a"), make_choice("b", index=1)), desk.submit(make_choice("c"))
         news = [make_delta("a", index=index, ids=(1,), logprobs=SCORES) for index in range(10_000)]
-        num_kept = MAX_BACKLOG // 2 + 1  # each delta brings one logprob entry
+        num_kept = MAX_BACKLOG // 2 + 1  # each delta counts twice: itself and one logprob entry
         desk.engine_client.receive(news[:num_kept])
         assert desk.engine_client.num_requests == 2
         desk.engine_client.receive(news[num_kept:])
@@ -33,7 +33,7 @@ def test_a_client_over_the_backlog_limit_loses_its_request() -> None:
     asyncio.run(test())
 
 
-def test_a_client_that_keeps_up_may_get_any_amount() -> None:
+def test_a_client_that_keeps_up_may_receive_any_number_of_tokens() -> None:
     async def test() -> None:
         desk = Desk()
         request = desk.submit(make_choice("a"))

@@ -1,10 +1,10 @@
-"""Strikes and trials of the poison request detector, in exact sequences."""
+"""Strikes and trials of the poison request detector, in fixed orders of events."""
 
 from service.requests.poison_detector import PoisonRequestDetector
 
 
 class Bench:
-    """A detector and a worker that computes the work it gets."""
+    """Detector with a simulated worker, and the unfinished requests."""
 
     def __init__(self, *uids: str) -> None:
         self.detector = PoisonRequestDetector()
@@ -20,7 +20,7 @@ class Bench:
             self.detector.record_start(uid)
 
     def crash(self) -> str | None:
-        """Returns the poison. `given` is what the next worker gets at once."""
+        """Let the worker crash and return the poison request. `given` then has the requests for the next worker."""
         poison = self.detector.record_crash()
         self.live.pop(poison or "", None)
         self.given = self.admit(*self.live)
@@ -77,7 +77,7 @@ def test_each_suspect_runs_alone_before_any_other_work() -> None:
     assert bench.admit("a") == ["look"]
     assert bench.admit() == [], "one at a time"
     bench.start("look")
-    bench.detector.forget("look")  # answered
+    bench.detector.forget("look")  # the attention query got its result
     assert bench.admit() == ["b"]
     bench.start("b")
     assert not bench.detector.record_progress("b"), "the last suspect may go on"

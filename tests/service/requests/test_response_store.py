@@ -23,7 +23,7 @@ def test_a_lost_stream_resumes_after_the_last_event_id() -> None:
             assert len(first.ids) == 3
             first.left.set()
             await asking
-            stream.let(1)  # goes on while nobody is there
+            stream.let(1)  # the generation continues without a connection
             await settle()
             assert not stream.was_abandoned
             second = Client(body=b"", last_event_id=first.ids[1])
@@ -78,7 +78,7 @@ def test_a_request_without_key_or_event_stream_is_not_buffered() -> None:
             for client, among in (
                 (Client(), kept),
                 (Client(accept="application/json, */*"), kept),
-                (Client(accept="application/json, text/event-stream"), kept),  # reads either: ids mean nothing to it
+                (Client(accept="application/json, text/event-stream"), kept),  # may not know event ids
                 (Client(accept="text/event-stream", idempotency_key="k"), off),
             ):
                 stream = Events(2)

@@ -23,7 +23,7 @@ def fails_after(gate: asyncio.Event) -> Callable[[], Coroutine[Any, Any, Respons
 
 
 async def is_made_anew(kept: Kept, key: str = "k") -> None:
-    """Check that a request under the key gets a new response."""
+    """Check that a request with this Idempotency-Key gets a newly generated response, not a buffered one."""
     again = Client(idempotency_key=key)
     await again.ask(kept.all, gives(Response(b"anew")))
     assert again.received == b"anew"
@@ -89,7 +89,7 @@ def test_a_response_without_readers_expires() -> None:
             await asyncio.sleep(0.02)
             kept.all.discard_expired()
             await settle()
-            assert not stream.was_abandoned, "somebody is reading"
+            assert not stream.was_abandoned, "a client is still reading"
             client.left.set()
             await asking
             await asyncio.sleep(0.02)
@@ -112,7 +112,7 @@ def test_buffers_are_bounded_and_a_late_reader_gets_an_error(monkeypatch: pytest
             stream, client = Events(100, size=1_000), Client(idempotency_key="long")
             stream.let(100)
             await client.ask(kept.all, gives(stream))
-            assert ["too slowly" in event for event in client.events] == [True], "it came all at once"
+            assert ["too slowly" in event for event in client.events] == [True], "all events arrived at once"
             with pytest.raises(ResponseGone):
                 await Client(idempotency_key="long").ask(kept.all, never)
             for number in range(5):
@@ -153,7 +153,7 @@ def test_a_reader_that_is_too_slow_gets_an_error_event(monkeypatch: pytest.Monke
 
 
 def test_tokens_behind_the_last_read_event_count_as_wasted() -> None:
-    """Each event has three tokens."""
+    """Each event of a stream has three tokens."""
 
     async def scenario() -> None:
         async with Kept(keep_seconds=0.01) as kept:

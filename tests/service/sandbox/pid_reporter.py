@@ -8,7 +8,7 @@ from service.sandbox.child_process import run_command_loop
 
 
 def main() -> None:
-    """Run the command loop."""
+    """Run the command loop of the child process."""
     run_command_loop(_prepare)
 
 

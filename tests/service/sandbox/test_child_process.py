@@ -21,7 +21,7 @@ from tests.e2e.process import wait_until
 
 
 class StopTimer(threading.Thread):
-    """Substitute of `threading.Timer` that fires once the child is stopped."""
+    """Substitute for `threading.Timer` that fires as soon as the child process is stopped by SIGSTOP."""
 
     def __init__(self, seconds: float, kill: Callable[[], None]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_a_command_that_exceeds_a_limit_is_not_repeated(process: BoundedProcess)
     assert not psutil.pid_exists(pid)
 
 
-def test_a_command_that_kills_two_children_is_given_up(process: BoundedProcess) -> None:
+def test_a_command_that_kills_two_children_fails(process: BoundedProcess) -> None:
     with pytest.raises(ProcessKilled):
         process.ask({"signal": signal.SIGKILL})
 
@@ -77,7 +77,7 @@ def test_a_child_that_ends_before_its_first_reply_is_not_started(process: Bounde
 
 
 def test_a_stopped_child_is_killed_and_replaced(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped child uses no CPU time, so only the timeout of a reply ends the child."""
+    """A stopped child uses no CPU time, so it is ended by the reply timeout and not by its CPU limit."""
     pid = process.ask({})["pid"]
     monkeypatch.setattr(child_process, "threading", SimpleNamespace(Timer=StopTimer))
     os.kill(pid, signal.SIGSTOP)
