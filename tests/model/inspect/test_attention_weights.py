@@ -125,8 +125,8 @@ def test_a_failed_inspection_restores_the_attention_backends(monkeypatch: pytest
     [
         (TOKENS, 2, "layer 2 does not exist: the model has layers 0 to 1"),
         (TOKENS, -1, "layer -1 does not exist"),
-        ([], 0, "0 tokens, but attention weights need 1 to 64"),
-        ([1] * 65, 0, "65 tokens, but attention weights need 1 to 64"),
+        ([], 0, "the text has 0 tokens; use a text of 1 to 64 tokens"),
+        ([1] * 65, 0, "the text has 65 tokens; use a text of 1 to 64 tokens"),
         ([1, 300], 0, "the given token ids range from 1 to 300; use ids of this model's tokenizer, 0 to 299"),
         ([-1], 0, "token ids range from -1 to -1"),
     ],

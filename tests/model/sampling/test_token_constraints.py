@@ -159,8 +159,8 @@ def test_token_rules_do_not_change_logprobs() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty must be between 0.01 and 100"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be"),
         ({"logit_bias": ((1, 101.0),)}, "logit_bias of token 1 must be between -100 and 100"),
-        ({"logit_bias": ((1, 1.0), (1, 2.0))}, "names a token twice"),
-        ({"bad_word_ids": ((),)}, "must not be empty"),
+        ({"logit_bias": ((1, 1.0), (1, 2.0))}, "must not name a token id twice"),
+        ({"bad_word_ids": ((),)}, "must not contain an empty word"),
     ],
 )
 def test_unusable_rules_are_rejected(change: dict[str, Any], message: str) -> None:

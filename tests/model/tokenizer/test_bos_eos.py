@@ -91,8 +91,8 @@ def test_a_token_named_special_in_tokenizer_config_is_special(tmp_path: Path) ->
     [
         ({"generation_config.json": {"eos_token_id": 99999}}, {}, "generation_config.json: eos_token_id: 99999 is not"),
         ({"config.json": {"eos_token_id": 9999}}, {}, "/config.json: eos_token_id: 9999 is not in the vocabulary"),
-        ({"generation_config.json": {"eos_token_id": "</s>"}}, {}, "generation_config.json: eos_token_id: a token id"),
-        ({"config.json": {"eos_token_id": -1}}, {}, "config.json: eos_token_id: a token id"),
+        ({"generation_config.json": {"eos_token_id": "</s>"}}, {}, "generation_config.json: eos_token_id must be"),
+        ({"config.json": {"eos_token_id": -1}}, {}, "config.json: eos_token_id must be"),
         ({"config.json": []}, {}, "config.json: a JSON object expected"),
         ({}, {"eos_token": "<nowhere>"}, "eos_token '<nowhere>' is not in the vocabulary"),
         ({}, {"bos_token": "<nowhere>", "add_bos_token": True}, "bos_token '<nowhere>' is not in the vocabulary"),
