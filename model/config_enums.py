@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class AttentionKind(StrEnum):
-    """Kind of attention weights."""
+    """Kind of attention: weights by scores of queries and keys, or equal weights."""
 
     SOFTMAX = "softmax"  # softmax of scaled dot products of queries and keys
     AVERAGE = "average"  # the same weight for every visible token: no queries, no keys
@@ -101,13 +101,13 @@ class RopeScaling:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a scaling from a dictionary. Raises ValueError for an unknown or missing key, or an invalid value."""
+        """Make a `RopeScaling` from a dictionary. Raises ValueError for unknown or missing keys, and invalid values."""
         check_keys(cls, values, "rope_scaling")
         return cls(**values)
 
 
 def check_keys(kind: type, values: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError if a key is not a field of the dataclass, or if a required field is missing."""
+    """Raise ValueError if a key of `values` is not a field of the dataclass, or if a required field is missing."""
     fields = dataclasses.fields(kind)
     if unknown := sorted(set(values) - {field.name for field in fields}):
         raise ValueError(f"unknown {name} keys: {', '.join(unknown)}; remove them")
@@ -117,7 +117,7 @@ def check_keys(kind: type, values: Mapping[str, Any], name: str) -> None:
 
 
 def check_member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
-    """Return the enum member that the value of a field names. Raises ValueError."""
+    """Return the enum member that a config field's value names. Raises ValueError if there is no such member."""
     if value not in list(kind):
         raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
     return kind(str(value))

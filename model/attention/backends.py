@@ -91,7 +91,7 @@ def attention_weights(q_QHD: Tensor, k_SKD: Tensor, form: AttentionForm) -> Tens
     return scores_HQS.masked_fill(~visible(distances_QS, form.window), -torch.inf).softmax(dim=-1)
 
 
-# Backends in PyTorch alone. `NativeAttention` needs a kernel library, `PagedAttention` its kernels.
+# Backends without arguments. `NativeAttention` needs a kernel library, and `PagedAttention` a choice of kernels.
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {"eager": EagerAttention(), "sdpa": SdpaAttention()}
 
 

@@ -18,7 +18,7 @@ from model.attention.score_biases import AlibiBias, RelativeBias
 from model.attention.sdpa import SdpaAttention
 from model.kernels.kernel_library import AttentionBatch, AttentionCall, KernelLibrary
 
-# By the dtypes of computation and of the KV-cache.
+# C names of the attention kernels, by the dtypes of computation and of the KV-cache.
 KERNEL_NAMES = {
     (torch.float32, torch.float32): "kvasir_attention_float32",
     (torch.float32, torch.float16): "kvasir_attention_float32_over_float16",

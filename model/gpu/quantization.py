@@ -1,8 +1,8 @@
 """Int8 and fp8 (e4m3) quantization on a GPU, with one scale per output and one per token's inputs.
 
 Products of few rows use the Triton kernels of `model.gpu.quantized_kernels`. Products of many rows, and all products
-without triton, use PyTorch. Int8 sums are exact, so int8 results are batch-invariant, and bitwise equal with Triton and
-PyTorch. Fp8 sums are rounded, in an order that depends on the kernel.
+without triton, use PyTorch. Int8 sums are exact, so int8 results are batch-invariant: few and many rows give the same
+bits. Fp8 sums are rounded, in an order that depends on the kernel.
 
 Legend: T packed tokens, E inputs, F outputs.
 """

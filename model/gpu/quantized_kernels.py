@@ -1,7 +1,7 @@
 """Triton kernels for int8 and fp8 matrices times few rows, and for quantizing and scaling. Needs triton and a GPU.
 
-Each weight is read once, in long contiguous runs, by about `_PROGRAMS` programs. A matrix of few outputs is split along
-its inputs too, and a second kernel adds the partial sums. The split depends on the matrix's shape alone.
+Each weight is read once, in long contiguous runs, by about `_PROGRAMS` Triton programs. A matrix of few outputs is
+split along its inputs too, and a second kernel adds the partial sums. The split depends on the matrix's shape alone.
 
 Legend: T packed tokens, E inputs, F outputs, X parts along the inputs.
 """
@@ -41,7 +41,7 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
 def multiply_few(
     numbers_TE: Tensor, scale_T: Tensor, weight_FE: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply up to `MAX_ROWS` quantized rows by a matrix, scale, add the bias. Tensors must be contiguous."""
+    """Multiply up to `MAX_ROWS` quantized rows by a quantized matrix, scale, add the bias. All must be contiguous."""
     rows, inputs = numbers_TE.shape
     outputs = len(weight_FE)
     parts, each = cut(outputs, inputs)

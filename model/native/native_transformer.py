@@ -47,7 +47,7 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 def library_for(model: Transformer) -> KernelLibrary | None:
-    """Return the library of a model's native attention backend if its kernels compute the whole model, else None."""
+    """Return the kernel library of a model's native attention backend if it can compute the whole model, else None."""
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
     if backends or not isinstance(backend, NativeAttention) or weight.device.type != "cpu":
@@ -89,7 +89,7 @@ class Decoded(NamedTuple):
 class _PreparedDecode(NamedTuple):
     """Arguments of the C call for a decode step, reused by later steps with the same tensors, updated in place.
 
-    inputs: the tensors and the KV-cache that the arguments point to. held: other objects that they point into.
+    inputs: the tensors and the KV-cache that the arguments point to. held: other objects whose memory they point to.
     """
 
     inputs: tuple[object, ...]
@@ -130,7 +130,7 @@ class NativeTransformer:
             self._layers[number] = self._layer(block)
             del block.attention.qkv, block.attention.out, block.mlp
         model.lm_head = None
-        # The kernels read the embedding themselves if the first layer's input is its rows alone.
+        # The kernels read the embedding themselves if the first layer's input is rows of the embedding, unchanged.
         is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
         self._rows = Rows(embedding=weight_VE.data_ptr() if is_all else None)
         self._step = StepArguments(
@@ -193,11 +193,11 @@ class NativeTransformer:
 
         Pass the same tensors in every step, updated in place: the prepared arguments are then reused. Returns None,
         having computed nothing, if the caller must use `hidden` and `logits` instead: for metadata without
-        `contexts_B`, attention that is not native, and token ids or positions out of range.
+        `contexts_B`, for attention that is not native, and for tensors with a number out of range.
         num_ids: number of token ids, from 0 on, whose logits are returned.
 
         Raises:
-            ValueError: a slot or a block is outside the KV-cache.
+            ValueError: in the first call with these tensors, a slot or a block is outside the KV-cache.
         """
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
         prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
@@ -306,7 +306,7 @@ class NativeTransformer:
         hidden, mlp = padded(config.hidden_size), padded(config.mlp_size)
         mixed = padded(config.num_heads * config.head_dim)
         widest = max(hidden, mlp, mixed)
-        with torch.inference_mode(False):  # else a first call in inference mode makes them read-only outside it
+        with torch.inference_mode(False):  # else buffers made in inference mode are read-only outside it
             self._buffers = {
                 "x": torch.zeros(count, hidden),
                 "added": torch.zeros(count, hidden),

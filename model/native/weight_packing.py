@@ -95,7 +95,7 @@ def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool =
 
 
 def interleaved(rows: Tensor) -> Tensor:
-    """Alternate blocks of 16 gate rows (first half) and 16 up rows (second half): one task computes both of a pair."""
+    """Alternate blocks of 16 gate rows (first half) with 16 up rows (second half), so that one task computes both."""
     half = len(rows) // 2
     room = padded(2 * half) // 2  # zeros fill the panels
     halves = rows.new_zeros(2, room, *rows.shape[1:])

@@ -1,4 +1,4 @@
-"""Sinusoidal and rotary positions, which act before the attention scores.
+"""Position embeddings: sinusoidal vectors added to token embeddings, and rotary rotation of queries and keys.
 
 Legend: T packed tokens, S positions, E hidden size, H heads (query or key), D head dimension, R rotated dimensions.
 """

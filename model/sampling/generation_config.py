@@ -72,7 +72,7 @@ def token_ids(value: object) -> tuple[int, ...]:
 
 
 _TokenId = Annotated[int, Meta(ge=0)]
-# Types of the supported keys' values. The largest count is that of requests.
+# Types of the supported keys' values. Counts have the same maximum as in requests.
 _TYPES: Mapping[str, Any] = {
     "do_sample": bool,
     "temperature": Annotated[float, Meta(ge=0, le=sys.float_info.max)],

@@ -66,7 +66,7 @@ def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None
 
 
 def _places(logits_BV: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
-    """Return the row and the column of each logit that `rows` names, as two tensors. rows: a row and its token ids."""
+    """Return two tensors of row and column indices: the logits named by `rows`, pairs of a row and its token ids."""
     rows_N = np.repeat(np.array([row for row, _ in rows], dtype=np.int64), [len(ids) for _, ids in rows])
     columns_N = np.concatenate([ids for _, ids in rows])
     return torch.from_numpy(rows_N).to(logits_BV.device), torch.from_numpy(columns_N).to(logits_BV.device)

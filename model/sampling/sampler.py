@@ -31,7 +31,7 @@ NO_TOKEN = -1  # in place of a sampled id if no token is possible
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NUCLEUS_CANDIDATES = 256
-# Probabilities filtered and sampled at a time on a CPU. A chunk that stays in its caches takes a third of the time.
+# Probabilities filtered and sampled at a time on a CPU. A chunk in the CPU's caches takes a third of the time.
 _AT_ONCE = 2**17
 
 

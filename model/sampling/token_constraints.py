@@ -22,7 +22,7 @@ class TokenRules:
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
         allowed_ids: Ids = np.array(params.allowed_token_ids, dtype=np.int64)
         self.allowed_ids = allowed_ids if len(allowed_ids) else None  # None: all tokens
-        # The repetition penalty alone looks at the prompt.
+        # Only the repetition penalty applies to the tokens of the prompt.
         self._counts = _Counts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
         self._words = _Words(params.bad_word_ids)
         for token_id in completion_token_ids:
@@ -46,7 +46,7 @@ class TokenRules:
 
 
 class _Counts:
-    """Counts of tokens in a completion, in arrays that grow, so that no step rebuilds them. `known` starts at 0."""
+    """Counts of a completion's tokens, in arrays that no step rebuilds. Tokens in `known` are present with count 0."""
 
     def __init__(self, known: Sequence[int]) -> None:
         listed = np.unique(np.array(known, dtype=np.int64))

@@ -57,7 +57,7 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def own_anonymous_bytes(root: Path = _ROOT) -> int:
-    """Return this process's anonymous resident memory (RssAnon) in bytes: what a second such process needs as well."""
+    """Return this process's anonymous resident memory (RssAnon) in bytes. A second such process would need as much."""
     return _sizes(root / "proc/self/status")["RssAnon"] * 1024
 
 

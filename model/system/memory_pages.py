@@ -65,7 +65,9 @@ def _map(size: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise torch.OutOfMemoryError(f"cannot allocate {size:,} bytes of CPU memory: {error}; free memory") from error
+        raise torch.OutOfMemoryError(
+            f"cannot allocate {size:,} bytes of CPU memory: {error}; free memory, or choose a smaller model"
+        ) from error
 
 
 def _advise(memory: mmap.mmap, advice: str) -> None:

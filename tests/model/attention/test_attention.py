@@ -1,4 +1,4 @@
-"""`sdpa` equals `eager`, and cached equals uncached, for all head counts, lengths and chunk sizes."""
+"""Backends `sdpa` and `eager` agree, with and without KV-cache, for all head counts, lengths and chunk sizes."""
 
 import itertools
 

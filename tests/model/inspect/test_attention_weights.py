@@ -1,4 +1,4 @@
-"""Displayed attention weights equal the computed ones, for every mechanism."""
+"""Inspected attention weights equal those of the forward pass, for every mechanism."""
 
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ TOKENS = list(range(3, 25))
 
 
 class Spy:
-    """The fused backend, which records the values and outputs of each layer."""
+    """Fused attention backend that records the values and outputs of each layer."""
 
     def __init__(self) -> None:
         self.passed: dict[int, tuple[Tensor, Tensor]] = {}
@@ -85,7 +85,7 @@ def test_attention_weights_do_not_depend_on_later_tokens() -> None:
     assert_close(whole[:, :11, :11], begun)
 
 
-def test_heads_and_layers_differ() -> None:
+def test_attention_weights_of_heads_and_layers_differ() -> None:
     model = build(VARIANTS["gpt2"])
     first, second = (weights_of_layer(model, TOKENS, layer=layer) for layer in (0, 1))
     assert (first - second).abs().max() > 0.01

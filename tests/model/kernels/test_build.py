@@ -39,7 +39,7 @@ def _nothing_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.fixture
 def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a log file with a line for each library that the fake compiler links."""
+    """Install a fake compiler; return its log file, which gets a line for each library that it links."""
     log = tmp_path / "log"
     use_compiler(COMPILES.format(log=log), tmp_path, monkeypatch)
     return log
@@ -53,7 +53,7 @@ def use_compiler(script: str, directory: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the kernels' sources by one modifiable file."""
+    """Replace the kernels' sources by one file that a test may change."""
     source = directory / "sources" / "one.cpp"
     source.parent.mkdir()
     source.write_text("// one")
@@ -72,7 +72,7 @@ def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_default_cache_directory_follows_the_xdg_specification(variable: str | None, directory: str) -> None:
-    """The --cache-dir default in a fresh process. The XDG specification requires that relative paths are ignored."""
+    """Read the default of --cache-dir in a new process. The XDG specification says that relative paths are ignored."""
     environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
     if variable is not None:
         environment["XDG_CACHE_HOME"] = variable
