@@ -91,7 +91,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Return whether the most likely token is always sampled. A temperature under 1e-5 would overflow float32."""
+        """Return whether the most likely token is always sampled: temperatures under 1e-5 would overflow float32."""
         return self.temperature < 1e-5
 
     @property
