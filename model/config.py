@@ -31,13 +31,13 @@ MAX_LAYERS = 10_000
 class ModelConfig:
     """Complete description of a decoder-only transformer. Raises ValueError for invalid or contradictory fields.
 
-    num_kv_heads: num_heads is multi-head attention, 1 multi-query, a number between grouped-query attention.
+    num_kv_heads: number of key/value heads. num_heads: multi-head attention; 1: multi-query; between: grouped-query.
     rope_theta: base of rotary frequencies.
     rotary_dim: rotated dimensions of a head; None: the whole head.
-    num_relative_buckets: buckets of a relative bias.
-    max_relative_distance: farther distances are treated as this one, in a relative bias and in disentangled attention.
+    num_relative_buckets: number of buckets of token distances in a relative bias (T5).
+    max_relative_distance: larger token distances count as this distance, in a relative bias and in disentangled scores.
     sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, except in `global_layers`.
-    score_scale: factor of q·k before the softmax; None: see `effective_score_scale`.
+    score_scale: factor of q·k before the softmax; None: 1/sqrt(head_dim), see `effective_score_scale`.
     attention_bias: queries, keys and values have biases.
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma).
@@ -95,7 +95,7 @@ class ModelConfig:
         self._check_choices()
 
     def _check_type(self, name: str, hint: Any) -> None:
-        """Check a field's value by the field's type; replace the name of an enum member by the member."""
+        """Raise ValueError if a value does not fit its field's type; replace an enum member's name by the member."""
         value = getattr(self, name)
         if isinstance(hint, UnionType):
             if value is None:
@@ -119,7 +119,9 @@ class ModelConfig:
             raise ValueError(f"rotary positions need an even {name} up to head_dim, not {self.rotary_size}")
         in_scores = rotary or self.position in SCORED_POSITIONS
         if self.attention is AttentionKind.AVERAGE and (in_scores or self.qk_norm or self.score_scale is not None):
-            raise ValueError("average attention has no scores; remove qk_norm, score_scale and positions in the scores")
+            raise ValueError(
+                "attention=average has no scores; remove qk_norm and score_scale, and use another position"
+            )
         needed = {
             "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,
             "max_relative_distance": self.position in (PositionKind.RELATIVE_BIAS, PositionKind.DISENTANGLED),
@@ -130,7 +132,7 @@ class ModelConfig:
         buckets, farthest = self.num_relative_buckets, self.max_relative_distance
         if buckets is not None and farthest is not None and not 1 <= buckets // 2 < farthest:
             raise ValueError(
-                "num_relative_buckets must be at least 2, and max_relative_distance over num_relative_buckets // 2"
+                "num_relative_buckets must be at least 2, and max_relative_distance more than num_relative_buckets // 2"
             )
         known = [layer for layer in dict.fromkeys(self.global_layers) if 0 <= layer < self.num_layers]
         if len(known) != len(self.global_layers):

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class AttentionKind(StrEnum):
-    """Kind of attention weights."""
+    """Kind of attention: weights by scores of queries and keys, or equal weights."""
 
     SOFTMAX = "softmax"  # softmax of scaled dot products of queries and keys
     AVERAGE = "average"  # the same weight for every visible token: no queries, no keys
@@ -68,7 +68,7 @@ class MlpKind(StrEnum):
 
 
 class RopeScalingKind(StrEnum):
-    """Rule by which rotary frequencies are stretched to contexts longer than they were trained for."""
+    """Rule by which rotary frequencies are scaled for contexts longer than those of the first training."""
 
     LINEAR = "linear"  # every frequency divided by the factor
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (Llama 3.1)
@@ -76,7 +76,7 @@ class RopeScalingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of rotary frequencies; the last three fields are for Llama 3 only. Raises ValueError for wrong fields."""
+    """Scaling of rotary frequencies. Kind llama3 needs all fields, other kinds `factor` alone, else ValueError."""
 
     kind: RopeScalingKind
     factor: float
@@ -90,24 +90,24 @@ class RopeScaling:
         of_llama3 = (self.low_freq_factor, self.high_freq_factor, self.original_context_length)
         if self.kind is not RopeScalingKind.LLAMA3:
             if any(value is not None for value in of_llama3):
-                raise ValueError(f"rope_scaling {self.kind} has no parameter except factor")
+                raise ValueError(f"rope_scaling of kind {self.kind} has no parameter except factor; remove the others")
             return
         for name in ("low_freq_factor", "high_freq_factor", "original_context_length"):
             check_number(f"rope_scaling {name}", getattr(self, name))
         assert self.low_freq_factor is not None
         assert self.high_freq_factor is not None
         if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError("rope_scaling low_freq_factor must be under high_freq_factor")
+            raise ValueError("in rope_scaling low_freq_factor must be less than high_freq_factor")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a scaling from a dictionary. Raises ValueError for an unknown or missing key, or an invalid value."""
+        """Make a `RopeScaling` from a dictionary. Raises ValueError for unknown or missing keys, and invalid values."""
         check_keys(cls, values, "rope_scaling")
         return cls(**values)
 
 
 def check_keys(kind: type, values: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError if a key is not a field of the dataclass, or if a required field is missing."""
+    """Raise ValueError if a key of `values` is not a field of the dataclass, or if a required field is missing."""
     fields = dataclasses.fields(kind)
     if unknown := sorted(set(values) - {field.name for field in fields}):
         raise ValueError(f"unknown {name} keys: {', '.join(unknown)}; remove them")
@@ -117,7 +117,7 @@ def check_keys(kind: type, values: Mapping[str, Any], name: str) -> None:
 
 
 def check_member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
-    """Return the enum member that the value of a field names. Raises ValueError."""
+    """Return the enum member that a config field's value names. Raises ValueError if there is no such member."""
     if value not in list(kind):
         raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
     return kind(str(value))

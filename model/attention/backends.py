@@ -28,11 +28,12 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Return softmax(scale q k^T + bias) v for each token, over the earlier tokens of its sequence and itself.
+        """Return each token's attention output, softmax(scale q k^T + bias) v.
 
-        A window in `form` limits how far back a token sees. With a cache, the step's keys and values are first written
-        to `metadata.slot_mapping_T`; earlier keys and values are read through `metadata.block_tables_BN`. The result is
-        THD, with the dtype and the head dimension D of the values.
+        k and v are those of the token itself and of earlier tokens of its sequence, no further back than the window in
+        `form`. With a KV-cache, the step's keys and values are first written to the slots `metadata.slot_mapping_T`;
+        keys and values of earlier steps are read through `metadata.block_tables_BN`. The result has the shape THD
+        (tokens, query heads, head dimension of the values) and the dtype of the values.
         """
         ...
 
@@ -53,7 +54,7 @@ class EagerAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Compute the attention of each sequence in turn, with the formula written out."""
+        """Compute the attention output of one sequence after the other by the formula, without a fused kernel."""
         if kv_cache is not None:
             assert metadata.slot_mapping_T is not None
             kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
@@ -73,9 +74,10 @@ class EagerAttention:
 
 
 def attention_weights(q_QHD: Tensor, k_SKD: Tensor, form: AttentionForm) -> Tensor:
-    """Return the attention weights HQS, float32, of one sequence; the queries are the last Q of its S positions.
+    """Return the attention weights of one sequence, float32, with the shape HQS (query heads, queries, positions).
 
-    With D = 0 (average attention) all scores are 0, so visible positions have equal weights.
+    The queries are those of the last Q of the sequence's S positions. With D = 0 (average attention, without keys) all
+    scores are 0, so visible positions have equal weights.
     """
     num_queries, num_heads, _ = q_QHD.shape
     context_length, num_kv_heads, _ = k_SKD.shape
@@ -89,13 +91,13 @@ def attention_weights(q_QHD: Tensor, k_SKD: Tensor, form: AttentionForm) -> Tens
     return scores_HQS.masked_fill(~visible(distances_QS, form.window), -torch.inf).softmax(dim=-1)
 
 
-# Backends in PyTorch alone. `NativeAttention` needs a kernel library, `PagedAttention` its kernels.
+# Backends without arguments. `NativeAttention` needs a kernel library, and `PagedAttention` a choice of kernels.
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {"eager": EagerAttention(), "sdpa": SdpaAttention()}
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedAttention:
-    """Attention backend for inspection without a KV-cache: rounds keys and values as a cache of `cache_dtype` would."""
+    """Wrapper of an attention backend, without a KV-cache: rounds keys and values as one of `cache_dtype` would."""
 
     backend: AttentionBackend
     cache_dtype: torch.dtype
@@ -110,6 +112,6 @@ class RoundedAttention:
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Return the wrapped backend's attention over the rounded keys and values."""
+        """Round the keys and values, and return the attention output of the wrapped backend."""
         k_TKD, v_TKD = (rounded(x_TKD, self.cache_dtype).to(x_TKD.dtype) for x_TKD in (k_TKD, v_TKD))
         return self.backend.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)

@@ -12,7 +12,7 @@ from model.system import memory_pages
 
 
 def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
-    """Convert numbers to the dtype in which a KV-cache stores them: to nearest, ties to even; NaN stays NaN."""
+    """Convert keys or values to the dtype of a KV-cache: round to nearest, ties to even; NaN stays NaN."""
     # For float16, numbers beyond 65,504 become 65,504: an infinite key would turn the output into NaN.
     if cache_dtype is torch.float16 and x.dtype is not cache_dtype:
         most = torch.finfo(cache_dtype).max
@@ -21,10 +21,12 @@ def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of `num_blocks * block_size` tokens in all layers. Average attention has empty keys (D = 0).
+    """Keys and values of up to `num_blocks * block_size` tokens in all layers of a model.
 
-    dtype: dtype of written and returned tensors, the model's.
-    cache_dtype: dtype in memory, see `rounded`; None for `dtype`.
+    Average attention (equal weights, no keys) stores values only: its keys have the dimension D = 0.
+
+    dtype: dtype of the tensors that `write` gets and `gather` returns: the model's.
+    cache_dtype: dtype in which keys and values are kept in memory; None: `dtype`.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class KVCache:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be positive")
+            raise ValueError(f"a KV-cache needs num_blocks and block_size over 0, not {num_blocks} and {block_size}")
         shape_LNPK = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
         # Zeros, not empty: padding reads unwritten slots, and 0 * NaN is NaN.
         self.keys_LNPKD, self.values_LNPKD = (
@@ -58,17 +60,17 @@ class KVCache:
         return self.keys_LNPKD.nbytes + self.values_LNPKD.nbytes
 
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Write the key and value of each token to the token's cache slot (block * block_size + offset)."""
+        """Write each token's key and value in one layer to the token's cache slot (block * block_size + offset)."""
         for pool_LNPKD, new_TKD in ((self.keys_LNPKD, k_TKD), (self.values_LNPKD, v_TKD)):
             pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, rounded(new_TKD, self.cache_dtype))
 
     def slots_of(self, blocks: Tensor) -> Tensor:
-        """Return the cache slots of these blocks, in order: from (..., N) to (..., N * P)."""
+        """Return the numbers of all slots in these blocks, in order: shape (..., N) becomes (..., N * block_size)."""
         offsets = torch.arange(self.block_size, device=blocks.device)
         return (blocks[..., None] * self.block_size + offsets).flatten(-2)
 
     def gather(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the keys and values in these cache slots: two SKD tensors."""
+        """Return copies of one layer's keys and values in these cache slots: two tensors (slots, KV heads, D)."""
         k_SKD, v_SKD = (
             pool_LNPKD[layer].flatten(0, 1).index_select(0, slots_S).to(self.dtype)
             for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)

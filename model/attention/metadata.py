@@ -1,4 +1,4 @@
-"""Arguments of attention: the parameters of a layer (`AttentionForm`) and the batch of a step (`AttentionMetadata`).
+"""Arguments of attention backends: a layer's parameters (`AttentionForm`), a step's batch (`AttentionMetadata`).
 
 Legend: T packed tokens, B sequences, Q query tokens of a sequence, S its context, H query heads, K key/value heads,
 D head dimension, N blocks of the longest block table, P slots per block, C prompt chunks, X packed tokens of chunks.
@@ -23,7 +23,7 @@ ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionForm:
-    """Attention parameters of one layer. window: number of positions that a token sees, its own included."""
+    """Attention parameters of one layer. window: number of positions that a token sees, its own included; None: all."""
 
     layer: int
     scale: float
@@ -32,7 +32,7 @@ class AttentionForm:
 
 
 def visible(distances: Tensor, window: int | None) -> Tensor:
-    """Return the boolean mask of keys that a query may see, from distances: query position - key position."""
+    """Return a mask, true where a query sees a key, from distances (query position - key position) and the window."""
     if window is None:
         return distances >= 0
     return (distances >= 0) & (distances < window)
@@ -40,11 +40,14 @@ def visible(distances: Tensor, window: int | None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeView:
-    """Cache slots read by the sequences that compute one token: S slots each, from the first block in the window.
+    """KV-cache slots that a step reads for its decoding sequences, which compute one new token each.
 
-    slots_BS: int64. A hidden slot may hold NaN from another sequence, so the token's own slot replaces hidden slots.
-    distances_B1S: int64, new token's position - slot's position; negative after the end of the context.
-    mask_B1S: additive float32 mask, 0 for visible slots, -inf for hidden slots.
+    Each sequence has S slots, from the start of the first block that its window reaches.
+
+    slots_BS: int64 slot numbers. A slot that the token does not see may hold NaN from another sequence, so the number
+        of the new token's own slot stands there instead.
+    distances_B1S: int64, position of the new token - position of the slot; negative after the end of the context.
+    mask_B1S: float32 mask to add to the scores: 0 for visible slots, -inf for hidden slots.
     """
 
     slots_BS: Tensor
@@ -54,13 +57,15 @@ class DecodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedView:
-    """Layout of an engine step that computes prompt chunks, and maybe decodes.
+    """Layout of an engine step that computes C prompt chunks (several tokens of a sequence), and maybe decodes.
 
-    decodes: for the B sequences that compute one token: index of the token in T, position, block table (BN).
-    tokens_X: indices in T of the chunks' tokens.
-    slots_S: cache slots of the chunks' contexts, concatenated.
-    context_lengths: number of positions of each chunk's sequence, tokens of the chunk included.
-    query_starts, context_starts: int32, C + 1 offsets into X and into S.
+    decodes: indices in the packed batch of the tokens of the B sequences that compute one token, the tokens' positions,
+        and the sequences' block tables (BN); None without such sequences.
+    tokens_X: indices in the packed batch of the chunks' tokens.
+    slots_S: cache slots of the chunks' contexts, one context after the other.
+    query_lengths: number of tokens of each chunk.
+    context_lengths: number of positions of each chunk's sequence up to the end of the chunk.
+    query_starts, context_starts: int32, C + 1 starts: of the chunks in tokens_X, and of the contexts in slots_S.
     """
 
     decodes: tuple[Tensor, Tensor, Tensor] | None
@@ -99,17 +104,20 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         if len(self.query_lengths) != len(self.context_lengths):
-            raise ValueError("query_lengths and context_lengths must have one number for each sequence")
+            raise ValueError("query_lengths and context_lengths must each have one number per sequence of the step")
         if min(self.query_lengths, default=1) < 1 or any(map(operator.gt, self.query_lengths, self.context_lengths)):
-            raise ValueError("every query length must be between 1 and its context length")
+            raise ValueError("each of query_lengths must be from 1 to the same sequence's number in context_lengths")
         if sum(self.query_lengths) != self.positions_T.shape[0]:
-            raise ValueError(f"{sum(self.query_lengths)} query tokens, but {self.positions_T.shape[0]} positions")
+            num_positions = self.positions_T.shape[0]
+            raise ValueError(
+                f"positions_T has {num_positions} positions, but query_lengths sum to {sum(self.query_lengths)}"
+            )
         if (self.slot_mapping_T is None) != (self.block_tables_BN is None):
-            raise ValueError("slot_mapping_T and block_tables_BN must be given together")
+            raise ValueError("slot_mapping_T and block_tables_BN must both be given (with a KV-cache) or both be None")
 
     @functools.cached_property
     def query_starts(self) -> tuple[int, ...]:
-        """Return where the tokens of each sequence begin in the packed batch, and its end: B + 1 offsets."""
+        """Return the index of each sequence's first token in the packed batch, then the batch's number of tokens."""
         return tuple(itertools.accumulate(self.query_lengths, initial=0))
 
     @functools.cached_property
@@ -119,11 +127,11 @@ class AttentionMetadata:
 
     @functools.cached_property
     def kernel_arguments(self) -> dict[object, Any]:
-        """Return what attention backends have prepared once for all layers of the step, by keys of their choice."""
+        """Return the dictionary in which backends keep values that they compute once per step for all layers."""
         return {}
 
     def decode_view(self, window: int | None, block_size: int) -> DecodeView:
-        """Return the cache slots that the tokens of decoding sequences see. Made once a step for each window."""
+        """Return the cache slots that decoding sequences read. Computed once per step for each window, then reused."""
         key = "decodes", window, block_size
         if key not in self.kernel_arguments:
             self.kernel_arguments[key] = self._make_decode_view(window, block_size)
@@ -131,7 +139,7 @@ class AttentionMetadata:
         return view
 
     def ragged_view(self, block_size: int) -> RaggedView:
-        """Return the layout of a step with at least one prompt chunk. Made once a step, for all layers."""
+        """Return the layout of a step with at least one prompt chunk. Computed once per step for all layers."""
         key = "chunks", block_size
         if key not in self.kernel_arguments:
             self.kernel_arguments[key] = self._make_ragged_view(block_size)
@@ -206,6 +214,6 @@ class AttentionMetadata:
 
     @classmethod
     def uncached(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Self:
-        """Return the metadata of whole sequences without a KV-cache, as in training."""
+        """Return the metadata of a step over whole sequences of these lengths, without a KV-cache, as in training."""
         positions_T = torch.cat([torch.arange(length, device=device) for length in lengths])
         return cls(query_lengths=lengths, context_lengths=lengths, positions_T=positions_T)

@@ -18,7 +18,7 @@ from model.attention.score_biases import AlibiBias, RelativeBias
 from model.attention.sdpa import SdpaAttention
 from model.kernels.kernel_library import AttentionBatch, AttentionCall, KernelLibrary
 
-# By the dtypes of computation and of the KV-cache.
+# C names of the attention kernels, by the dtypes of computation and of the KV-cache.
 KERNEL_NAMES = {
     (torch.float32, torch.float32): "kvasir_attention_float32",
     (torch.float32, torch.float16): "kvasir_attention_float32_over_float16",
@@ -32,11 +32,11 @@ _TILE, _TASK_ROWS = 64, 96
 
 
 class AttentionStep(NamedTuple):
-    """Arguments of the attention kernel for all layers of a step. held: owners of the memory `batch` points to."""
+    """Arguments of the native attention kernel that all layers of a step share. held: owners of `batch`'s memory."""
 
     batch: AttentionBatch
     held: tuple[object, ...]
-    longest: int  # context, in tokens
+    longest: int  # tokens of the longest context
     threads: int
 
 
@@ -62,7 +62,7 @@ class NativeAttention:
     ) -> Tensor:
         """Compute attention; equal to `EagerAttention` within rounding.
 
-        With bfloat16 on CPUs with AVX512-BF16, weights are rounded to bfloat16 before they multiply values.
+        With bfloat16 on CPUs with AVX512-BF16, attention weights are rounded to bfloat16 before they multiply values.
         """
         if kv_cache is None or not supports(q_THD, v_TKD, form, kv_cache):
             return self._fallback.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
@@ -80,10 +80,11 @@ class NativeAttention:
         return out_THD
 
     def prepare_step(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep:
-        """Return the attention kernel's arguments for all layers of an engine step; make the arguments once a step.
+        """Return the kernel's arguments that all layers of an engine step share. Computed once per step, then reused.
 
         Raises:
-            ValueError: a slot or a block is outside the cache. The kernel does not check, and would corrupt memory.
+            ValueError: a slot or block number is outside the KV-cache. The kernel does not check this, and would
+                corrupt memory.
         """
         if kv_cache not in metadata.kernel_arguments:
             metadata.kernel_arguments[kv_cache] = self._make_step(metadata, kv_cache)
@@ -104,18 +105,18 @@ class NativeAttention:
         )
         is_within = self.kernels.function("kvasir_is_within_cache", ctypes.c_void_p, result=ctypes.c_bool)
         if not is_within(ctypes.byref(batch)):
-            slots, blocks = (f"{int(x.min())} to {int(x.max())}" for x in (slots_T, tables_BN))
+            slots, blocks = (f"{int(x.min())} (lowest) to {int(x.max())} (highest)" for x in (slots_T, tables_BN))
             raise ValueError(
-                f"the step has slots {slots}, blocks {blocks}, {tables_BN.shape[1]} blocks for up to {longest} tokens, "
-                f"but the cache has {kv_cache.num_blocks} blocks of {kv_cache.block_size} slots"
+                f"the KV-cache has {kv_cache.num_blocks} blocks of {kv_cache.block_size} slots, but the step uses "
+                f"slots {slots}, blocks {blocks}, and {tables_BN.shape[1]} blocks for a context of {longest} tokens"
             )
         return AttentionStep(batch, (starts, lengths, tables_BN, slots_T), longest, torch.get_num_threads())
 
 
 def supports(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCache) -> bool:
-    """Return whether the native attention kernel supports a layer with this cache.
+    """Return whether the native attention kernel supports a layer with this KV-cache.
 
-    Not supported are devices other than CPUs, float64, keys with D = 0, large heads, and DeBERTa's biases.
+    Needed: a CPU, dtypes in `KERNEL_NAMES`, heads of 1 to `_LARGEST_HEAD` dimensions, and no DeBERTa bias.
     """
     return (
         kv_cache.keys_LNPKD.device.type == "cpu"
@@ -129,7 +130,7 @@ def supports(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCach
 def layer_call(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor, form: AttentionForm, kv_cache: KVCache
 ) -> AttentionCall:
-    """Return the attention kernel's arguments for one layer, except threads and bias: pointers into the tensors."""
+    """Return the native kernel's arguments for one layer: pointers into these tensors. Threads and bias are unset."""
     pools = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
     return AttentionCall(
         *(x.data_ptr() for x in (q_THD, k_TKD, v_TKD, out_THD, *pools)),
@@ -140,7 +141,7 @@ def layer_call(
 
 
 def _rows_of(x_THD: Tensor) -> Tensor:
-    """Return queries, keys or values with contiguous heads in each token; copy only if necessary."""
+    """Return queries, keys or values with each token's heads contiguous in memory; copy only if necessary."""
     _, num_heads, size = x_THD.shape
     if x_THD.stride(2) == 1 and (num_heads == 1 or x_THD.stride(1) == size):
         return x_THD
@@ -148,9 +149,10 @@ def _rows_of(x_THD: Tensor) -> Tensor:
 
 
 def _biases(form: AttentionForm, num_heads: int, longest: int) -> Tensor:
-    """Return the position bias of each head, HX float32, times log2(e). Index i is for the distance longest - 1 - i.
+    """Return the position biases of each head for distances under `longest`, times log2(e): float32, (heads, X).
 
-    X is longest + _TILE + _TASK_ROWS: the kernel reads past the bias of distance 0.
+    Index i of X is for the distance longest - 1 - i. _TILE + _TASK_ROWS zeros follow the bias of distance 0, because
+    the kernel reads past that bias.
     """
     assert form.bias is not None
     no_tokens = torch.empty(1, 1, num_heads, 0)

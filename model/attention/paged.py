@@ -1,4 +1,4 @@
-"""GPU attention over a paged KV-cache: kernels for decodes and for prompt chunks, and their choice for a device.
+"""GPU attention over a paged KV-cache: kernels for decodes and for prompt chunks, and the choice among them.
 
 Legend: T packed tokens, B sequences that compute one token, C chunks, X packed tokens of chunks, H query heads,
 K key/value heads, D head dimension, S context.
@@ -39,7 +39,7 @@ class PagedAttention:
     """Attention backend for paged GPU caches. See `model.attention.backends.AttentionBackend`.
 
     The decode kernel reads only tensors whose shapes do not depend on context lengths, so a decode step can be captured
-    as a CUDA graph. `SdpaAttention` handles layers with a bias, keys with D = 0, and sequences without a cache.
+    as a CUDA graph. `SdpaAttention` computes layers with a score bias or without keys (D = 0), and uncached sequences.
     """
 
     def __init__(self, decode: DecodeKernel, chunks: ChunkKernel) -> None:
@@ -90,7 +90,7 @@ class KernelContext:
 
 @dataclass(frozen=True)
 class SelectedKernels:
-    """Chosen backend, the names of its kernels, and the better kernels that do not support this device (`left_out`)."""
+    """Chosen backend and its kernels' names. left_out: faster kernels that are not supported here, with the reason."""
 
     backend: PagedAttention
     decode: str
@@ -102,14 +102,14 @@ class SelectedKernels:
 
 
 def fits(config: ModelConfig) -> bool:
-    """Return whether paged kernels support the model: no biases in the scores, and no average attention (D = 0)."""
+    """Return whether paged kernels support a model: it has keys (no average attention) and no biases in the scores."""
     return config.key_dim > 0 and config.position not in SCORE_BIASES
 
 
 def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
-    """Decode with PyTorch's fused kernel over copies of all slots in the block tables. A `DecodeKernel` for any device.
+    """Compute decode attention with PyTorch's fused kernel, on any device, over copies of all slots in block tables.
 
-    A slot that a query does not see may hold NaN from another sequence, so the query's own slot replaces that slot.
+    A slot that a query does not see may hold NaN from another sequence, so the query's own slot is read instead.
     """
     slots_BS = kv_cache.slots_of(tables_BN)
     distances_BS = positions_B[:, None] - torch.arange(slots_BS.shape[1], device=q_BHD.device)
@@ -125,7 +125,7 @@ def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN:
 
 
 def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
-    """Compute prompt chunks with PyTorch's fused kernel, one after the other. A `ChunkKernel` for any device."""
+    """Compute the attention of prompt chunks with PyTorch's fused kernel, one chunk after the other, on any device."""
     k_SKD, v_SKD = kv_cache.gather(form.layer, view.slots_S)
     contexts = view.context_lengths
     parts = zip(q_XHD.split(view.query_lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True)
@@ -135,8 +135,8 @@ def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: K
 class VarlenChunks:
     """A `ChunkKernel` that computes all chunks in one call of PyTorch's variable-length attention.
 
-    One split makes the order of additions batch-invariant; PyTorch 2.11 has no such parameter. `function` is
-    `torch.nn.attention.varlen.varlen_attn`.
+    `num_splits` = 1 makes the order of additions batch-invariant, where PyTorch has this parameter (2.11 has not).
+    `function` is `torch.nn.attention.varlen.varlen_attn`.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -160,15 +160,15 @@ def _triton(context: KernelContext) -> DecodeKernel:
     if triton_decode is None:
         raise Unavailable("triton is not installed")
     if context.device.type != "cuda":
-        raise Unavailable("needs a CUDA device")
+        raise Unavailable("the kernel needs a CUDA device")
     if not triton_decode.supports(context.dtype, context.config.head_dim):
-        raise Unavailable(f"does not support {context.dtype} with head dimension {context.config.head_dim}")
+        raise Unavailable(f"the kernel does not support {context.dtype} with head dimension {context.config.head_dim}")
     return triton_decode.attend
 
 
 def _varlen(context: KernelContext) -> ChunkKernel:
     if context.device.type != "cuda":
-        raise Unavailable("needs a CUDA device")
+        raise Unavailable("the kernel needs a CUDA device")
     if context.dtype not in (torch.bfloat16, torch.float16):
         raise Unavailable(f"flash attention does not support {context.dtype}")
     # Imported late: the module imports torch._dynamo, which costs as much as all other imports of a worker together.
@@ -202,4 +202,4 @@ def _first(
             return name, make(context)
         except Unavailable as error:
             left_out.append(f"{name}: {error}")
-    raise AssertionError("no kernel of the table supports this device")
+    raise AssertionError("no attention kernel supports this device; the last kernel of each table must")

@@ -69,7 +69,7 @@ class DisentangledBias(nn.Module):
     """Position terms of disentangled attention: He et al. 2020, DeBERTa (arXiv 2006.03654), equation 4.
 
     score(i, j) = scale * (q_i·k_j + q_i·K[d] + k_j·Q[d]). This class computes the last two terms. K and Q are
-    projections of a table (k, E) of relative positions, which all layers share. d is min(i - j, k - 1): causal
+    projections of a trained table (k, E) of k relative positions, shared by all layers. d is min(i - j, k - 1): causal
     attention needs only the k of the paper's 2k positions. As in the authors' code, both terms use the same d.
     """
 
@@ -110,7 +110,7 @@ SCORE_BIASES: dict[PositionKind, type[RelativeBias] | type[AlibiBias] | type[Dis
 
 
 def relative_positions(config: ModelConfig) -> nn.Embedding | None:
-    """Return the table that the position biases of all layers share: (buckets, H) for T5, (k, E) for DeBERTa."""
+    """Make the table of parameters that all layers' position biases share; None if they are not T5's or DeBERTa's."""
     match config.position:
         case PositionKind.RELATIVE_BIAS:
             assert config.num_relative_buckets is not None

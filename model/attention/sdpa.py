@@ -51,7 +51,7 @@ class SdpaAttention:
 def _attend_uncached(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, form: AttentionForm, metadata: AttentionMetadata
 ) -> Tensor:
-    """Attend in whole sequences without a KV-cache. Sequences of equal length, as in training, take one call."""
+    """Compute attention in whole sequences, uncached. Sequences of equal length, as in training, take one call."""
     lengths = metadata.query_lengths
     if len(set(lengths)) > 1:
         spans = [slice(start, end) for start, end in itertools.pairwise(metadata.query_starts)]
@@ -64,7 +64,7 @@ def _attend_uncached(
 
 
 def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache) -> Tensor:
-    """Attend from the new token of each decoding sequence to its padded, masked context. Returns BHD."""
+    """Compute the attention of each decoding sequence's new token over its context, padded and masked. Returns BHD."""
     view = metadata.decode_view(form.window, kv_cache.block_size)
     slots_BS = view.slots_BS
     found = kv_cache.gather(form.layer, slots_BS.flatten())
@@ -81,7 +81,7 @@ def _attend_decode(q_BHD: Tensor, form: AttentionForm, metadata: AttentionMetada
 def _attend_chunk(
     q_QHD: Tensor, row: int, form: AttentionForm, metadata: AttentionMetadata, kv_cache: KVCache
 ) -> Tensor:
-    """Attend from a prompt chunk of sequence `row` to the cached positions of the sequence. Returns QHD."""
+    """Compute the attention of a prompt chunk of sequence `row` over its cached context. Returns a tensor QHD."""
     assert metadata.block_tables_BN is not None
     context_length, first = metadata.context_lengths[row], 0
     if form.window is not None:  # start at the first block that the first query sees
@@ -93,7 +93,7 @@ def _attend_chunk(
 
 
 def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> Tensor:
-    """Compute causal attention of one sequence; the queries are the last Q of the S positions. Returns QHD."""
+    """Compute causal attention of one sequence; the queries are at the last Q of S positions. Returns a tensor QHD."""
     num_kv_heads, groups = k_SKD.shape[1], q_QHD.shape[1] // k_SKD.shape[1]
     mask = _mask(q_QHD[None], k_SKD[None], form)
     if mask is not None and mask.ndim == 4:
@@ -104,10 +104,10 @@ def causal(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm) -> 
 
 
 def _mask(q_BQHD: Tensor, k_BSKD: Tensor, form: AttentionForm) -> Tensor | None:
-    """Return the attention mask for PyTorch's kernel; None: plain causal attention of whole sequences.
+    """Return the attention mask for PyTorch's kernel; None for plain causal attention of whole sequences.
 
-    QS, boolean: a window, or queries at the end of a longer context. BHQS or 1HQS, float: the bias, with -inf at hidden
-    positions.
+    With a score bias the mask is this bias, BHQS or 1HQS, with -inf at hidden positions. Else it is boolean, QS
+    (queries, positions), for a window or for queries at the end of a longer context.
     """
     num_queries, context_length = q_BQHD.shape[1], k_BSKD.shape[1]
     if form.bias is None and form.window is None and num_queries == context_length:
@@ -122,7 +122,7 @@ def _mask(q_BQHD: Tensor, k_BSKD: Tensor, form: AttentionForm) -> Tensor | None:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm, mask: Tensor | None) -> Tensor:
-    """Call PyTorch's attention kernel; the last two dimensions are tokens and D. No mask means causal attention."""
+    """Call PyTorch's attention kernel; the tensors' last dimensions are tokens and D. mask None: causal attention."""
     if q.shape[-1] == 0:  # equal weights: zeros replace q and k, because no kernel supports D = 0
         q, k = (v.new_zeros(()).expand(*x.shape[:-1], v.shape[-1]) for x in (q, k))
     gqa = q.ndim == 4 and q.shape[1] != k.shape[1]

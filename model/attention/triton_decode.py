@@ -32,15 +32,17 @@ def supports(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Return the maximum number of splits of a sequence: a power of two from 8 to 64, fewer for more heads."""
-    return min(64, max(8, 1 << (_PROGRAMS // num_kv_heads).bit_length() - 1))
+    """Return the maximum number of splits of a sequence's keys: 8, 16, 32 or 64, fewer with more key/value heads."""
+    return min(64, max(8, 1 << max(1, _PROGRAMS // num_kv_heads).bit_length() - 1))
 
 
 def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:
-    """Attend from each query to the positions up to its own, within the window. Returns BHD. See `DecodeKernel`.
+    """Compute decode attention: one query per sequence, over the positions up to its own and within the window.
 
-    positions_B: int64; the length of a sequence's context is one more.
-    tables_BN: int64, contiguous in N; entries after the end of a sequence's context are not read.
+    Returns a tensor BHD (sequences, query heads, head dimension). See `DecodeKernel`.
+
+    positions_B: int64, position of each query; its sequence's context has this many tokens and the query's own.
+    tables_BN: int64 block tables, contiguous in N; entries after the end of a sequence's context are not read.
     """
     num_sequences, num_heads, size = q_BHD.shape
     keys_NPKD, values_NPKD = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
@@ -80,9 +82,9 @@ def _attend_splits(
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of one sequence for the query heads of one key/value head.
+    """Compute attention over one split of a sequence's keys, for the query heads that share a key/value head.
 
-    Stores the weighted sum of values (sums), the maximum score and the sum of exponentials (scales).
+    Stores the weighted sum of values in `sums`, and the maximum score and the sum of exponentials in `scales`.
     """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -136,7 +138,7 @@ def _join_splits(
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one head of one sequence. Each split is scaled by exp(its maximum - the highest maximum)."""
+    """Join the results of a sequence's splits for one head: scale each by exp(its maximum - the highest maximum)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.load(positions + sequence) + 1
     length = tl.where(window > 0, tl.minimum(context, window), context)

@@ -11,7 +11,7 @@ except ImportError:  # no triton: it comes with PyTorch for CUDA
 
 
 def fuse(model: Transformer) -> None:
-    """Replace parts of a loaded model on a GPU by fused kernels; do nothing without triton or in float64."""
+    """Make a GPU model use fused kernels for RMS norm, rotation and SwiGLU; do nothing without triton or in float64."""
     if fused_kernels is None or model.token_embedding.weight.dtype.itemsize > 4:
         return
     for module in model.modules():

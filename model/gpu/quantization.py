@@ -1,8 +1,8 @@
 """Int8 and fp8 (e4m3) quantization on a GPU, with one scale per output and one per token's inputs.
 
 Products of few rows use the Triton kernels of `model.gpu.quantized_kernels`. Products of many rows, and all products
-without triton, use PyTorch. Int8 sums are exact, so int8 results are batch-invariant and the same bits with both. Fp8
-sums are rounded, in an order that depends on the kernel.
+without triton, use PyTorch. Int8 sums are exact, so int8 results are batch-invariant: few and many rows give the same
+bits. Fp8 sums are rounded, in an order that depends on the kernel.
 
 Legend: T packed tokens, E inputs, F outputs.
 """
@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Module):
         self.kernels = kernels
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Multiply each token's inputs by the weights, TE -> TF."""
+        """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs)."""
         if self.kernels is None:
             padded_TE = pad(x_TE, (0, self.num_inputs - x_TE.shape[1]))
             numbers_TE, scale_T = quantize_rows(padded_TE, self.weight_FE.dtype)
@@ -87,7 +87,7 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantization of a model's matrices on a GPU: a name in `FORMATS`, and the kernels of `QuantizedLinear`."""
+    """Format for a model's matrices on a GPU (a name in `FORMATS`), and the kernels of `QuantizedLinear`."""
 
     name: str
     kernels: Any = None
@@ -102,7 +102,7 @@ class Quantization:
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> Quantization:
-    """Return the quantization to a format in `FORMATS`, with the fastest kernels for this GPU.
+    """Return the quantization of matrices to the format `name` in `FORMATS`; by Triton kernels if triton is installed.
 
     Raises:
         QuantizationError: this GPU or this dtype does not support the format.

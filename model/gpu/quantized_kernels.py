@@ -1,7 +1,7 @@
 """Triton kernels for int8 and fp8 matrices times few rows, and for quantizing and scaling. Needs triton and a GPU.
 
-Each weight is read once, in long contiguous runs, by about `_PROGRAMS` programs. A matrix of few outputs is split along
-its inputs too, and a second kernel adds the partial sums. The split depends on the matrix alone.
+Each weight is read once, in long contiguous runs, by about `_PROGRAMS` Triton programs. A matrix of few outputs is
+split along its inputs too, and a second kernel adds the partial sums. The split depends on the matrix's shape alone.
 
 Legend: T packed tokens, E inputs, F outputs, X parts along the inputs.
 """
@@ -24,7 +24,7 @@ _TINY = tl.constexpr(1e-30)  # keeps the scale of a row of zeros from being zero
 
 
 def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """Quantize rows as `model.nn.linear.quantize_rows` does, padded to `size`, but int8 rounds a half up."""
+    """Quantize rows as `model.nn.linear.quantize_rows` does, but round int8 halves up, and zero-pad rows to `size`."""
     if x_TE.stride(1) != 1:
         x_TE = x_TE.contiguous()
     numbers_TE = torch.empty((len(x_TE), size), dtype=dtype, device=x_TE.device)
@@ -41,7 +41,7 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
 def multiply_few(
     numbers_TE: Tensor, scale_T: Tensor, weight_FE: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply up to `MAX_ROWS` quantized rows by a matrix, scale, and add the bias: TF in `dtype`. All contiguous."""
+    """Multiply up to `MAX_ROWS` quantized rows by a quantized matrix, scale, add the bias. All must be contiguous."""
     rows, inputs = numbers_TE.shape
     outputs = len(weight_FE)
     parts, each = cut(outputs, inputs)
@@ -63,14 +63,14 @@ def multiply_few(
 
 
 def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale contiguous sums as `model.nn.linear.scale_sums` does."""
+    """Dequantize sums, a contiguous tensor, as `model.nn.linear.scale_sums` does."""
     out_TF = torch.empty(sums_TF.shape, dtype=dtype, device=sums_TF.device)
     _scale(sums_TF[None], scale_T, scale_F, bias_F, out_TF)
     return out_TF
 
 
 def cut(outputs: int, inputs: int) -> tuple[int, int]:
-    """Return the number of parts into which a matrix is split along its inputs, and the inputs of each part.
+    """Return the number of parts into which a matrix is split along its inputs, and the number of inputs per part.
 
     There are enough parts for about `_PROGRAMS` programs. A part has at least two tiles, except possibly the last part.
     """
@@ -119,7 +119,7 @@ def _multiply_few(
     SUM: tl.constexpr, IS_PART: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by a tile of outputs over one part of the inputs; IS_PART: store unscaled sums."""
+    """Multiply all rows by a tile of a matrix's outputs, over a part of its inputs. IS_PART: store unscaled sums."""
     part = tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real_rows, real_columns = row < rows, column < outputs

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Recorded(Exception):
-    """Exception that carries the attention weights HTS of the inspected layer and ends the forward pass."""
+    """Exception that ends the forward pass at the inspected layer, and carries this layer's attention weights HTS."""
 
     def __init__(self, weights_HTS: Tensor) -> None:
         super().__init__()
@@ -50,10 +50,10 @@ def weights_of_layer(
     layer: int,
     cache_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the attention weights HTS of one layer, float32, on the CPU. Weights outside the mask are exactly 0.
+    """Return one layer's attention weights for a text: float32 (query heads, tokens, tokens), on the CPU.
 
-    Earlier layers run with the model's backend and dtype; later layers do not run. Not thread-safe: the call replaces
-    the backends of the model's layers until it returns.
+    Weights of masked positions are exactly 0. Earlier layers run with the model's backend and dtype; later layers do
+    not run. Not thread-safe: the call replaces the backends of the model's layers until it returns.
 
     cache_dtype: dtype of a KV-cache, to which keys and values are rounded; None: no rounding.
 
@@ -64,7 +64,7 @@ def weights_of_layer(
     if not 0 <= layer < config.num_layers:
         raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {config.num_layers - 1}")
     if not 1 <= len(token_ids) <= config.max_context_length:
-        raise ValueError(f"{len(token_ids)} tokens, but attention weights need 1 to {config.max_context_length}")
+        raise ValueError(f"the text has {len(token_ids)} tokens; use a text of 1 to {config.max_context_length} tokens")
     if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
         given = f"the given token ids range from {min(token_ids)} to {max(token_ids)}"
         raise ValueError(f"{given}; use ids of this model's tokenizer, 0 to {config.vocab_size - 1}")

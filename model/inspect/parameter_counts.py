@@ -1,4 +1,4 @@
-"""Parameters of each part of a model, by closed formula and counted from the shapes of its tensors. Torch-free.
+"""Parameter counts of each part of a model, by formula and by the shapes of the part's tensors. Torch-free.
 
 Letters: V vocabulary, n context, L layers, d width, h query heads, g key/value heads, d_k and d_v numbers of a key and
 of a value, m width of the MLP, b buckets of distances, r maximum relative distance.
@@ -38,7 +38,7 @@ _UNTRAINED_POSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Sum or product of sizes with its value. text: such as "d·(2·d_k + d_v)". is_sum: needs brackets as a factor."""
+    """Formula of a model's sizes, such as "d·(2·d_k + d_v)", with its value. is_sum: needs brackets in a product."""
 
     text: str
     value: int
@@ -63,11 +63,14 @@ _NOTHING = Formula("0", 0)
 
 @dataclass(frozen=True, slots=True)
 class PartCount:
-    """Parameters of one part of a model, such as "W_Q" of the group "attention".
+    """Parameter counts of one part of a model, such as "W_Q" of the group "attention".
 
-    formula: parameters in each place of the part. tensors: names without the layer; the part has `share` of `shares`
-    equal pieces of a fused tensor. note: reason why the part has no parameters. is_outside: the part is in no layer.
-    num_places: number of layers with the part, or 1. num_counted: parameters of the tensors, in all layers.
+    formula: number of parameters in one layer, or in the model for a part outside of the layers (`is_outside`).
+    tensors: names of the part's tensors, without the layer.
+    share, shares: the part has `share` of `shares` equal pieces of a tensor that several parts share.
+    note: reason why the part has no parameters.
+    num_places: number of layers with the part; 1 for a part outside of the layers.
+    num_counted: number of parameters in the part's tensors, in all layers.
     """
 
     group: str
@@ -91,17 +94,17 @@ class PartCount:
 
 
 class Letters(SimpleNamespace):
-    """Sizes of a model config under their letters, each a `Formula`; a size that the config lacks is 0."""
+    """Sizes of a model config as attributes V, d, h, ..., each a `Formula`; a size that the config lacks is 0."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(**{key: Formula(key, getattr(config, name) or 0) for key, name in _FIELD_OF_LETTER.items()})
 
 
 def count_parameters(config: ModelConfig) -> list[PartCount]:
-    """Return the parameters of every part of a model. The formulas share nothing with the counts but the config.
+    """Return the parameter counts of every part of a model, by formula and, independently, by tensor shapes.
 
     Raises:
-        ValueError: a tensor belongs to no part.
+        ValueError: a tensor of the model belongs to no part.
     """
     sizes: dict[str, int] = {}
     for tensor, shape in config.parameter_shapes().items():
@@ -111,7 +114,9 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
     if strangers := sizes.keys() - {tensor for part in parts for tensor in part.tensors}:
         name = min(strangers)
         tensor = next(tensor for tensor in config.parameter_shapes() if tensor.endswith(name))
-        raise ValueError(f"tensor {tensor} belongs to no part of the model; add it to parameter_counts.py")
+        raise ValueError(
+            f"tensor {tensor} belongs to no part of the model; add it to model/inspect/parameter_counts.py"
+        )
     return [
         dataclasses.replace(
             part,
@@ -123,7 +128,7 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
 
 
 def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
-    """Return formulas of attention parameters with their names, from one head to all matrices of a layer.
+    """Return named formulas for numbers of attention parameters, from one head to all matrices of a layer.
 
     Sources: Vaswani et al. 2017 (arXiv 1706.03762, section 3.2.2); for g key/value heads of h query heads Shazeer 2019
     (arXiv 1911.02150) and Ainslie et al. 2023 (arXiv 2305.13245).
@@ -156,7 +161,7 @@ def attention_name(config: ModelConfig) -> str:
 
 
 def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
-    """Return the formula, with its result, of KV-cache bytes per token: keys and values of all KV heads and layers.
+    """Return the formula of KV-cache bytes per token, with its value: keys and values of all KV heads and layers.
 
     Average attention has no keys.
     """

@@ -3,7 +3,7 @@
     python -m model.kernels.build [--directory DIRECTORY] [--local]
 
 The command builds every level, for example for a container image, beside the sources, where every process looks first.
-`--local` builds only the best level for this machine, into the cache, as a service does at its first start.
+`--local` builds only the best level for this machine, into ~/.cache/kvasir, as a service does at its first start.
 """
 
 import argparse
@@ -37,9 +37,9 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class CpuLevel:
-    """Set of x86-64 instructions that one kernel library is compiled for.
+    """Instruction set of x86-64 CPUs that one kernel library is compiled for.
 
-    needs: required CPU features, as named in the flags line of /proc/cpuinfo.
+    needs: required CPU features, as named in the flags line of /proc/cpuinfo. flags: options of the compiler.
     vendor: vendor_id of the CPUs that should prefer this level; None: any.
     """
 
@@ -77,13 +77,13 @@ def runnable_levels() -> tuple[CpuLevel, ...]:
 
 
 def levels_here() -> tuple[CpuLevel, ...]:
-    """Return the runnable CPU levels without the levels for CPUs of another vendor, best first."""
+    """Return the CPU levels that this machine can run, without those for CPUs of another vendor, best first."""
     vendor = _read_cpuinfo("vendor_id")
     return tuple(level for level in runnable_levels() if level.vendor is None or level.vendor in vendor)
 
 
 def _read_cpuinfo(key: str) -> frozenset[str]:
-    """Return the words of one line for the first CPU in /proc/cpuinfo; empty if there is no such line."""
+    """Return the words of the first line of /proc/cpuinfo named `key` ("flags"); empty if there is no such line."""
     try:
         lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -124,7 +124,7 @@ def build(level: CpuLevel, directory: Path) -> Path:
     """
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)}) is installed; install one of them")
+        raise BuildError(f"the native kernels need a C++ compiler; install one of {', '.join(_COMPILERS)}")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=directory) as scratch:
@@ -132,11 +132,15 @@ def build(level: CpuLevel, directory: Path) -> Path:
             made.chmod(0o755)
             return made.rename(directory / library_name(level))
     except OSError as error:
-        raise BuildError(f"{directory} cannot be written: {error.strerror}; choose another directory") from error
+        raise BuildError(
+            f"cannot write the native kernels to {directory}: {error.strerror}; choose another directory"
+        ) from error
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "no error output")
-        raise BuildError(f"{compiler} exited with status {error.returncode}: {first}") from None
+        raise BuildError(
+            f"cannot compile the native kernels: {compiler} exited with status {error.returncode}: {first}"
+        ) from None
 
 
 def _compile(compiler: str, level: CpuLevel, scratch: Path) -> Path:
@@ -155,13 +159,13 @@ def _compile(compiler: str, level: CpuLevel, scratch: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build the kernel libraries that the arguments name. Exit codes: 0 built, 1 failed."""
+    """Build the kernel libraries that the arguments name, if the CPU is x86-64. Exit code 1: a build failed; else 0."""
     parser = argparse.ArgumentParser(prog="python -m model.kernels.build", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--directory", type=Path, default=SHIPPED, help=f"where to write the libraries (default: {SHIPPED})"
+        "--directory", type=Path, default=SHIPPED, help=f"directory of the compiled libraries (default: {SHIPPED})"
     )
     parser.add_argument(
-        "--local", action="store_true", help=f"build only the best level for this processor, into {CACHE}"
+        "--local", action="store_true", help=f"compile only this CPU's best instruction set, into {CACHE}"
     )
     arguments = parser.parse_args(argv)
     levels, directory = (levels_here()[:1], CACHE.expanduser()) if arguments.local else (LEVELS, arguments.directory)

@@ -25,10 +25,10 @@ class KernelLibrary:
         self.level = level.name
         self._library = ctypes.CDLL(str(path))
         if not hasattr(self._library, _MARK):
-            raise OSError(f"{path} is not a kernel library: it has no {_MARK}")
+            raise OSError(f"{path} is not a kernel library: it has no function {_MARK}")
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Any:
-        """Return a kernel by its C name. The types of the first call for a name apply to all later calls."""
+        """Return a kernel function by its C name. The types in the first call for a name apply to all later calls."""
         found = getattr(self._library, name)
         if found.argtypes is None:
             found.argtypes, found.restype = argument_types, result
@@ -49,12 +49,14 @@ def load_kernels(cache: Path) -> KernelLibrary:
     if (path := find_built(level, (SHIPPED, cache))) is not None:
         with suppress(OSError):  # a damaged file, which is compiled again
             return KernelLibrary(path, level)
-    logger.info("compiling native kernels for %s in %s: up to a minute, once for this machine", level.name, cache)
+    logger.info(
+        "compiling native kernels for CPU level %s into %s: up to a minute, once per machine", level.name, cache
+    )
     path = build(level, cache)
     try:
         return KernelLibrary(path, level)
     except OSError as error:
-        raise BuildError(f"{path} cannot be loaded: {error}; install another C++ compiler") from error
+        raise BuildError(f"cannot load the kernel library {path}: {error}; install another C++ compiler") from error
 
 
 class AttentionBatch(ctypes.Structure):
@@ -79,7 +81,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """Packed weight matrix, as the kernels read it."""
+    """Weight matrix of a linear layer, packed in the order in which the kernels read it."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias", "scale", "shift")),
@@ -98,7 +100,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
-    """Sizes and kinds that all layers of a model share, as the kernels read them."""
+    """Layer sizes, and kinds of norm and activation, that all layers of a model share, as the kernels read them."""
 
     _fields_ = (
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "rotated", "norm_scope")),
@@ -108,7 +110,7 @@ class Shape(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """Token rows of one engine step, in buffers that Python owns."""
+    """Addresses of one engine step's buffers, which hold a row for each token. Python owns their memory."""
 
     _fields_ = (
         *((name, _INT) for name in ("count", "threads")),

@@ -3,7 +3,7 @@
 With native attention, all layers are one C call, and a decode step with its logits is one C call too. The residual
 stream stays float32. A row's result is bitwise identical for any number of rows and threads.
 
-Legend: T packed tokens, R rows whose logits are wanted, B sequences, E hidden size, H query heads, K key/value heads,
+Legend: T packed tokens, R rows whose logits are computed, B sequences, E hidden size, H query heads, K key/value heads,
 D head dimension, X queries, keys and values side by side, V vocabulary.
 """
 
@@ -47,7 +47,7 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 def library_for(model: Transformer) -> KernelLibrary | None:
-    """Return the kernel library that computes all of a model with native attention; None for other models."""
+    """Return the kernel library of a model's native attention backend if it can compute the whole model, else None."""
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
     if backends or not isinstance(backend, NativeAttention) or weight.device.type != "cpu":
@@ -58,8 +58,8 @@ def library_for(model: Transformer) -> KernelLibrary | None:
 def to_native(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
     """Return a `NativeTransformer` if the native kernels compute all of this model, else the model itself.
 
-    At most one matrix is in memory twice. A low-priority thread moves the packed matrices to pages of 2 MiB while the
-    model already serves.
+    While the matrices are packed, at most one of them is in memory twice. A low-priority thread then moves the packed
+    matrices to pages of 2 MiB while the model already serves.
     """
     if isinstance(model, NativeTransformer) or (kernels := library_for(model)) is None:
         return model
@@ -77,9 +77,9 @@ def to_native(model: "Transformer | NativeTransformer") -> "Transformer | Native
 
 
 class Decoded(NamedTuple):
-    """Result of a decode step: each row's most likely id, the first of equals, and its logits BV float32.
+    """Result of a decode step: the most likely token id of each sequence, and the float32 logits (sequences, ids).
 
-    The id is -1 if a logit of the row, or a number of the hidden state before it, is NaN or infinite.
+    Of equal logits the first counts. The id is -1 if a logit or a number of the sequence's hidden state is not finite.
     """
 
     ids: list[int]
@@ -87,9 +87,9 @@ class Decoded(NamedTuple):
 
 
 class _PreparedDecode(NamedTuple):
-    """Arguments of a decode step, reused while the step's tensors are updated in place.
+    """Arguments of the C call for a decode step, reused by later steps with the same tensors, updated in place.
 
-    inputs: tensors and cache that the arguments are for. held: other owners of the arguments' memory.
+    inputs: the tensors and the KV-cache that the arguments point to. held: other objects whose memory they point to.
     """
 
     inputs: tuple[object, ...]
@@ -101,7 +101,7 @@ class _PreparedDecode(NamedTuple):
 
 
 class NativeTransformer:
-    """Replacement for the `Transformer` that it is made from, whose matrices are freed as they are packed.
+    """Transformer computed by native kernels. It packs the matrices of a `Transformer`, and frees each original.
 
     Raises:
         ValueError: the kernels do not support the model, see `computes`.
@@ -110,7 +110,7 @@ class NativeTransformer:
     def __init__(self, model: Transformer, kernels: KernelLibrary) -> None:
         weight_VE = model.token_embedding.weight
         if weight_VE.device.type != "cpu" or not computes(model.config, weight_VE.dtype):
-            raise ValueError("the native kernels do not support this model; keep its Transformer")
+            raise ValueError("the native kernels do not support this model; compute it with its Transformer")
         self.config, self.huge_pages = model.config, HugePages()
         self.token_embedding, self.final_norm, self.layers = model.token_embedding, model.final_norm, model.layers
         self._blocks = [cast(Block, block) for block in model.layers]
@@ -130,7 +130,7 @@ class NativeTransformer:
             self._layers[number] = self._layer(block)
             del block.attention.qkv, block.attention.out, block.mlp
         model.lm_head = None
-        # The kernels read the embedding themselves if the first layer's input is its rows alone.
+        # The kernels read the embedding themselves if the first layer's input is rows of the embedding, unchanged.
         is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
         self._rows = Rows(embedding=weight_VE.data_ptr() if is_all else None)
         self._step = StepArguments(
@@ -153,7 +153,7 @@ class NativeTransformer:
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
     def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """Return the last layer's output before the final norm, TE float32; valid until the next call."""
+        """Return the last layer's output before the final norm: float32, in a buffer that the next call overwrites."""
         count = len(token_ids_T)
         self._grow_buffers(count)
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
@@ -175,7 +175,7 @@ class NativeTransformer:
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Apply the final norm and the LM head to rows of `hidden`; return next-token logits, RV float32."""
+        """Return next-token logits, float32 (rows, vocabulary), for rows of the result of `hidden`."""
         count, size = x_RE.shape
         self._grow_buffers(count)
         x_RE = (functional.pad(x_RE, (0, padded(size) - size)) if size < padded(size) else x_RE).contiguous()
@@ -189,14 +189,15 @@ class NativeTransformer:
     def decode(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, *, num_ids: int
     ) -> Decoded | None:
-        """Compute one decode step, one token per sequence, in a single call; the result is valid until the next call.
+        """Compute one decode step, one token per sequence, in a single C call. The next call overwrites the result.
 
-        Pass the same tensors in every step, updated in place: the prepared call is then reused. Returns None, having
-        computed nothing, if the caller must use `hidden` and `logits` instead. metadata: must have `contexts_B`.
-        num_ids: return logits of this many tokens, from the start of the vocabulary.
+        Pass the same tensors in every step, updated in place: the prepared arguments are then reused. Returns None,
+        having computed nothing, if the caller must use `hidden` and `logits` instead: for metadata without
+        `contexts_B`, for attention that is not native, and for tensors with a number out of range.
+        num_ids: number of token ids, from 0 on, whose logits are returned.
 
         Raises:
-            ValueError: a slot or a block is outside the cache.
+            ValueError: in the first call with these tensors, a slot or a block is outside the KV-cache.
         """
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
         prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
@@ -236,14 +237,14 @@ class NativeTransformer:
         return _PreparedDecode((token_ids_T, *tensors, kv_cache), arguments, rows, logits_BV[:, :num_ids], ids, held)
 
     def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int) -> None:
-        """Set the kernels' row arguments for a step with contexts of at most `longest` tokens."""
+        """Set the kernels' arguments about a step's token rows. longest: tokens of the step's longest context."""
         rows = self._rows
         rows.count, rows.threads, rows.x = len(token_ids_T), torch.get_num_threads(), self._buffers["x"].data_ptr()
         rows.tokens, rows.positions = token_ids_T.data_ptr(), positions_T.data_ptr()
         rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(longest))
 
     def _set_attention(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep | None:
-        """Set and return the attention arguments of a step for the kernel that computes all layers.
+        """Set, and return, a step's attention arguments for the kernel that computes all layers.
 
         Returns None if some layer's attention is not computed by the native kernel, or adds a bias to its scores.
         """
@@ -263,7 +264,7 @@ class NativeTransformer:
         return step
 
     def _make_calls(self, kv_cache: KVCache) -> Any:
-        """Return the attention kernel's arguments of all layers; None if a layer needs another kernel."""
+        """Return the attention kernel's arguments for every layer; None if a layer's attention is not native."""
         heads, mixed = self._heads(self._capacity), self._buffers["mixed"].unflatten(1, (-1, self.config.head_dim))
         attentions = [block.attention for block in self._blocks]
         for attention in attentions:
@@ -274,7 +275,7 @@ class NativeTransformer:
         return (AttentionCall * len(calls))(*calls)
 
     def _heads(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of the buffer into which the kernels write each layer's queries THD, keys TKD and values TKD."""
+        """Return views of the buffer that the kernels fill with each layer's queries THD, keys TKD and values TKD."""
         config = self.config
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = torch.split(self._buffers["qkv"][:count, : query + 2 * key], [query, key, key], dim=1)
@@ -282,10 +283,10 @@ class NativeTransformer:
         return q_THD, k_TKD, v_TKD
 
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of all rotary positions under `length`; empty tables without rotary positions.
+        """Return tables of cosines and sines for `length` positions or more; empty without rotary positions.
 
         One thread computes the tables. PyTorch's first cosine with two threads can be off by one unit in the last place
-        (3 of 40 processes), and a replacement worker would then compute other bits.
+        (3 of 40 processes), and the results of a replacement worker would then not be bitwise identical.
         """
         rotary = self._model.rotary
         if rotary is not None and length > len(self._rotations[0]):
@@ -305,7 +306,7 @@ class NativeTransformer:
         hidden, mlp = padded(config.hidden_size), padded(config.mlp_size)
         mixed = padded(config.num_heads * config.head_dim)
         widest = max(hidden, mlp, mixed)
-        with torch.inference_mode(False):  # else a first call in inference mode makes them read-only outside it
+        with torch.inference_mode(False):  # else buffers made in inference mode are read-only outside it
             self._buffers = {
                 "x": torch.zeros(count, hidden),
                 "added": torch.zeros(count, hidden),

@@ -1,6 +1,6 @@
 """Shape and packed matrices of a model, in the format of the native kernels: `Shape` and `Matrix` of kernel.h.
 
-Legend: F outputs, I inputs of a matrix, N panels, G groups of inputs, S inputs side by side.
+Legend: F outputs, I inputs of a matrix, N panels of 64 outputs, G groups of inputs, S inputs of a group, side by side.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,10 @@ _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Weight matrix of `inputs` by `outputs` in the kernels' order; outputs and vectors are padded with zeros.
+    """Weight matrix in the order in which the kernels read it, zero-padded to `outputs`, a multiple of 64.
 
-    shift: for int8, 128 times the sum of each output's weights, because the kernels add 128 to every input.
+    bias, scale, shift: a number for each padded output, or None. shift is for int8: 128 times the sum of the output's
+    weights, which the kernels subtract because they add 128 to each quantized input.
     """
 
     weight: Tensor
@@ -44,7 +45,7 @@ def padded(size: int) -> int:
 
 
 def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
-    """Return the sizes of a model's layers, as the native kernels read them."""
+    """Return a model's layer sizes and kinds of layers, as the structure that the native kernels read."""
     return Shape(
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -64,10 +65,10 @@ def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
 
 
 def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool = False) -> Packed:
-    """Pack the matrix of a linear layer of any kind, or of an embedding.
+    """Pack the matrix of a linear layer of any kind, or of an embedding, for the native kernels.
 
-    side_by_side: function from a dtype's number in `NUMBERS` to the inputs that the kernels expect side by side.
-    gated: the first half of the outputs is a gate for the second half.
+    side_by_side: function from a dtype's code in `NUMBERS` to the number of inputs that the kernels read side by side.
+    gated: the first half of the outputs is a gate for the second half, as in a gated MLP.
     """
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
@@ -94,7 +95,7 @@ def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool =
 
 
 def interleaved(rows: Tensor) -> Tensor:
-    """Interleave gate rows and gated rows, F each, in blocks of 16, so that one task computes both rows of a pair."""
+    """Alternate blocks of 16 gate rows (first half) with 16 up rows (second half), so that one task computes both."""
     half = len(rows) // 2
     room = padded(2 * half) // 2  # zeros fill the panels
     halves = rows.new_zeros(2, room, *rows.shape[1:])
@@ -103,7 +104,7 @@ def interleaved(rows: Tensor) -> Tensor:
 
 
 def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
-    """Return a matrix FI as N G 64 S: a view, or a copy if padding is needed."""
+    """Return a matrix (F, I) in the kernels' order (N, G, 64, S): a view, or a zero-padded copy if I or F needs it."""
     outputs, inputs = weight_FI.shape
     groups = -(-inputs // side_by_side)
     missing = groups * side_by_side - inputs, padded(outputs) - outputs

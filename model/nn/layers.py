@@ -52,14 +52,14 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig, size: int) -> RMSNorm | LayerNorm:
-    """Return the kind of norm that the model config names, for vectors of `size` numbers."""
+    """Return a new norm of the kind in the model config, for vectors of `size` numbers."""
     if config.norm is NormKind.RMS_NORM:
         return RMSNorm(size, config.norm_eps, unit_offset=config.norm_unit_offset)
     return LayerNorm(size, config.norm_eps, bias=config.norm_bias)
 
 
 class Mlp(nn.Module):
-    """MLP without a gate, down(f(up(x))): Vaswani et al. 2017 (arXiv 1706.03762), section 3.3, with the config's f."""
+    """MLP without a gate, down(f(up(x))), f of the config: Vaswani et al. 2017 (arXiv 1706.03762), section 3.3."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Mlp(nn.Module):
         self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Apply the MLP to each token, TE -> TE."""
+        """Apply the MLP to each token; input and output have the shape (tokens, hidden size)."""
         out: Tensor = self.down(self.activation(self.up(x_TE)))
         return out
 
@@ -86,7 +86,7 @@ class GatedMlp(nn.Module):
         self.activate: Callable[[Tensor], Tensor] = functools.partial(_activate_gate, ACTIVATIONS[config.mlp])
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Apply the MLP to each token, TE -> TE."""
+        """Apply the MLP to each token; input and output have the shape (tokens, hidden size)."""
         out: Tensor = self.down(self.activate(self.gate_up(x_TE)))
         return out
 
@@ -111,5 +111,5 @@ ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
 
 
 def make_mlp(config: ModelConfig) -> Mlp | GatedMlp:
-    """Return the kind of MLP that the model config names."""
+    """Return a new MLP, gated or not, as the model config says."""
     return GatedMlp(config) if config.mlp.gated else Mlp(config)

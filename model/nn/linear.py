@@ -1,7 +1,7 @@
-"""Linear layers for serving on CPUs: as loaded, packed for oneDNN, or int8.
+"""Linear layers for serving on CPUs: packed for oneDNN, or int8.
 
-From two rows on, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a single
-row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
+With two or more rows, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a
+single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
 
 Legend: T packed tokens, E inputs, F outputs.
 """
@@ -25,15 +25,15 @@ class PackedLinear(nn.Module):
         self.bias_F = None if bias_F is None else bias_F.detach()
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Multiply each token's inputs by the weights, TE -> TF."""
+        """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs)."""
         out_TF: Tensor = torch.ops.mkldnn._linear_pointwise(x_TE, self.packed, self.bias_F, "none", [], "")
         return out_TF
 
 
 class Int8Linear(nn.Module):
-    """Linear layer x W^T + b in int8, with a scale for each output's weights and one for each token's inputs.
+    """Linear layer x W^T + b in int8: a scale for each output's weights, another for each token's inputs.
 
-    Dettmers et al. 2022 (arXiv 2208.07339), section 2.1. Sums of int8 products are exact, so no batch changes a sum.
+    Dettmers et al. 2022 (arXiv 2208.07339), section 2.1. Int8 sums are exact, so results are batch-invariant.
     """
 
     def __init__(self, weight_FE: Tensor, bias_F: Tensor | None) -> None:
@@ -42,16 +42,16 @@ class Int8Linear(nn.Module):
         self.bias_F = None if bias_F is None else bias_F.detach().float()
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Multiply each token's inputs by the weights, TE -> TF, in the dtype of x."""
+        """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs), in the dtype of x."""
         rounded_TE, scale_T = quantize_rows(x_TE)
         sums_TF = torch._int_mm(rounded_TE, self.weight_FE.t())
         return scale_sums(sums_TF, scale_T, self.scale_F, self.bias_F, x_TE.dtype)
 
 
 def quantize_rows(x_TE: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Quantize each row to int8 or fp8, TE, and return the float32 scale of each row, T.
+    """Quantize each row of a matrix to int8 or fp8. Return the quantized matrix, and the float32 scale of each row.
 
-    A row's largest absolute value becomes the largest number of the dtype; of int8, 127.
+    A row's largest absolute value becomes the largest number of the dtype, which is 127 for int8.
     """
     x_TE = x_TE.float()
     largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
@@ -61,7 +61,7 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor
 
 
 def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale sums of quantized products back to numbers of `dtype`, TF, and add the bias."""
+    """Dequantize sums of int8 or fp8 products: multiply by both scales, add the bias, and convert to `dtype`."""
     out_TF = sums_TF.float() * scale_T[:, None] * scale_F
     return (out_TF if bias_F is None else out_TF + bias_F.float()).to(dtype)
 
@@ -71,16 +71,17 @@ LINEAR_KINDS: dict[str, MakeLinear] = {"packed": PackedLinear, "int8": Int8Linea
 
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Return whether `PackedLinear` works and pays off: on a CPU for which oneDNN has kernels of this dtype."""
+    """Return whether to use `PackedLinear`: on a CPU for which oneDNN has kernels of this dtype."""
     if torch.device(device).type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def replace_linears(model: Transformer, kind: str | MakeLinear) -> None:
-    """Convert every matrix of a model to a kind in `LINEAR_KINDS`, or by a function; each plain matrix is then freed.
+    """Replace every linear layer of a model by a kind in `LINEAR_KINDS` or by a function's result; free the original.
 
-    A tied embedding stays in memory beside its converted copy: the head multiplies by the copy, the lookup reads rows.
+    A tied token embedding stays in memory beside its converted copy. The LM head multiplies by the copy, and the token
+    lookup reads rows of the embedding.
     """
     make = LINEAR_KINDS[kind] if isinstance(kind, str) else kind
     if model.lm_head is None:

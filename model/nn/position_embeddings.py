@@ -1,4 +1,4 @@
-"""Sinusoidal and rotary positions, which act before the attention scores.
+"""Position embeddings: sinusoidal vectors added to token embeddings, and rotary rotation of queries and keys.
 
 Legend: T packed tokens, S positions, E hidden size, H heads (query or key), D head dimension, R rotated dimensions.
 """
@@ -26,7 +26,7 @@ class SinusoidalPositions(nn.Module):
         self.register_buffer("frequencies", _frequencies(hidden_size, 10000.0), persistent=False)
 
     def forward(self, positions_T: Tensor) -> Tensor:
-        """Return the vector of each position, TE float32."""
+        """Return the sinusoidal vector of each position: float32, (positions, hidden size)."""
         angles = positions_T[:, None].float() * self.frequencies
         return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, : self.hidden_size]
 
@@ -47,13 +47,13 @@ class RotaryPositions(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of rotary positions, each T1R float32."""
+        """Return cosines and sines of each position's rotation angles: two float32 tensors (positions, 1, R)."""
         angles = (positions_T[:, None].float() * self.frequencies).repeat(1, 2)[:, None]
         return angles.cos(), angles.sin()
 
 
 def _frequencies(size: int, theta: float) -> Tensor:
-    """Return theta^(-2i/size) for i from 0 to size/2, float32."""
+    """Return the frequencies theta^(-j/size) of all even j from 0 to size - 1, float32."""
     # On the CPU even if the model is built on the meta device: constants are not loaded from the checkpoint.
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     return 1.0 / theta**exponents
@@ -82,12 +82,12 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tenso
 
 
 def rotate_each(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their rotary positions."""
+    """Rotate queries and keys by their tokens' rotation angles, given as cosines and sines."""
     return rotate(q_THD, rotation), rotate(k_TKD, rotation)
 
 
 def rotate(x_THD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R dimensions of every head of every token, in float32; return the dtype of x."""
+    """Rotate the first R dimensions of each head of each token by the token's angles. Computes in float32."""
     cos_T1R, sin_T1R = rotation
     size = cos_T1R.shape[-1]
     x_THR = x_THD[..., :size].float()

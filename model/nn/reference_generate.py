@@ -17,7 +17,8 @@ def generate(
 ) -> list[int]:
     """Return the token ids of a completion, the token that ended the completion included; ignores stop strings.
 
-    Every token recomputes the whole sequence. The completion also ends if the token rules leave no token to sample.
+    Each new token takes a forward pass over the whole sequence. The completion also ends if the token rules leave no
+    token to sample.
 
     Raises:
         ValueError: the prompt is empty or exceeds the context.

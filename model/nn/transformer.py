@@ -1,7 +1,7 @@
 """Decoder-only transformer: the whole architecture on one page.
 
-Batches are packed: the tokens of all sequences lie in one row. With `kv_cache=None` every sequence is complete, as in
-training.
+Batches are packed: the tokens of all sequences are concatenated. With `kv_cache=None` a call computes whole sequences,
+as in training.
 
 Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads,
 D head dimension, V vocabulary.
@@ -24,7 +24,7 @@ from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, r
 class Attention(nn.Module):
     """Causal self-attention: multi-head, grouped-query or multi-query, by the config's head counts.
 
-    `table` holds the parameters that all layers' score biases share.
+    table: parameters that the score biases of all layers share (`relative_positions`); None: no shared parameters.
     """
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Apply self-attention to packed tokens; input and output have the shape TE."""
+        """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size)."""
         q_THD, k_TKD, v_TKD = self._project(x_TE)
         if rotation is not None:
             q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return out
 
     def _project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries THD, keys TKD and values TKD; average attention has empty queries and keys (D = 0)."""
+        """Return the tokens' queries THD, keys TKD and values TKD; in average attention D is 0 for queries and keys."""
         if self.averages:
             v_TKD = torch.unflatten(self.value(x_TE), -1, (-1, self.head_dim))
             return v_TKD.new_empty(len(x_TE), self.num_heads, 0), v_TKD[..., :0], v_TKD
@@ -83,8 +83,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
-    With post-norm (OLMo 2) norms are applied to the two outputs instead. In a parallel block (GPT-NeoX) attention and
-    MLP read the same x. `dropout` is the dropout rate of the two outputs while training.
+    With post-norm (OLMo 2) the outputs of attention and MLP are normed, not their inputs. In a parallel block
+    (GPT-NeoX) attention and MLP read the same x. `dropout` is the dropout rate of both outputs in training.
     """
 
     dropout = 0.0
@@ -106,7 +106,7 @@ class Block(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Compute one transformer layer, TE -> TE."""
+        """Apply the layer to packed tokens; input and output have the shape (tokens, hidden size)."""
         if self.norms_outputs:
             attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
             x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder-only transformer, from token ids to next-token logits; tensors as in `config.parameter_shapes()`."""
+    """Decoder-only transformer, from token ids to next-token logits. Names and shapes: `config.parameter_shapes()`."""
 
     def __init__(self, config: ModelConfig, attention: AttentionBackend) -> None:
         super().__init__()
@@ -148,21 +148,22 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """Return next-token logits, RV float32, for `metadata.logit_rows_R` (None: for all T rows)."""
+        """Return next-token logits, float32 (rows, vocabulary), of the tokens `metadata.logit_rows_R`; None: of all."""
         x_TE = self.hidden(token_ids_T, metadata, kv_cache)
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
     def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """Return the last layer's output before the final norm, TE in the model's dtype.
+        """Return the last layer's output before the final norm: (tokens, hidden size) in the model's dtype.
 
         Raises:
-            ValueError: token ids and positions differ in shape, or cache and metadata do not fit together.
+            ValueError: token ids and positions differ in shape, or there is a KV-cache without slots or slots without
+                a KV-cache.
         """
         if token_ids_T.shape != metadata.positions_T.shape:
             shapes = f"{tuple(token_ids_T.shape)} and {tuple(metadata.positions_T.shape)}"
-            raise ValueError(f"token ids and positions must both be (T,), not {shapes}")
+            raise ValueError(f"token_ids_T and positions_T must have the same shape (num_tokens,), not {shapes}")
         if (kv_cache is None) != (metadata.slot_mapping_T is None):
-            raise ValueError("a cache needs slot_mapping_T and block_tables_BN, and they need a cache")
+            raise ValueError("give a KV-cache and metadata with slot_mapping_T and block_tables_BN, or neither of them")
         x_TE = self.embed(token_ids_T, metadata.positions_T)
         rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
         for layer in self.layers:
@@ -170,7 +171,7 @@ class Transformer(nn.Module):
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Apply the final norm and the LM head to rows of `hidden`; return next-token logits, RV float32."""
+        """Return next-token logits, float32 (rows, vocabulary), for rows of the result of `hidden`."""
         x_RE = self.final_norm(x_RE)
         if self.lm_head is None:
             return functional.linear(x_RE, self.token_embedding.weight).float()
@@ -178,7 +179,7 @@ class Transformer(nn.Module):
         return logits_RV.float()
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return token embeddings, plus position embeddings if the model has them: TE in the model's dtype."""
+        """Return the sum of token and position embeddings (if any): (tokens, hidden size) in the model's dtype."""
         x_TE: Tensor = self.token_embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:
             # Round the factor to the model's dtype first, as transformers does for Gemma.
@@ -189,10 +190,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Initialize weights from a seed: normal with standard deviation 1/sqrt(fan-in).
+        """Initialize all parameters from a seed: normal with standard deviation 1/sqrt(fan-in), embeddings 0.02.
 
         Matrices that write to the residual stream are divided by sqrt(2 * layers), so that the stream's variance does
-        not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
+        not grow with depth (GPT-2, Radford et al. 2019, section 2.3). Biases are 0, and norms multiply by 1.
         """
         generator = torch.Generator().manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5

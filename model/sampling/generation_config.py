@@ -17,7 +17,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationConfig:
-    """Default sampling parameters of a checkpoint; None means that the file has no such default.
+    """Default sampling parameters of a checkpoint, from its generation_config.json; None: not in the file.
 
     temperature: 0 if the file has `do_sample: false`.
     ignored: keys of the file that would change a completion but are not supported.
@@ -34,7 +34,7 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:
-    """Read generation_config.json; all values are None if there is no such file.
+    """Read generation_config.json in a checkpoint's directory; without this file there are no defaults.
 
     Raises:
         CheckpointError: the file is not a JSON object, or a value is out of its range.
@@ -50,7 +50,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     try:
         used["eos_token_ids"] = token_ids(values.get("eos_token_id"))
     except ValueError as error:
-        raise CheckpointError(f"{path}: eos_token_id: {error}; correct the file") from error
+        raise CheckpointError(f"{path}: {error}; correct the file") from error
     if used.pop("do_sample", True) is False:
         used["temperature"] = 0.0
     known = {*_TYPES, "eos_token_id", *_HARMLESS, *(key for key in _NEUTRAL if values.get(key) == _NEUTRAL[key])}
@@ -59,20 +59,20 @@ def read_generation_config(directory: Path) -> GenerationConfig:
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """Return the ids of an `eos_token_id`, which Hugging Face writes as null, one id or a list.
+    """Return the token ids in the JSON value of `eos_token_id`: null, one token id or a list of token ids.
 
     Raises:
-        ValueError: the value is something else.
+        ValueError: the value has another form.
     """
     try:
         ids = msgspec.convert([] if value is None else value, _TokenId | list[_TokenId])
     except msgspec.ValidationError:
-        raise ValueError("a token id or a list of token ids expected") from None
+        raise ValueError("eos_token_id must be null, a token id or a list of token ids") from None
     return tuple(dict.fromkeys(ids if isinstance(ids, list) else [ids]))
 
 
 _TokenId = Annotated[int, Meta(ge=0)]
-# Types of the supported keys' values. The largest count is that of requests.
+# Types of the supported keys' values. Counts have the same maximum as in requests.
 _TYPES: Mapping[str, Any] = {
     "do_sample": bool,
     "temperature": Annotated[float, Meta(ge=0, le=sys.float_info.max)],

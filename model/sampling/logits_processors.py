@@ -26,7 +26,7 @@ def obey(
 ) -> tuple[Tensor, bool]:
     """Apply each row's token rules and forbidden token ids to the logits of a batch.
 
-    Returns the given tensor if no row has a rule, else a copy, and whether any logit was set to -inf.
+    Returns the new logits, which are the given tensor if no row has a rule, and whether any logit was set to -inf.
     """
     asked = [(row, its) for row, its in enumerate(rules) if its is not None]
     impossible = [(row, np.array(ids, dtype=np.int64)) for row, ids in enumerate(forbidden) if ids]
@@ -66,7 +66,7 @@ def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None
 
 
 def _places(logits_BV: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
-    """Return row and column, N each, of every logit that the pairs of a row and its token ids name."""
+    """Return two tensors of row and column indices: the logits named by `rows`, pairs of a row and its token ids."""
     rows_N = np.repeat(np.array([row for row, _ in rows], dtype=np.int64), [len(ids) for _, ids in rows])
     columns_N = np.concatenate([ids for _, ids in rows])
     return torch.from_numpy(rows_N).to(logits_BV.device), torch.from_numpy(columns_N).to(logits_BV.device)
@@ -77,9 +77,10 @@ def _column(logits_BV: Tensor, parts: Sequence[NDArray[np.float32]]) -> Tensor:
 
 
 def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
-    """Return a copy of the logits with -inf in these rows wherever `allowed_RV` (bool) is false."""
+    """Return a copy of the logits with -inf for the tokens that `allowed_RV` (bool) forbids in these rows."""
     if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
-        raise ValueError(f"masks of {tuple(allowed_RV.shape)} for {len(rows)} rows of {logits_BV.shape[1]}")
+        wanted = (len(rows), logits_BV.shape[1])
+        raise ValueError(f"allowed_RV must have the shape {wanted} (rows, vocabulary), not {tuple(allowed_RV.shape)}")
     allowed_RV = allowed_RV.to(logits_BV.device, non_blocking=True)
     if len(rows) == len(logits_BV):  # rows are distinct and in order, so these are all rows
         return logits_BV.masked_fill(~allowed_RV, -torch.inf)

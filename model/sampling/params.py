@@ -28,15 +28,15 @@ class SamplingParams:
     """Sampling parameters and end conditions of one completion.
 
     temperature: greedy if under 1e-5.
-    top_k, top_p, min_p: filters, switched off by 0, 1 and 0.
-    seed: fixes every sampled token. Randomness depends on the seed and the token's position alone.
-    logprobs: number of alternatives to report beside each sampled token; None reports no logprobs.
+    top_k, top_p, min_p: filters of tokens; 0, 1 and 0 switch them off.
+    seed: seed of all random numbers. A token's random number depends on the seed and the token's position alone.
+    logprobs: number of most likely tokens to report beside each sampled token; None: report no logprobs.
     prompt_logprobs: the same for the prompt's tokens, except the first, which has no logprob.
-    max_tokens: with 0 only the prompt is computed, for `prompt_logprobs`.
+    max_tokens: maximum length of the completion; with 0 only the prompt is computed, for `prompt_logprobs`.
     min_tokens: no end-of-text, stop token or stop string ends the completion before that many tokens.
     logit_bias: pairs of a token id and the number added to its logit.
     allowed_token_ids: the only tokens that may be sampled; empty allows all tokens.
-    bad_word_ids: forbidden words as token ids. A word's last id must not follow its other ids.
+    bad_word_ids: forbidden words as token ids. A word's last id is never sampled right after its other ids.
 
     Raises:
         ValueError: a value is out of range; the message names the field and the range.
@@ -75,9 +75,9 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}")
         if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must fit 64 bits, not {self.seed!r}")
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, not {self.seed!r}")
         if any(not text for text in self.stop):
-            raise ValueError("a stop string must not be empty")
+            raise ValueError("stop must not contain an empty string")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} ids; give at most {MAX_STOP_TOKEN_IDS}")
         low, high = LOGIT_BIAS_RANGE
@@ -85,21 +85,21 @@ class SamplingParams:
             if not low <= bias <= high:
                 raise ValueError(f"logit_bias of token {token_id} must be between {low:g} and {high:g}, not {bias!r}")
         if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
-            raise ValueError("logit_bias names a token twice")
+            raise ValueError("logit_bias must not name a token id twice")
         if not all(self.bad_word_ids):
-            raise ValueError("a forbidden word must not be empty")
+            raise ValueError("bad_word_ids must not contain an empty word")
 
     @property
     def greedy(self) -> bool:
-        """Return whether the most likely token is always sampled. A temperature under 1e-5 would overflow float32."""
+        """Return whether the most likely token is always sampled: temperatures under 1e-5 would overflow float32."""
         return self.temperature < 1e-5
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether any penalty changes the logits of tokens that have occurred."""
+        """Return whether the presence, frequency or repetition penalty is switched on."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def has_token_rules(self) -> bool:
-        """Return whether the completion has rules for single tokens, apart from stop tokens."""
+        """Return whether any penalty, logit bias, allowed token id or forbidden word is set."""
         return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_word_ids)

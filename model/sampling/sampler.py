@@ -8,7 +8,8 @@ Token rules apply first (`model.sampling.logits_processors`). Then filters apply
 1. `top_k` keeps the k most likely tokens.
 2. `top_p` keeps the smallest set of most likely tokens that holds that share of the remaining probability (Holtzman
    et al. 2019, arXiv 1904.09751).
-3. `min_p` keeps tokens at least that share as likely as the most likely token (Nguyen et al. 2024, arXiv 2407.01082).
+3. `min_p` keeps tokens with at least that share of the most likely token's probability (Nguyen et al. 2024, arXiv
+   2407.01082).
 
 Tokens exactly as likely as the last kept token are kept too, so the result does not depend on a sort's order of equals.
 
@@ -30,12 +31,12 @@ NO_TOKEN = -1  # in place of a sampled id if no token is possible
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NUCLEUS_CANDIDATES = 256
-# Probabilities filtered and sampled at a time on a CPU. A chunk that stays in its caches takes a third of the time.
+# Probabilities filtered and sampled at a time on a CPU. A chunk in the CPU's caches takes a third of the time.
 _AT_ONCE = 2**17
 
 
 def uniform(seed: int, position: int) -> float:
-    """Hash seed and position to a number in [0, 1), a multiple of 2^-52, by SplitMix64 (Steele et al. 2014)."""
+    """Hash a seed and a token's position to a multiple of 2^-52 in [0, 1), by SplitMix64 (Steele et al. 2014)."""
     mixed = _mix(_mix(seed) ^ (position * _GOLDEN & _MASK))
     return (mixed >> 12) / 2**52
 
@@ -55,14 +56,17 @@ def sample(
     forbidden: Sequence[Sequence[int]] = (),
     rules: Sequence[TokenRules | None] = (),
 ) -> Tensor:
-    """Sample one token per row and return int64 ids_B on the logits' device, `NO_TOKEN` if the rules leave no token.
+    """Sample a token for each row of logits. Return int64 token ids on the logits' device.
+
+    The id is `NO_TOKEN` (-1) for a row whose rules leave no token.
 
     positions: position of each row's next token in its sequence, prompt included.
     forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token.
     rules: each row's other token rules; empty if no row has rules.
     """
     if not logits_BV.shape[0] == len(params) == len(positions):
-        raise ValueError(f"lengths differ: {logits_BV.shape[0]} rows, {len(params)} params, {len(positions)} positions")
+        lengths = f"{logits_BV.shape[0]} rows, {len(params)} params, {len(positions)} positions"
+        raise ValueError(f"sampling needs params and a position for each row of logits; it got {lengths}")
     logits_BV, may_leave_none = obey(logits_BV, rules, forbidden)
     random_rows = [row for row, param in enumerate(params) if not param.greedy]
     if not random_rows and not may_leave_none:
@@ -74,12 +78,15 @@ def sample(
 
 
 def can_sample_without_host(params: SamplingParams) -> bool:
-    """Return whether a GPU can sample without a round trip to the host: no `top_p`, or a `top_k` that bounds it."""
+    """Return whether a GPU can sample without a round trip to the host.
+
+    It can if sampling is greedy, without `top_p`, or with a `top_k` of at most `_NUCLEUS_CANDIDATES`.
+    """
     return params.greedy or params.top_p >= 1.0 or 0 < params.top_k <= _NUCLEUS_CANDIDATES
 
 
 def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
-    """Return each row's most likely token: the first of the highest logits, or the first NaN of a row with NaN."""
+    """Return the id of each row's highest logit: the first of equal ones, or the first NaN of a row with NaN."""
     # On CPUs NumPy's argmax is ten times as fast as PyTorch's.
     if logits_BV.is_cpu and not logits_BV.requires_grad:
         highest_B: NDArray[np.int64] = logits_BV.numpy().argmax(axis=-1)
@@ -90,7 +97,7 @@ def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
 def _sample_rows(
     logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], random_rows: Sequence[int]
 ) -> Tensor:
-    """Sample a token for each row, int64 ids_B. random_rows: indices of the rows that are not greedy."""
+    """Return a sampled token id, int64, for each row of logits. random_rows: the rows that are not greedy."""
     is_whole_batch = len(random_rows) == len(params)
     empty_B = logits_BV.new_empty(len(params), dtype=torch.int64)
     ids_B = empty_B if is_whole_batch else torch.as_tensor(most_likely(logits_BV))
@@ -122,7 +129,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Zero, in place, the probabilities that the filters exclude. The other probabilities are not rescaled."""
+    """Set to 0, in place, the probabilities that top_k, top_p and min_p exclude. The rest is not rescaled."""
     vocab_size = probs_BV.shape[1]
     limits = [min(param.top_k, vocab_size) if param.top_k else vocab_size for param in params]
     if min(limits) < vocab_size:
@@ -141,7 +148,7 @@ def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
 
 
 def _drop_below(floor_B1: Tensor, probs_BV: Tensor) -> None:
-    """Zero, in place, the probabilities under each row's floor."""
+    """Set to 0, in place, the probabilities under each row's floor."""
     if probs_BV.is_cpu:
         values_BV = probs_BV.numpy()  # a masked fill takes twenty times as long as a product
         np.multiply(values_BV, values_BV >= floor_B1.numpy(), out=values_BV)
@@ -150,7 +157,7 @@ def _drop_below(floor_B1: Tensor, probs_BV: Tensor) -> None:
 
 
 def _descending(probs_BV: Tensor) -> Callable[[int], Tensor]:
-    """Return a function from C to the C highest probabilities of each row, highest first."""
+    """Return a function of a number C that returns the C highest probabilities of each row, highest first."""
     if not probs_BV.is_cpu:
         return lambda count: probs_BV.topk(count, dim=-1).values
     # On CPUs NumPy sorts a whole row faster than PyTorch finds its highest few.
@@ -159,10 +166,10 @@ def _descending(probs_BV: Tensor) -> Callable[[int], Tensor]:
 
 
 def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, is_small: bool) -> Tensor:
-    """Return the probability of the last token in each row's `top_p` nucleus, B1; 0 for rows with top_p 1.
+    """Return the probability of the least likely token in each row's `top_p` nucleus; 0 for rows with top_p 1.
 
-    The `_NUCLEUS_CANDIDATES` most likely tokens are tried first, then the whole vocabulary. is_small: each nucleus is
-    known to be among those candidates, because of `top_k`.
+    The `_NUCLEUS_CANDIDATES` most likely tokens are tried first, then the whole vocabulary. is_small: `top_k` ensures
+    that each row's nucleus is among these candidates.
     """
     wanted_B1 = top_p_B1 * probs_BV.sum(dim=-1, keepdim=True)
     whole_B1 = top_p_B1 >= 1.0
@@ -177,7 +184,7 @@ def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, is_small: bool) -> Ten
 
 
 def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Sample a token per row: the first whose cumulative probability exceeds the row's uniform share of the total."""
+    """Return for each row the first token id whose cumulative probability exceeds the row's uniform number * total."""
     # float64: a float32 sum over a vocabulary loses the tail of the distribution.
     cdf_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
     shares_B1 = _on(probs_BV.device, uniforms, torch.float64)[:, None]
@@ -189,7 +196,7 @@ def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
 def top_logprobs(
     logits_RV: Tensor, token_ids: Sequence[int], num_top: int
 ) -> list[tuple[float, int, list[tuple[int, float]]]]:
-    """Return each row's logprob of its token, the token's rank, and the `num_top` most likely (id, logprob) pairs.
+    """Return for each row the logprob and rank of its token, and the (id, logprob) pairs of the `num_top` most likely.
 
     Logprobs are those of the model before temperature and filters. The rank is one more than the number of more likely
     tokens, so equally likely tokens share a rank.

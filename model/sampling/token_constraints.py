@@ -1,4 +1,4 @@
-"""State of a request's token rules, updated with each token. Torch-free."""
+"""State of a completion's token rules (penalties, forbidden words), updated with each sampled token. Torch-free."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ Ids = NDArray[np.int64]
 
 
 class TokenRules:
-    """Token rules of one completion at its current length; appending a token costs the same at any length."""
+    """Token rules of one completion at its current length. Appending a token takes the same time at any length."""
 
     def __init__(
         self, params: SamplingParams, prompt_token_ids: Sequence[int], completion_token_ids: Iterable[int] = ()
@@ -22,7 +22,7 @@ class TokenRules:
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
         allowed_ids: Ids = np.array(params.allowed_token_ids, dtype=np.int64)
         self.allowed_ids = allowed_ids if len(allowed_ids) else None  # None: all tokens
-        # The repetition penalty alone looks at the prompt.
+        # Only the repetition penalty applies to the tokens of the prompt.
         self._counts = _Counts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
         self._words = _Words(params.bad_word_ids)
         for token_id in completion_token_ids:
@@ -36,7 +36,7 @@ class TokenRules:
 
     @property
     def counted(self) -> tuple[Ids, NDArray[np.float32]]:
-        """Return the ids of tokens with penalties, and how often each token occurs in the completion (maybe 0)."""
+        """Return the ids of tokens with penalties, and each token's count in the completion; 0: only in the prompt."""
         return self._counts.known
 
     @property
@@ -46,7 +46,7 @@ class TokenRules:
 
 
 class _Counts:
-    """Occurrences of each token, in arrays that grow, so that no step rebuilds them. Known tokens start at 0."""
+    """Counts of a completion's tokens, in arrays that no step rebuilds. Tokens in `known` are present with count 0."""
 
     def __init__(self, known: Sequence[int]) -> None:
         listed = np.unique(np.array(known, dtype=np.int64))
@@ -72,7 +72,7 @@ class _Counts:
 
 
 class _Words:
-    """Forbidden token sequences, indexed by their last token but one."""
+    """Forbidden words of a completion, as token sequences indexed by their second-to-last token."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._alone = tuple(word[0] for word in words if len(word) == 1)

@@ -1,1 +1,1 @@
-"""System information, torch-free."""
+"""Machine: limits of CPUs and memory, calls to the C library, and memory pages of tensors."""

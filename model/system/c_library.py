@@ -16,7 +16,7 @@ def end_with_parent() -> None:
 
 
 def trim_heap() -> None:
-    """Return whole free pages of the heap to the system, in milliseconds; without glibc nothing happens.
+    """Return free pages of this process's heap to the operating system; do nothing without glibc. Takes milliseconds.
 
     A worker keeps the memory that one step frees for the next step. Memory that only the start of the worker needed,
     such as unpacked matrices, is returned by this call.
@@ -26,6 +26,6 @@ def trim_heap() -> None:
 
 
 def collapse_pages(begin: int, size: int) -> None:
-    """Have Linux 6.1 or later move memory to huge pages. Unlike `mmap.madvise`, this call releases the GIL."""
+    """Move `size` bytes from address `begin` to huge pages (Linux 6.1). Unlike `mmap.madvise`, it releases the GIL."""
     if (madvise := getattr(_LIBRARY, "madvise", None)) is not None:
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(_MADV_COLLAPSE))

@@ -57,12 +57,12 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def own_anonymous_bytes(root: Path = _ROOT) -> int:
-    """Return this process's anonymous resident memory (RssAnon) in bytes. A second such process needs as much again."""
+    """Return this process's anonymous resident memory (RssAnon) in bytes. A second such process would need as much."""
     return _sizes(root / "proc/self/status")["RssAnon"] * 1024
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the memory limit of each control group that has one, and its used bytes without page cache."""
+    """Yield, for each control group with a memory limit, this limit and the group's used bytes without page cache."""
     for controller, (limit_file, usage_file, page_cache) in _MEMORY_FILES.items():
         for group in _groups(controller, root):
             limit = _number(group / limit_file)
@@ -73,7 +73,7 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(controller: str | None, root: Path) -> Iterator[Path]:
-    """Yield the directories of this process's control group and its parents; controller None: the tree of version 2."""
+    """Yield the directories of this process's control group and of its parents. controller: None for version 2."""
     group = _own_group(controller, root)
     if group is None:
         return
@@ -97,7 +97,7 @@ def _own_group(controller: str | None, root: Path) -> PurePosixPath | None:
 
 
 def _mounts(controller: str | None, root: Path) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yield the root group and the mount point of each mount of a cgroup tree, from /proc/self/mountinfo.
+    """Yield the root group and the mount point of each mount of a controller's cgroup tree, by /proc/self/mountinfo.
 
     Fields of a line: ID, parent, device, root, mount point, options, any number of optional fields, a hyphen, file
     system type, source, file system options. Source: https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
@@ -114,7 +114,7 @@ def _mounts(controller: str | None, root: Path) -> Iterator[tuple[PurePosixPath,
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Return the numbers of a file such as /proc/meminfo by name, without units ("MemTotal: 4096 kB")."""
+    """Return the numbers in a file such as /proc/meminfo by their names. Units are dropped ("MemTotal: 4096 kB")."""
     lines = (line.split() for line in _lines(path))
     return {words[0].removesuffix(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 

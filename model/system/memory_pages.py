@@ -31,7 +31,7 @@ class HugePages:
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Copy a CPU tensor to small pages, which `enlarge` replaces later. Raises torch.OutOfMemoryError."""
+        """Return a CPU tensor's copy in small pages, which `enlarge` replaces later. Raises torch.OutOfMemoryError."""
         size = tensor.nbytes
         if self._used + size > len(self._chunk):
             self._chunks.append(_map(max(size, _CHUNK)))
@@ -53,7 +53,7 @@ class HugePages:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a CPU tensor of zeros whose pages take memory when first written. Raises torch.OutOfMemoryError."""
+    """Return a CPU tensor of zeros. A page takes memory at the first write to it. Raises torch.OutOfMemoryError."""
     size = math.prod(shape) * dtype.itemsize
     if size < PAGE:
         return torch.zeros(shape, dtype=dtype)
@@ -61,15 +61,17 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _map(size: int) -> mmap.mmap:
-    """Map at least `size` zero bytes. Raises torch.OutOfMemoryError."""
+    """Map at least `size` bytes of zeros, in whole pages of 2 MiB. Raises torch.OutOfMemoryError."""
     try:
         return mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise torch.OutOfMemoryError(f"the system has no {size:,} bytes of memory left: {error}") from error
+        raise torch.OutOfMemoryError(
+            f"cannot allocate {size:,} bytes of CPU memory: {error}; free memory, or choose a smaller model"
+        ) from error
 
 
 def _advise(memory: mmap.mmap, advice: str) -> None:
-    """Call madvise with a constant's name, if Python knows the constant on this system."""
+    """Call madvise with the named advice ("MADV_HUGEPAGE"), if Python has this constant. Errors are ignored."""
     if hasattr(mmap, advice):
         with suppress(OSError):
             memory.madvise(getattr(mmap, advice))

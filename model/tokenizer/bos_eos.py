@@ -78,7 +78,7 @@ def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Map
         try:
             ids = token_ids(values.get("eos_token_id"))
         except ValueError as error:
-            raise CheckpointError(f"{path}: eos_token_id: {error}; correct it") from error
+            raise CheckpointError(f"{path}: {error}; correct the file") from error
     if not ids and (name := config.roles.get("eos_token")) is not None:
         with parsing(directory / TOKENIZER_CONFIG_FILE):
             ids = (_id_of(name, "eos_token", vocabulary),)

@@ -1,4 +1,4 @@
-"""Every mechanism on a CUDA device equals the reference on the CPU: whole, cached, in chunks, and in training."""
+"""Every mechanism on a CUDA device equals the reference on the CPU, in one pass, in cached chunks and in training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_cached_chunks_equal_the_reference_on_the_cpu(variant: str, chunk: int) 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_close_to_the_reference(variant: str) -> None:
-    """The tolerance is that of eight bits of mantissa, relative to the largest logit."""
+    """The tolerance is relative to the largest logit: that of bfloat16, which has eight bits of mantissa."""
     model = build(VARIANTS[variant])
     ids = torch.arange(40)
     expected = model(ids, AttentionMetadata.uncached((40,)), None)

@@ -84,7 +84,7 @@ def test_captured_steps_give_the_tokens_of_the_reference(variant: str, caplog: p
 
 
 def test_steps_launched_ahead_give_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers captured steps, and 16 rows at a time of which some end early."""
+    """Run batches of up to 16 sequences by captured steps; some sequences end early."""
     ahead: list[bool] = []
     launch = ModelRunner.launch
 

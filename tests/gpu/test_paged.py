@@ -65,14 +65,14 @@ def test_prompts_by_flash_attention_equal_the_reference(heads: tuple[int, int, i
 
 
 def test_the_fast_kernels_are_chosen() -> None:
-    """A slower kernel on the GPU that runs these tests must be noticed."""
+    """The GPU that runs these tests supports the fastest kernels, so a fallback to slower kernels is an error."""
     chosen = choose(place((12, 2, 128), torch.bfloat16))
     assert (chosen.decode, chosen.chunks, chosen.left_out) == ("triton", "varlen", ())
     assert choose(place((12, 2, 128), torch.float32)).decode == "triton"
 
 
 def decoding(where: KernelContext) -> tuple[Tensor, Tensor, Tensor, KVCache]:
-    """Return queries, positions, tables and a cache of sequences of very different lengths."""
+    """Return queries, positions, block tables and a KV-cache for sequences of the lengths `CONTEXTS`."""
     shape = where.config
     needs = [-(-context // where.block_size) for context in CONTEXTS]
     cache = KVCache(shape, num_blocks=sum(needs), block_size=where.block_size, dtype=where.dtype, device=where.device)
@@ -102,7 +102,7 @@ def test_other_sequences_in_the_batch_change_no_bit(heads: tuple[int, int, int],
 
 
 @pytest.mark.parametrize("name", DECODE_KERNELS)
-def test_a_replay_reads_its_current_inputs(name: str) -> None:
+def test_a_cuda_graph_replay_reads_its_current_inputs(name: str) -> None:
     where = place((12, 2, 128), torch.bfloat16)
     way = DECODE_KERNELS[name](where)
     q, positions, tables, cache = decoding(where)

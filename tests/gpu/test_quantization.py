@@ -28,13 +28,13 @@ def chosen(name: str) -> Quantization:
 
 
 def dequantized(x_TE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantize a matrix and return the numbers that the quantized values stand for, float64."""
+    """Quantize the rows of a matrix, and return the dequantized matrix, float64."""
     numbers_TE, scale_T = quantize_rows(x_TE, dtype)
     return numbers_TE.double() * scale_T[:, None].double()
 
 
 def matrix(shape: tuple[int, int], rows: int = 200) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a weight FE, a bias F and inputs TE."""
+    """Return a random weight (outputs, inputs), bias (outputs), and inputs (tokens, inputs)."""
     generator = torch.Generator("cuda").manual_seed(shape[1])
     sizes = (shape, shape[:1], (rows, shape[1]))
     weight_FE, bias_F, x_TE = (torch.randn(size, generator=generator, device=CUDA).bfloat16() for size in sizes)
@@ -85,7 +85,7 @@ def test_other_rows_change_no_bit_of_int8_and_little_of_fp8(name: str, shape: tu
             assert (few - whole[:rows]).abs().max() <= 1e-2 * whole.abs().max()
 
 
-def test_a_replay_reads_its_current_inputs(name: str) -> None:
+def test_a_cuda_graph_replay_reads_its_current_inputs(name: str) -> None:
     weight_FE, bias_F, x_TE = matrix((1536, 8960), rows=16)
     linear = chosen(name).make(weight_FE, bias_F)
     still_TE = torch.zeros_like(x_TE)

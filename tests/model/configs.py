@@ -92,5 +92,5 @@ def build(config: ModelConfig, attention: str = "sdpa", seed: int = 1) -> Transf
 
 
 def attention_layers(model: Transformer) -> list[Attention]:
-    """Return the attention module of each layer. `nn.ModuleList` does not keep the type of its modules."""
+    """Return the attention module of each layer, with its type, which `nn.ModuleList` does not keep."""
     return [cast(Block, layer).attention for layer in model.layers]

@@ -10,7 +10,7 @@ from model.kernels.build import SHIPPED, build, find_built, levels_here, runnabl
 from model.kernels.kernel_library import KernelLibrary
 
 CACHE = build_module.CACHE.expanduser()
-# The level that would serve on this machine. Empty without a compiler: only the PyTorch path is tested then.
+# The level that a service on this machine would use; empty without a compiler, and tests then cover PyTorch alone.
 BUILDABLE = {
     level.name: level
     for level in dict.fromkeys((*levels_here(), *runnable_levels()))
@@ -24,7 +24,7 @@ def library_of(name: str) -> KernelLibrary:
     return KernelLibrary(find_built(level, (SHIPPED, CACHE)) or build(level, CACHE), level)
 
 
-# Attention backends of a CPU. Native attention is left out without a compiler.
+# Attention backends for a CPU; without a compiler there is no native attention.
 BACKENDS: dict[str, AttentionBackend] = dict(ATTENTION_BACKENDS)
 for _level in list(BUILDABLE)[:1]:
     BACKENDS["native"] = NativeAttention(library_of(_level))

@@ -1,4 +1,4 @@
-"""Driver of a model with the paged cache, without the engine: scattered blocks, any chunk size."""
+"""Forward passes of a model over a paged KV-cache without the engine: scattered blocks, chunks of any size."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ BLOCK_SIZE = 4
 
 
 class PagedRun:
-    """Sequences with blocks scattered and interleaved in one pool, optionally with another cache dtype."""
+    """Sequences whose KV-cache blocks are scattered and interleaved in one pool. cache_dtype: None for the model's."""
 
     def __init__(self, model: Transformer, sequences: Sequence[Tensor], cache_dtype: torch.dtype | None = None) -> None:
         weight = model.token_embedding.weight

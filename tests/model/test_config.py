@@ -12,7 +12,7 @@ from tests.model.configs import LLAMA3, RELATIVE, ROTARY, VARIANTS, build
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_parameter_shapes_are_the_modules(name: str) -> None:
+def test_parameter_shapes_equal_those_of_the_module(name: str) -> None:
     config = VARIANTS[name]
     state = {key: tuple(tensor.shape) for key, tensor in build(config).state_dict().items()}
     assert list(config.parameter_shapes().items()) == list(state.items())
@@ -20,7 +20,7 @@ def test_parameter_shapes_are_the_modules(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_dictionary_round_trip(name: str) -> None:
+def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
     assert ModelConfig.from_dict(VARIANTS[name].to_dict()) == VARIANTS[name]
 
 
@@ -56,12 +56,12 @@ def test_dictionary_round_trip(name: str) -> None:
         ({"rope_scaling": {"kind": "linear", "factor": 2.0, "beta": 1}}, "unknown rope_scaling keys: beta"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "no parameter except factor"),
         ({"rope_scaling": {"kind": "llama3", "factor": 2.0}}, "rope_scaling low_freq_factor must be a positive"),
-        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor must be under high_freq_factor"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor must be less than high_freq_factor"),
         ({"position": "relative_bias"}, "num_relative_buckets must be given for position=relative_bias"),
         ({"max_relative_distance": 8}, "max_relative_distance must not be given for position=rotary"),
         ({**RELATIVE, "num_relative_buckets": 1}, "num_relative_buckets must be at least 2"),
-        ({**RELATIVE, "max_relative_distance": 4}, "max_relative_distance over num_relative_buckets"),
-        ({"attention": "average"}, "average attention has no scores"),
+        ({**RELATIVE, "max_relative_distance": 4}, "max_relative_distance more than num_relative_buckets"),
+        ({"attention": "average"}, "attention=average has no scores"),
         ({"norm": "layer_norm", "norm_unit_offset": True}, "norm_unit_offset needs norm=rms_norm"),
         ({"norm_bias": False}, "norm_bias=false needs norm=layer_norm"),
         ({"parallel_residual": True, "norm_placement": "post"}, "parallel_residual needs norm_placement=pre"),
@@ -74,17 +74,17 @@ def test_invalid_configs_are_rejected(change: dict[str, Any], message: str) -> N
         ModelConfig.from_dict({**ROTARY, **change})
 
 
-def test_names_a_missing_key() -> None:
+def test_an_error_names_a_missing_key() -> None:
     with pytest.raises(ValueError, match="missing model config keys: vocab_size"):
         ModelConfig.from_dict({key: value for key, value in ROTARY.items() if key != "vocab_size"})
 
 
-def test_kv_bytes_per_token() -> None:
+def test_kv_bytes_per_token_count_keys_and_values_of_all_layers() -> None:
     # keys and values, 2 layers, 2 kv heads, 8 numbers of 4 bytes
     assert VARIANTS["rotary-gqa"].kv_bytes_per_token(4) == 2 * 2 * 2 * 8 * 4
 
 
-def test_is_frozen() -> None:
+def test_a_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         VARIANTS["gpt2"].vocab_size = 1  # type: ignore[misc]
 
@@ -107,6 +107,6 @@ def test_is_frozen() -> None:
         {"stop_token_ids": tuple(range(129))},
     ],
 )
-def test_sampling_params_name_the_field(change: dict[str, Any]) -> None:
+def test_an_error_of_sampling_params_names_the_field(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change)).split("_")[-1]):
         SamplingParams(**{"max_tokens": 10, **change})

@@ -24,14 +24,14 @@ from tests.model.kernel_libraries import BACKENDS
 
 
 def distances(length: int) -> torch.Tensor:
-    """Return query position - key position of one whole sequence, 1QS."""
+    """Return the distances query position - key position of one whole sequence: (1, queries, positions)."""
     positions = torch.arange(length)
     return (positions[:, None] - positions)[None]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 3])
-def test_average_attention_is_the_mean_of_what_is_seen(backend: str, window: int | None) -> None:
+def test_average_attention_is_the_mean_of_the_visible_values(backend: str, window: int | None) -> None:
     torch.manual_seed(0)
     v_TKD = torch.randn(9, 2, 8)
     nothing = torch.empty(9, 4, 0), torch.empty(9, 2, 0)
@@ -96,13 +96,13 @@ def test_why_scores_are_divided_by_the_root_of_the_head_size() -> None:
     assert gradients["scaled", 256] == pytest.approx(gradients["scaled", 4], rel=0.1)
 
 
-def test_score_scale() -> None:
+def test_the_default_score_scale_depends_on_the_number_of_products_in_a_score() -> None:
     assert VARIANTS["gpt2"].effective_score_scale == pytest.approx(8**-0.5)
     assert VARIANTS["disentangled"].effective_score_scale == pytest.approx((3 * 8) ** -0.5)
     assert VARIANTS["qwen2"].effective_score_scale == 0.2
 
 
-def test_a_window_hides_what_is_further_back() -> None:
+def test_a_window_hides_positions_further_back() -> None:
     config = VARIANTS["window-one-layer"]
     assert [config.window(layer) for layer in range(2)] == [7, None]
     q_QHD, k_SKD = torch.randn(20, 4, 8), torch.randn(20, 2, 8)
@@ -234,7 +234,7 @@ def test_a_bias_in_the_scores_changes_the_weights(position: PositionKind) -> Non
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_is_trained_alike_by_both_backends(variant: str) -> None:
-    """Compare the gradient of the next-token loss in every tensor, eager and fused."""
+    """Compare the gradients of the next-token loss for every tensor, with the eager and the fused backend."""
     generator = torch.Generator().manual_seed(5)
     ids, targets = torch.randint(300, (2, 75), generator=generator)
     metadata = AttentionMetadata.uncached((25, 25, 25))

@@ -18,7 +18,7 @@ _QUERIES = (1, 1, 7, 17, 1, 120, 3)
 
 @torch.inference_mode()
 def check_kernels(backend: PagedAttention, context: KernelContext, queries: tuple[int, ...] = _QUERIES) -> None:
-    """Compare a backend with the reference implementation on random data with the model's heads.
+    """Compare a backend with the reference implementation on random data, with a model's head counts and head size.
 
     Every window that a layer of the model has is checked, on the device.
     """

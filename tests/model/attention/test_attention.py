@@ -1,4 +1,4 @@
-"""`sdpa` equals `eager`, and cached equals uncached, for all head counts, lengths and chunk sizes."""
+"""Backends `sdpa` and `eager` agree, with and without KV-cache, for all head counts, lengths and chunk sizes."""
 
 import itertools
 
@@ -144,7 +144,7 @@ def test_cache_gathers_what_was_written() -> None:
 
 @pytest.mark.parametrize("sizes", list(itertools.product([0, -1, 3], [0, -2, 4]))[:-1])
 def test_cache_rejects_sizes_of_zero(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="needs num_blocks and block_size over 0"):
         KVCache(VARIANTS["gpt2"], num_blocks=sizes[0], block_size=sizes[1], dtype=torch.float32, device="cpu")
 
 

@@ -21,7 +21,7 @@ from tests.model.paging import PagedRun
 HALF = torch.float16
 BACKENDS: dict[str, AttentionBackend] = {**kernel_libraries.BACKENDS, "paged": PagedAttention(gathered, one_by_one)}
 IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
-# A number, and its float16 value: ties go to even, and too large values saturate.
+# A number, and its float16 value: ties go to even, and numbers beyond float16 become its largest number.
 HELD = [
     (1 + 2**-11, 1.0),
     (1 + 3 * 2**-11, 1 + 2**-9),
@@ -73,8 +73,8 @@ def test_a_float16_cache_returns_the_models_dtype_and_takes_half_the_memory() ->
 def test_chunks_of_any_size_attend_to_rounded_keys_and_values(variant: str, name: str) -> None:
     """A chunk also attends to its own rounded keys and values.
 
-    Differences in the last bits before a layer rarely change the rounding in it. So means are compared with the
-    effect of the rounding itself.
+    Differences in the last bits of a layer's input rarely change how its keys and values are rounded. So the mean
+    difference is compared with the mean effect of the rounding itself.
     """
     texts = [IDS[:1], IDS[:6], IDS]
     uncached = [AttentionMetadata.uncached((len(ids),)) for ids in texts]
@@ -89,7 +89,7 @@ def test_chunks_of_any_size_attend_to_rounded_keys_and_values(variant: str, name
 
 
 class Spy:
-    """The reference implementation, which records the queries and keys of each layer."""
+    """Reference implementation of attention that records the attention weights of each layer."""
 
     def __init__(self) -> None:
         self.weights: list[Tensor] = []

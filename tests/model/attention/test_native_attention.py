@@ -1,4 +1,4 @@
-"""The native attention kernel equals the reference implementation on every level, and is batch-invariant."""
+"""The native attention kernel equals the reference implementation on every CPU level, and is batch-invariant."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +33,11 @@ def native(way: str) -> NativeAttention:
 
 @dataclass(frozen=True)
 class Scene:
-    """Sequences in mid-text, with scattered blocks, and the tokens of the next step.
+    """Sequences whose first tokens are cached in scattered blocks, and the tokens of the sequences' next step.
 
-    unwritten: the content of unused slots. held_as: the dtype of the cache, if different.
+    shape: numbers of query heads and key/value heads, head size, block size.
+    lengths: for each sequence, the tokens of the step and the length of the context with them.
+    unwritten: content of unused slots. cache_dtype: dtype of the cache; None: `dtype`.
     """
 
     shape: tuple[int, int, int, int]
@@ -59,7 +61,7 @@ class Scene:
         form: AttentionForm = FORM,
         rows: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Return the output for this step's tokens of the sequences `rows`, by default all."""
+        """Return the attention output of the step's tokens for the sequences with the indices `rows`; None: all."""
         rows = range(len(self.lengths)) if rows is None else rows
         heads, kv_heads, size, block_size = self.shape
         changes: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "num_layers": 2}
@@ -108,7 +110,7 @@ def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: to
 
 
 def biases_of(shape: tuple[int, int, int, int]) -> dict[str, ScoreBias | None]:
-    """Return no bias, T5's and ALiBi's, for this number of heads."""
+    """Return the score biases none, T5's and ALiBi's for this number of heads, by name."""
     config = dataclasses.replace(
         VARIANTS["relative-bias"], num_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2]
     )
@@ -144,7 +146,7 @@ def test_native_attention_equals_the_reference(way: str, shape: tuple[int, int, 
 def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(
     way: str, shape: tuple[int, int, int, int], dtype: torch.dtype, set_threads: Callable[[int], None]
 ) -> None:
-    """Few sequences are split for the threads: by heads, then by parts of their context."""
+    """The work on few sequences is divided among threads by heads, then by parts of the contexts."""
     scene = Scene(shape, (*LENGTHS, (1, 1600)), dtype)
     form = AttentionForm(layer=1, scale=0.2, window=None, bias=biases_of(shape)["alibi"])
     set_threads(1)
@@ -213,7 +215,7 @@ def test_slots_and_blocks_outside_the_cache_are_rejected(way: str, slot: int, bl
         slot_mapping_T=torch.tensor([slot]),
         block_tables_BN=torch.tensor([[block]]),
     )
-    with pytest.raises(ValueError, match=r"but the cache has|the longest context needs 2"):
+    with pytest.raises(ValueError, match=r"the KV-cache has \d+ blocks of \d+ slots, but the step uses"):
         native(way).attend(
             torch.ones(1, 4, 8), torch.ones(1, 2, 8), torch.ones(1, 2, 8), form=FORM, metadata=metadata, kv_cache=cache
         )
@@ -221,7 +223,7 @@ def test_slots_and_blocks_outside_the_cache_are_rejected(way: str, slot: int, bl
 
 @pytest.mark.parametrize("way", BUILDABLE)
 def test_queries_and_keys_may_be_slices_of_wider_rows(way: str) -> None:
-    """The rows are wider if one matrix computes queries, keys and values."""
+    """If one matrix computes queries, keys and values, these are slices of the rows of its output."""
     cache = KVCache(VARIANTS["none"], num_blocks=2, block_size=4, dtype=torch.float32, device="cpu")
     metadata = AttentionMetadata(
         query_lengths=(3,),

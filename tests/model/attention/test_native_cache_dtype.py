@@ -1,4 +1,4 @@
-"""Native kernel with a float16 cache of a float32 model: equal to the reference on every level, and batch-invariant."""
+"""Native kernel with a float16 cache of a float32 model: equal to the reference at every level, batch-invariant."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ def test_decoded_tokens_and_prompt_chunks_have_the_same_bits(
 @pytest.mark.parametrize("size", [64, 37])
 @pytest.mark.parametrize("level", BUILDABLE)
 def test_every_float16_number_is_written_and_read_as_pytorch_does(level: str, size: int) -> None:
-    """Each number is the value of a text of one token, whose weight is 1, so the output is the value.
+    """Each number is in the value of a sequence of one token. Its attention weight is 1, so the output is the value.
 
     The numbers are all float16 values, midpoints between two of them, and values out of range.
     """

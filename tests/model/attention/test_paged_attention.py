@@ -146,7 +146,7 @@ def test_without_a_gpu_pytorch_kernels_are_chosen_and_reasons_are_reported() -> 
     assert (chosen.decode, chosen.chunks) == ("gathered", "one by one")
     assert str(chosen) == "paged (decode: gathered, prompts: one by one)"
     assert [reason.partition(": ")[0] for reason in chosen.left_out] == ["triton", "varlen"]
-    assert chosen.left_out[1] == "varlen: needs a CUDA device"
+    assert chosen.left_out[1] == "varlen: the kernel needs a CUDA device"
 
 
 def shifted(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:

@@ -38,13 +38,13 @@ def fake_kernels(**changed: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _a_gpu_with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU stand for a GPU with fp8."""
+    """Make PyTorch report that the GPU supports fp8, so that the tests can run on a CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     FEW.clear()
 
 
 def matrix(shape: tuple[int, int], rows: int = 100) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a weight FE, a bias F and inputs TE."""
+    """Return a random weight (outputs, inputs), bias (outputs), and inputs (tokens, inputs)."""
     generator = torch.Generator().manual_seed(shape[1])
     drawn = (torch.randn(size, generator=generator) for size in (shape, shape[:1], (rows, shape[1])))
     weight_FE, bias_F, x_TE = (x.bfloat16() for x in drawn)

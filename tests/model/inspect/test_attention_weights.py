@@ -1,4 +1,4 @@
-"""Displayed attention weights equal the computed ones, for every mechanism."""
+"""Inspected attention weights equal those of the forward pass, for every mechanism."""
 
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ TOKENS = list(range(3, 25))
 
 
 class Spy:
-    """The fused backend, which records the values and outputs of each layer."""
+    """Fused attention backend that records the values and outputs of each layer."""
 
     def __init__(self) -> None:
         self.passed: dict[int, tuple[Tensor, Tensor]] = {}
@@ -85,7 +85,7 @@ def test_attention_weights_do_not_depend_on_later_tokens() -> None:
     assert_close(whole[:, :11, :11], begun)
 
 
-def test_heads_and_layers_differ() -> None:
+def test_attention_weights_of_heads_and_layers_differ() -> None:
     model = build(VARIANTS["gpt2"])
     first, second = (weights_of_layer(model, TOKENS, layer=layer) for layer in (0, 1))
     assert (first - second).abs().max() > 0.01
@@ -125,8 +125,8 @@ def test_a_failed_inspection_restores_the_attention_backends(monkeypatch: pytest
     [
         (TOKENS, 2, "layer 2 does not exist: the model has layers 0 to 1"),
         (TOKENS, -1, "layer -1 does not exist"),
-        ([], 0, "0 tokens, but attention weights need 1 to 64"),
-        ([1] * 65, 0, "65 tokens, but attention weights need 1 to 64"),
+        ([], 0, "the text has 0 tokens; use a text of 1 to 64 tokens"),
+        ([1] * 65, 0, "the text has 65 tokens; use a text of 1 to 64 tokens"),
         ([1, 300], 0, "the given token ids range from 1 to 300; use ids of this model's tokenizer, 0 to 299"),
         ([-1], 0, "token ids range from -1 to -1"),
     ],

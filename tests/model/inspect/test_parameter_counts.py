@@ -16,7 +16,7 @@ from tests.model.configs import ROTARY
 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
-    """Generate any config that ModelConfig accepts, of small size."""
+    """Generate a random config of small sizes that ModelConfig accepts."""
     small = st.integers(1, 7)
     kv_heads, attention = draw(small), draw(st.sampled_from(AttentionKind))
     in_scores = (PositionKind.ROTARY, PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)

@@ -39,7 +39,7 @@ def _nothing_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.fixture
 def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a log file with a line for each library that the fake compiler links."""
+    """Install a fake compiler; return its log file, which gets a line for each library that it links."""
     log = tmp_path / "log"
     use_compiler(COMPILES.format(log=log), tmp_path, monkeypatch)
     return log
@@ -53,7 +53,7 @@ def use_compiler(script: str, directory: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the kernels' sources by one modifiable file."""
+    """Replace the kernels' sources by one file that a test may change."""
     source = directory / "sources" / "one.cpp"
     source.parent.mkdir()
     source.write_text("// one")
@@ -72,7 +72,7 @@ def use_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_default_cache_directory_follows_the_xdg_specification(variable: str | None, directory: str) -> None:
-    """The --cache-dir default in a fresh process. The XDG specification requires that relative paths are ignored."""
+    """Read the default of --cache-dir in a new process. The XDG specification says that relative paths are ignored."""
     environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
     if variable is not None:
         environment["XDG_CACHE_HOME"] = variable
@@ -120,18 +120,22 @@ def test_a_library_that_other_users_can_write_is_not_loaded(compilations: Path, 
 
 def test_an_error_reports_that_no_compiler_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "_COMPILERS", ("no-such-compiler",))
-    assert trouble_of(tmp_path) == "no C++ compiler (no-such-compiler) is installed; install one of them"
+    assert trouble_of(tmp_path) == "the native kernels need a C++ compiler; install one of no-such-compiler"
 
 
 def test_an_error_quotes_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_compiler("#!/bin/sh\necho hello >&2\necho 'one.cpp:1: error: no' >&2\nexit 3\n", tmp_path, monkeypatch)
-    assert trouble_of(tmp_path) == f"{tmp_path}/compiler exited with status 3: one.cpp:1: error: no"
+    reason = f"{tmp_path}/compiler exited with status 3: one.cpp:1: error: no"
+    assert trouble_of(tmp_path) == f"cannot compile the native kernels: {reason}"
 
 
 def test_an_error_reports_a_cache_directory_that_cannot_be_written(compilations: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     trouble = trouble_of(tmp_path / "file" / "cache")
-    assert trouble == f"{tmp_path}/file/cache cannot be written: Not a directory; choose another directory"
+    assert (
+        trouble
+        == f"cannot write the native kernels to {tmp_path}/file/cache: Not a directory; choose another directory"
+    )
 
 
 def trouble_of(cache: Path) -> str:
@@ -142,7 +146,7 @@ def trouble_of(cache: Path) -> str:
 
 
 def test_an_error_reports_a_file_that_is_not_a_kernel_library(compilations: Path, tmp_path: Path) -> None:
-    assert f"{tmp_path / library_name(levels_here()[0])} cannot be loaded" in trouble_of(tmp_path)
+    assert f"cannot load the kernel library {tmp_path / library_name(levels_here()[0])}" in trouble_of(tmp_path)
 
 
 def test_levels_are_chosen_by_the_features_in_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

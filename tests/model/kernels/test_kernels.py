@@ -1,4 +1,4 @@
-"""Kernels of every level, called directly."""
+"""Kernels of every CPU level, called directly."""
 
 import ctypes
 import functools
@@ -18,7 +18,7 @@ from tests.model.kernel_libraries import BUILDABLE, CACHE, library_of
 
 
 def read_words(level: str, words: torch.Tensor, threads: int) -> int:
-    """Combine all words into one."""
+    """Return the exclusive or of all words."""
     read = library_of(level).function(
         "kvasir_read", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, result=ctypes.c_uint64
     )

@@ -20,7 +20,7 @@ from tests.model.kernel_libraries import BUILDABLE, library_of
 
 BEST = list(BUILDABLE)[:1]
 SIZE, ROWS, BLOCKS = 4, 3, 40
-VOCABULARY = 290  # of the 300 that have an embedding
+VOCABULARY = 290  # token ids with logits; 300 have an embedding
 
 
 class Steps:
@@ -78,7 +78,7 @@ class Steps:
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
 def test_a_decode_call_has_the_bits_of_hidden_and_logits(level: str, variant: str, kind: str) -> None:
-    """Covers block boundaries, and one and two threads."""
+    """The steps cross block boundaries, with one and with two threads."""
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
@@ -96,7 +96,7 @@ def test_a_decode_call_has_the_bits_of_hidden_and_logits(level: str, variant: st
 
 @pytest.mark.parametrize("level", BEST)
 def test_a_decode_call_with_invalid_ids_or_slots_computes_nothing(level: str) -> None:
-    """The caller then uses `hidden`, which reports the error. Nothing outside of the step is read or written."""
+    """`decode` returns None, or raises an error if it prepares its arguments. No memory outside is read or written."""
     with torch.inference_mode():
         steps = Steps(level, "rotary-gqa")
         assert steps.one_call() is not None
@@ -107,8 +107,8 @@ def test_a_decode_call_with_invalid_ids_or_slots_computes_nothing(level: str) ->
             if tensor is steps.ids_T:
                 assert steps.one_call() is None
             else:
-                assert steps.one_call() is None  # it was prepared while all inputs were valid
-                with pytest.raises(ValueError, match="but the cache has"):
+                assert steps.one_call() is None  # the arguments were prepared while all inputs were valid
+                with pytest.raises(ValueError, match=r"the KV-cache has .* but the step uses"):
                     steps.one_call()
             assert torch.equal(keys, steps.caches[0].keys_LNPKD)
             tensor.copy_(right)
@@ -119,7 +119,7 @@ def test_a_decode_call_with_invalid_ids_or_slots_computes_nothing(level: str) ->
 
 @pytest.mark.parametrize("level", BEST)
 def test_a_position_past_the_rotation_tables_grows_the_tables(level: str) -> None:
-    """The tables hold 256 positions and grow: `decode` computes nothing in one step, and works again in later steps."""
+    """The rotary tables hold 256 positions. `decode` computes nothing in the step that needs more, then works again."""
     with torch.inference_mode():
         steps = Steps(level, "rotary-gqa", width=70)
         missed = []
@@ -139,7 +139,7 @@ def test_a_position_past_the_rotation_tables_grows_the_tables(level: str) -> Non
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 256, 300, 1000])
 def test_the_most_likely_id_is_the_first_of_the_highest_logits(level: str, size: int) -> None:
-    """As in NumPy, the first of equal maxima. A row with NaN or infinity has none."""
+    """As in NumPy, the first of equal maxima is returned. For a row with NaN or infinity the id is -1."""
     find = library_of(level).function("kvasir_most_likely", ctypes.c_void_p, ctypes.c_int64, result=ctypes.c_int64)
     rng = np.random.default_rng(size)
     inf, nan = np.inf, np.nan

@@ -1,4 +1,4 @@
-"""The native transformer equals PyTorch's for every mechanism, on every level, and is batch-invariant."""
+"""The native transformer equals PyTorch's for every mechanism, on every CPU level, and is batch-invariant."""
 
 import itertools
 
@@ -26,7 +26,7 @@ METADATA = AttentionMetadata.uncached((17, 23))
 
 
 def twins(variant: str, level: str, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the logits TV of two texts, by PyTorch and by the native kernels."""
+    """Return the logits (tokens, vocabulary) of two texts, by PyTorch and by the native kernels."""
     theirs, ours = (build(VARIANTS[variant]).to(dtype) for _ in range(2))
     if kind != "plain":
         replace_linears(theirs, kind)
@@ -62,7 +62,7 @@ def test_int8_logits_equal_pytorchs_on_every_level(variant: str, level: str) -> 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_a_row_do_not_depend_on_batch_and_threads(level: str, kind: str, dtype: torch.dtype) -> None:
-    """Each text alone, also of one token, and all together: bitwise identical, with one and with three threads."""
+    """Logits of each text alone (also of one token) and of all texts together, with one and with three threads."""
     model = build(VARIANTS["rotary-gqa"]).to(dtype)
     if kind != "plain":
         replace_linears(model, kind)
@@ -90,7 +90,7 @@ def test_the_bits_of_a_row_do_not_depend_on_batch_and_threads(level: str, kind: 
 @pytest.mark.parametrize("count", [1, 2, 6, 7, 97, 200])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_logits_of_any_number_of_rows_equal_pytorchs(level: str, count: int, kind: str) -> None:
-    """The final norm and one matrix, for any number of rows."""
+    """Compare `logits`, the final norm and the LM head, for any number of rows."""
     model = build(VARIANTS["rotary-mqa-untied"]).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     if kind == "int8":
         replace_linears(model, "int8")
@@ -115,7 +115,7 @@ def test_unsupported_models_are_rejected() -> None:
 
 @pytest.mark.parametrize("level", BEST)
 def test_packed_matrices_are_freed_in_the_module(level: str) -> None:
-    """Only the embedding and the norms of the module remain."""
+    """Only the embedding and the norms of the original module remain in memory."""
     model = build(VARIANTS["gpt2"])
     NativeTransformer(model, library_of(level))
     matrices = {name for name, tensor in model.state_dict().items() if tensor.ndim == 2}
@@ -131,7 +131,7 @@ def test_inspected_attention_weights_equal_pytorchs(level: str) -> None:
 
 
 def test_a_packed_matrix_holds_every_weight_once() -> None:
-    """Panels of 64 outputs, zero-padded; the rows of gate and up projection alternate in groups of 16."""
+    """Outputs are in zero-padded panels of 64; gate and up rows alternate in blocks of 16."""
     linear = torch.nn.Linear(6, 90)
     packed = pack(linear, lambda _: 4)
     assert packed.outputs == padded(90) == 128

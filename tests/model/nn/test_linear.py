@@ -1,4 +1,4 @@
-"""Linear layers of serving: correct products, batch-invariant, and weights held once."""
+"""Linear layers of serving: products are correct and batch-invariant, and weights are in memory once."""
 
 import gc
 
@@ -18,7 +18,7 @@ DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack("cpu", 
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight FE and inputs TE."""
+    """Return a random weight (outputs, inputs) and random inputs (tokens, inputs)."""
     inputs, outputs = shape
     generator = torch.Generator().manual_seed(inputs)
     weight_FE = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5

@@ -1,4 +1,4 @@
-"""Rotary positions depend on distance alone; learned positions are looked up."""
+"""Scores with rotary positions depend on the distance alone; learned positions act on the logits."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_scores_of_rotated_queries_and_keys_depend_on_their_distance_alone() -> 
 
 
 def test_rotation_is_the_complex_product_of_the_paper() -> None:
-    """Pairs (i, i + D/2) as complex numbers times exp(i * position * theta^(-2i/D))."""
+    """Compare with complex numbers: each pair (j, j + D/2) is multiplied by exp(i * position * theta^(-2j/D))."""
     theta, position, size = 500.0, 13, 8
     x = torch.randn(1, 1, size)
     turned = rotate(x, RotaryPositions(size, theta, None)(torch.tensor([position])))[0, 0].tolist()
@@ -55,7 +55,7 @@ def test_later_tokens_do_not_change_earlier_logits(variant: str) -> None:
 
 def test_forward_rejects_inconsistent_arguments() -> None:
     model = build(VARIANTS["gpt2"])
-    with pytest.raises(ValueError, match=r"must both be \(T,\)"):
+    with pytest.raises(ValueError, match=r"must have the same shape \(num_tokens,\)"):
         model(torch.tensor([1, 2]), AttentionMetadata.uncached((3,)), None)
     paged = AttentionMetadata(
         query_lengths=(1,),
@@ -64,5 +64,5 @@ def test_forward_rejects_inconsistent_arguments() -> None:
         slot_mapping_T=torch.tensor([0]),
         block_tables_BN=torch.tensor([[0]]),
     )
-    with pytest.raises(ValueError, match="a cache needs"):
+    with pytest.raises(ValueError, match="give a KV-cache and metadata with slot_mapping_T"):
         model(torch.tensor([1]), paged, None)

@@ -86,15 +86,15 @@ def test_the_defaults_of_transformers_are_harmless(tmp_path: Path) -> None:
         ({"min_p": 1.5}, r"min_p: Expected `float` <= 1\.0"),
         ({"max_new_tokens": 0}, "max_new_tokens: Expected `int` >= 1"),
         ({"do_sample": "no"}, "do_sample: Expected `bool`"),
-        ({"eos_token_id": "</s>"}, "eos_token_id: a token id or a list of token ids expected"),
-        ({"eos_token_id": [1, -1]}, "eos_token_id: a token id"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be null, a token id or a list"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id must be"),
         ({"temperature": 10**400}, "temperature: .*; correct the file"),
         ({"temperature": float("inf")}, "temperature: "),
         ({"top_p": 10**400}, "top_p: "),
         ({"min_p": -(10**400)}, "min_p: "),
         ({"top_k": 10**400}, "top_k: "),
         ({"max_new_tokens": 2**31}, "max_new_tokens: Expected `int` <= 2147483647"),
-        ({"eos_token_id": ["x" * 10_000]}, "eos_token_id: a token id"),
+        ({"eos_token_id": ["x" * 10_000]}, "eos_token_id must be"),
     ],
 )
 def test_an_invalid_value_is_a_one_line_error(tmp_path: Path, values: Any, message: str) -> None:

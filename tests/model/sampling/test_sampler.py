@@ -21,7 +21,7 @@ def sample(logits_BV: torch.Tensor, params: Any, positions: Any, **constraints: 
 
 
 def naive_distribution(logits: list[float], params: SamplingParams) -> list[float]:
-    """Return the filtered distribution in plain Python, written from the description of the module."""
+    """Return the distribution after the filters, in plain Python, written from the docstring of `sampler`."""
     largest = max(logits)
     weights = [math.exp((logit - largest) / params.temperature) for logit in logits]
     probs = [weight / sum(weights) for weight in weights]
@@ -105,7 +105,7 @@ def test_sampling_without_the_host_reads_no_device_values() -> None:
 
 @pytest.mark.parametrize("top_p", [0.3, 0.999])
 def test_a_nucleus_keeps_tokens_as_likely_as_the_last_kept_token(top_p: float) -> None:
-    """Of 400 equally likely tokens, all pass a top_k of 20, more than the first candidates."""
+    """All of the 400 equally likely tokens pass a top_k of 20: more than the 256 candidates tried first."""
     params = SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=top_p, seed=1)
     logits_BV = torch.zeros(1, 600)
     logits_BV[0, 400:] = -9.0
@@ -137,7 +137,7 @@ def test_a_nucleus_wider_than_the_candidates_is_sorted_whole() -> None:
     "change", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 1.7, "top_k": 9}]
 )
 def test_samples_follow_the_distribution(change: dict[str, Any]) -> None:
-    """Pearson's chi-squared test over 20,000 positions.
+    """Apply Pearson's chi-squared test to the tokens sampled at 20,000 positions.
 
     The seed is fixed, so the outcome is fixed. A new seed would raise a false alarm with probability 1e-6.
     """
@@ -167,7 +167,7 @@ def test_uniform_is_a_function_of_seed_and_position() -> None:
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-20, 1e-9, 1e-5, 1e-4])
-def test_tiny_temperatures_take_the_most_likely_token(temperature: float) -> None:
+def test_tiny_temperatures_sample_the_most_likely_token(temperature: float) -> None:
     logits = 10 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, seed=3)
     assert sample(logits, [params] * 3, [0, 1, 2]) == logits.argmax(-1).tolist()
@@ -184,7 +184,7 @@ def test_most_likely_equals_pytorchs_argmax(row: list[float]) -> None:
 
 
 def test_rows_of_nan_sample_an_existing_token() -> None:
-    """NaN comes from damaged weights, and must not fail the step of the other sequences."""
+    """NaN logits come from damaged weights, and must not make the step fail for the other sequences."""
     logits = torch.full((2, VOCAB), torch.nan)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=1, temperature=temperature)

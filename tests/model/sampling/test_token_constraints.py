@@ -1,4 +1,4 @@
-"""Token rules equal a naive implementation that reads the tokens so far."""
+"""Token rules equal a naive implementation that reads all earlier tokens of the sequence at each step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -108,7 +108,7 @@ def test_token_counts_grow_without_limit() -> None:
     [
         ({}, 0),
         ({"presence_penalty": 2.0}, 1),
-        ({"frequency_penalty": 0.6}, 1),  # token 0 has come twice
+        ({"frequency_penalty": 0.6}, 1),  # token 0 occurs twice in the completion
         ({"frequency_penalty": 0.4}, 0),
         ({"repetition_penalty": 1.3}, 2),  # token 1 is in the prompt
         ({"presence_penalty": -2.0}, 0),
@@ -131,7 +131,7 @@ def test_each_rule_changes_the_sampled_token(change: dict[str, Any], sampled: in
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_an_allowed_token_samples_none(temperature: float) -> None:
+def test_a_row_without_an_allowed_token_gets_no_token(temperature: float) -> None:
     logits = torch.randn(4, VOCAB)
     logits[3] = torch.nan  # the request did not cause damaged weights
     free = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
@@ -159,8 +159,8 @@ def test_token_rules_do_not_change_logprobs() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty must be between 0.01 and 100"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be"),
         ({"logit_bias": ((1, 101.0),)}, "logit_bias of token 1 must be between -100 and 100"),
-        ({"logit_bias": ((1, 1.0), (1, 2.0))}, "names a token twice"),
-        ({"bad_word_ids": ((),)}, "must not be empty"),
+        ({"logit_bias": ((1, 1.0), (1, 2.0))}, "must not name a token id twice"),
+        ({"bad_word_ids": ((),)}, "must not contain an empty word"),
     ],
 )
 def test_unusable_rules_are_rejected(change: dict[str, Any], message: str) -> None:

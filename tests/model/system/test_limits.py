@@ -22,7 +22,7 @@ MEMINFO = "MemTotal: 4000 kB\nMemFree: 1 kB\nMemAvailable: 3000 kB\nHugePages_To
 
 
 def tree(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
-    """Write what a process sees: its cgroups, the mounts, and files below /sys/fs/cgroup."""
+    """Write the files that a process reads: its cgroups, the mounts, and files below /sys/fs/cgroup."""
     here = {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts, "proc/meminfo": MEMINFO}
     for name, text in {**here, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
         path = root / name
@@ -53,21 +53,21 @@ def cpus(path: str, quota: int, period: int = 100_000) -> dict[str, str]:
     return {f"{path}/cpu.cfs_quota_us": f"{quota}\n", f"{path}/cpu.cfs_period_us": f"{period}\n"}
 
 
-def test_version_2(tmp_path: Path) -> None:
+def test_limits_of_version_2_control_groups_are_read(tmp_path: Path) -> None:
     files = {"a/cpu.max": "150000 100000\n", **v2_memory("a", 1_500_000, 600_000, 100_000)}
     root = tree(tmp_path, "0::/a\n", V2, files)
     assert (cpu_quota(root), memory_limit_bytes(root)) == (1.5, 1_500_000)
     assert available_memory_bytes(root) == 1_000_000
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_limits_of_version_1_control_groups_are_read(tmp_path: Path) -> None:
     files = {**cpus("cpu,cpuacct/a", 50_000), **v1_memory("/b", 1_500_000, 600_000, 100_000)}
     root = tree(tmp_path, "9:name=systemd:/x\n5:cpu,cpuacct:/a\n4:memory:/b\n0::/\n", V1, files)
     assert (cpu_quota(root), memory_limit_bytes(root)) == (0.5, 1_500_000)
     assert available_memory_bytes(root) == 1_000_000
 
 
-def test_no_limits(tmp_path: Path) -> None:
+def test_without_limits_only_the_machines_memory_counts(tmp_path: Path) -> None:
     version_2 = tree(tmp_path / "2", "0::/\n", V2, {"cpu.max": "max 100000\n", **v2_memory("", "max", 9)})
     files = {**cpus("cpu,cpuacct", -1), **v1_memory("", NO_LIMIT_V1, 9)}
     version_1 = tree(tmp_path / "1", "2:cpu,cpuacct:/\n1:memory:/\n", V1, files)
@@ -129,7 +129,7 @@ def test_a_group_outside_the_namespace_is_read_at_the_mount_point(tmp_path: Path
     assert memory_limit_bytes(root) == 5000
 
 
-def test_a_mount_point_with_a_space(tmp_path: Path) -> None:
+def test_a_mount_point_with_a_space_is_read(tmp_path: Path) -> None:
     mounts = V2.replace("/sys/fs/cgroup", r"/sys/fs/cgroup/my\040tree")
     assert memory_limit_bytes(tree(tmp_path, "0::/\n", mounts, v2_memory("my tree", 77_777))) == 77_777
 

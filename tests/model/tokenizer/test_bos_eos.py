@@ -95,8 +95,8 @@ def test_a_token_named_special_in_tokenizer_config_is_special(tmp_path: Path) ->
             {},
             "/config.json: eos_token_id: 9999 is not in the tokenizer's vocabulary",
         ),
-        ({"generation_config.json": {"eos_token_id": "</s>"}}, {}, "generation_config.json: eos_token_id: a token id"),
-        ({"config.json": {"eos_token_id": -1}}, {}, "config.json: eos_token_id: a token id"),
+        ({"generation_config.json": {"eos_token_id": "</s>"}}, {}, "generation_config.json: eos_token_id must be"),
+        ({"config.json": {"eos_token_id": -1}}, {}, "config.json: eos_token_id must be"),
         ({"config.json": []}, {}, "config.json: a JSON object expected"),
         ({}, {"eos_token": "<nowhere>"}, "eos_token '<nowhere>' is not in the tokenizer's vocabulary"),
         (
