@@ -1,1 +1,1 @@
-"""Suite of all tests and benchmarks that need a GPU."""
+"""Shell script that runs all tests and benchmarks that need a GPU."""

@@ -167,7 +167,7 @@ def _our_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
 
 
 def _our_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    """Return the command of Kvasir's service. Except for `DEFAULTS`, its queue is unlimited, like the peers' queues."""
+    """Return the command of Kvasir's service: without flags for precision `DEFAULTS`, else with an unlimited queue."""
     settings = [*_our_settings(files, cell, threads), "--target-queue-seconds", "0"]
     return kvasir_serve(_our_weights(files, cell), [] if cell.precision == DEFAULTS else settings)
 

@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build the kernel libraries that the arguments name, if the CPU is x86-64. Exit code 1: a build failed; else 0."""
     parser = argparse.ArgumentParser(prog="python -m model.kernels.build", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--directory", type=Path, default=SHIPPED, help=f"directory of the compiled libraries (default: {SHIPPED})"
+        "--directory", type=Path, default=SHIPPED, help=f"directory to write the libraries to (default: {SHIPPED})"
     )
     parser.add_argument(
         "--local", action="store_true", help=f"compile only this CPU's best instruction set, into {CACHE}"

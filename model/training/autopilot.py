@@ -177,7 +177,7 @@ def train_own_text(
             report(f"resuming the run in {directory}, {duration(spent)} of {duration(60 * request.minutes)} used")
         elif (directory / STATE_FILE).exists():
             raise ValueError(
-                f"{directory}: holds a run of its own recipe, not of --corpus; choose another --out or --run-directory"
+                f"{directory}: holds a run begun with --config, not --corpus; choose another --out or --run-directory"
             )
         else:
             plan = _prepare(request, settings, text, report)

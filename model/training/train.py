@@ -207,7 +207,10 @@ class Trainer:
         return self.step >= self.config.steps
 
     def train_step(self) -> float:
-        """Run one optimizer step. Return its training loss in nats per token; raise ValueError if it is not finite."""
+        """Run one optimizer step and return the training loss in nats per token.
+
+        Raises ValueError if the loss or the gradient's norm is not finite.
+        """
         chat_step = self.step - self.config.chat_start
         batch = self.corpus.pretraining.batch(self.step) if chat_step < 0 else self.corpus.chat.batch(chat_step)
         batch = batch.to(self.settings.device)

@@ -57,7 +57,7 @@ class ServedModel:
     special_tokens: Mapping[str, str]
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
-        """Return the start-up listing's lines about the checkpoint: resolved settings and special tokens."""
+        """Return the checkpoint's entries of the start-up listing by name: resolved settings and special tokens."""
         tokenizer = self.tokenizer
         begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
         begin_names, end_names = (

@@ -1,1 +1,1 @@
-"""Structured output in the API process: check that a requested output format can be enforced."""
+"""Structured output in the API process: turn a requested output format into a grammar, or reject the request."""

@@ -68,7 +68,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
         self.app.router.routes = [r for r in self.app.router.routes if getattr(r, "path", "") not in _FOREIGN_PAGES]
 
     def _register_internal_endpoints(self) -> None:
-        """Register none of LitServe's routes `/`, `/health` and `/info`, which Kvasir's own routes replace."""
+        """Register none of LitServe's routes: Kvasir has its own `/` and `/health`, and no `/info`."""
 
     def start(self) -> BaseProcess:
         """Fork the API process. Raises `OSError` if the port is in use or no process can be started."""

@@ -117,7 +117,7 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
 
 
 class Worker:
-    """Worker process with its order: builds the engine, sends `WorkerReady`, and runs the engine loop."""
+    """Worker process: builds the engine as its `WorkerOrder` says, sends `WorkerReady`, and runs the engine loop."""
 
     def __init__(self, order: WorkerOrder, lifecycle: Lifecycle, channel: WorkerChannel) -> None:
         self.order = order
@@ -275,7 +275,7 @@ def importable_name(cls: type) -> str:
 
 
 def read_ahead(directory: Path) -> None:
-    """Read a checkpoint's weights into the page cache, unless twice the weights exceed the available memory."""
+    """Start reading a checkpoint's weights into the page cache, unless twice the weights exceed the free memory."""
     with suppress(OSError, ValueError):  # the loader reports errors
         paths = [path for path in sorted(directory.glob("*.safetensors")) if stat.S_ISREG(path.stat().st_mode)]
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

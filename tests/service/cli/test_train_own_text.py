@@ -323,7 +323,7 @@ def test_the_run_directory_of_a_recipe_is_not_reused(here: Path, capsys: pytest.
     (here / "runs" / "mine" / "state.safetensors").write_bytes(b"")
     assert run() == 1
     assert capsys.readouterr().err == (
-        "kvasir train: runs/mine: holds a run of its own recipe, not of --corpus; choose another --out or "
+        "kvasir train: runs/mine: holds a run begun with --config, not --corpus; choose another --out or "
         "--run-directory\n"
     )
 
