@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.design_map import BEGIN, END, PAGE, design_map, listed_files
+from tests.file_checks import for_each_file, name_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("model", "service", "loadtest")
@@ -60,10 +61,6 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -86,7 +83,7 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each_file(SOURCES)
 def test_imports_point_one_way(path: Path) -> None:
     part = part_of(module_of(path))
     for imported in imports(tree(path)):
@@ -157,14 +154,14 @@ def modules() -> dict[str, Path]:
     return {module_of(path): path for path in SOURCES}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each_file(SOURCES)
 def test_no_import_inside_a_function(path: Path) -> None:
     for function in functions(path):
         if (name_of(path), function.name) not in IMPORTS_LATE:
             assert list(imports(function)) == [], f"{name_of(path)}:{function.lineno}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each_file(SOURCES)
 def test_no_global_statement_and_no_catch_all_module(path: Path) -> None:
     assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
     assert path.stem not in {"utils", "util", "common", "helpers", "base", "misc"}
@@ -175,7 +172,7 @@ def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@for_each_file(SOURCES)
 def test_sizes(path: Path) -> None:
     """Files have at most 600 lines; functions have at most 60 lines and 8 parameters."""
     assert len(path.read_text().splitlines()) <= 600
@@ -190,14 +187,14 @@ def test_sizes(path: Path) -> None:
             assert len([name for name in names if name not in ("self", "cls")]) <= 8, f"{function.name}: {names}"
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=name_of)
+@for_each_file([path for path in SOURCES if path.name == "__init__.py"])
 def test_package_init_files_hold_a_docstring_alone(path: Path) -> None:
     (node,) = tree(path).body
     assert isinstance(node, ast.Expr)
     assert ast.get_docstring(tree(path))
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "__init__.py"], ids=name_of)
+@for_each_file([path for path in SOURCES if path.name != "__init__.py"])
 def test_public_names_have_docstrings(path: Path) -> None:
     assert ast.get_docstring(tree(path)), "the module has no docstring"
     for node in tree(path).body:
@@ -286,7 +283,7 @@ def test_settings_are_the_only_reader_of_the_environment() -> None:
     }
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
+@for_each_file(TESTS)
 def test_tests_do_not_sleep_skip_or_expect_failure(path: Path) -> None:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute):

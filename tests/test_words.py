@@ -6,9 +6,8 @@ import re
 import tokenize
 from pathlib import Path
 
-import pytest
-
 from tests.design_map import ROOT, source_files
+from tests.file_checks import for_each_file, name_of
 
 SOURCES = source_files()
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -30,10 +29,6 @@ DATA = {
 }
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
 def prose(page: str) -> str:
     """Return a page's text without its code: blocks and spans of code quote programs and a model's output."""
     return re.sub(r"`[^`\\n]*`", "", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE))
@@ -53,31 +48,31 @@ def words_of(path: Path) -> list[str]:
     return [*((ast.get_docstring(node) or "") for node in documented), *comments, *names]
 
 
-@pytest.mark.parametrize("path", [*(path for path in SOURCES if path.suffix == ".py"), *TESTS], ids=name_of)
+@for_each_file([*(path for path in SOURCES if path.suffix == ".py"), *TESTS])
 def test_docstrings_open_with_an_imperative_or_a_noun(path: Path) -> None:
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)]
     openings = [(ast.get_docstring(node) or "").splitlines()[:1] for node in nodes]
     assert [line for lines in openings for line in lines if OPENING.match(line)] == []
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in DATA], ids=name_of)
+@for_each_file([path for path in SOURCES if name_of(path) not in DATA])
 def test_sources_name_no_people(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert [line for line in lines if PEOPLE.search(line)] == []
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in DATA], ids=name_of)
+@for_each_file([path for path in SOURCES if name_of(path) not in DATA])
 def test_sources_have_no_private_phrases(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert [line for line in lines if PHRASES.search(line)] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
+@for_each_file(PAGES)
 def test_pages_have_no_private_phrases(path: Path) -> None:
     lines = prose(path.read_text()).splitlines()
     assert [line for line in lines if PHRASES.search(line)] == []
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
+@for_each_file(TESTS)
 def test_tests_name_no_people_and_have_no_private_phrases(path: Path) -> None:
     assert [text for text in words_of(path) if PEOPLE.search(text) or PHRASES.search(text)] == []
