@@ -80,12 +80,17 @@ def test_queue_limits_hold_and_ready_reports_stalled_during_a_hang(long_checkpoi
 
 def test_a_request_sent_during_a_hang_times_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with serving(tiny_checkpoint, tmp_path, "--hang-seconds", "0", "--max-queue-seconds", "3") as service:
-        with stopped(service.worker):
-            check_late(service.post(prompt="a", timeout=1), seconds=1)
-            check_late(service.post(prompt="a"))
-            check_late(service.post("/v1/embeddings", input="a"))
-            check_late(service.post(prompt="a", stream=True))
-            check_late(service.post("/inspect/attention", prompt="a", layer=0))
+        with stopped(service.worker), ThreadPoolExecutor(5) as threads:
+            early = threads.submit(service.post, prompt="a", timeout=1)
+            late = [
+                threads.submit(service.post, prompt="a"),
+                threads.submit(service.post, "/v1/embeddings", input="a"),
+                threads.submit(service.post, prompt="a", stream=True),
+                threads.submit(service.post, "/inspect/attention", prompt="a", layer=0),
+            ]
+            check_late(early.result(), seconds=1)
+            for response in late:
+                check_late(response.result())
         assert service.text("a", max_tokens=2) is not None
 
 
