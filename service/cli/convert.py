@@ -16,6 +16,6 @@ def main(settings: ConvertSettings) -> int:
         assert settings.export is not None  # the settings require exactly one source
         manifest = export_checkpoint(settings.export, settings.out)
     kind = "native" if manifest.family is None else f"Hugging Face, {manifest.family.model_type}"
-    size = f"{manifest.config.num_parameters:,} parameters, {manifest.num_weight_bytes / 2**20:,.1f} MB of weights"
+    size = f"{manifest.config.num_parameters:,} parameters, {manifest.num_weight_bytes / 2**20:,.1f} MiB of weights"
     print(f"wrote {settings.out}: {size}, format {kind}; serve it with `{program()} serve --checkpoint {settings.out}`")
     return 0

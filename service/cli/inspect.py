@@ -166,8 +166,8 @@ def _short(value: object) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Format a size in MB, or in kB below 1 MB."""
-    return f"{num_bytes / 2**20:,.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} kB"
+    """Format a size in MiB, or in KiB below 1 MiB."""
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def inspect_params(settings: InspectParamsSettings) -> int:
@@ -227,7 +227,7 @@ def _kv_cache(config: ModelConfig) -> Iterator[str]:
         context = counted * config.max_context_length / 2**20
         yield (
             f"  {dtype:<8}  {formula.text} = {formula.value:,} bytes per token, counted {counted:,}: {check}; "
-            f"{context:,.1f} MB for a context of {config.max_context_length:,}"
+            f"{context:,.1f} MiB for a context of {config.max_context_length:,}"
         )
     multi_head = 2 * config.num_layers * config.num_heads * config.head_dim * 4
     if (kept := config.kv_bytes_per_token(4)) < multi_head:

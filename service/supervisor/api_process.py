@@ -5,6 +5,7 @@ LitServe's own `run` is not used, as it needs a manager process and ignores SIGT
 
 import asyncio
 import logging
+import multiprocessing
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -91,6 +92,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
         """Run the frontend while uvicorn serves requests. Replaces the signal handlers that uvicorn has set by now."""
         self._lifecycle.die_with_main()
         name_thread("kvasir-api")
+        multiprocessing.current_process().name = "kvasir-api"  # for log lines, instead of LitServe's name
         loop = asyncio.get_running_loop()
         stop = signal.getsignal(signal.SIGTERM)
         assert callable(stop), "uvicorn handles SIGTERM"
