@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _XDG_CACHE = Path(os.environ.get("XDG_CACHE_HOME", ""))
 CACHE = (_XDG_CACHE if _XDG_CACHE.is_absolute() else Path("~/.cache")) / "kvasir"
 CPUINFO = Path("/proc/cpuinfo")
 _COMPILERS = ("c++", "g++", "clang++")
+_SCRATCH = ".building-"  # prefix of temporary directories
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
@@ -127,7 +129,8 @@ def build(level: CpuLevel, directory: Path) -> Path:
         raise BuildError(f"the native kernels need a C++ compiler; install one of {', '.join(_COMPILERS)}")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=directory) as scratch:
+        _remove_stale_scratch(directory)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as scratch:
             made = _compile(compiler, level, Path(scratch).resolve())
             made.chmod(0o755)
             return made.rename(directory / library_name(level))
@@ -141,6 +144,13 @@ def build(level: CpuLevel, directory: Path) -> Path:
         raise BuildError(
             f"cannot compile the native kernels: {compiler} exited with status {error.returncode}: {first}"
         ) from None
+
+
+def _remove_stale_scratch(directory: Path) -> None:
+    """Remove temporary directories that killed builds have left. A build takes less than an hour."""
+    for scratch in directory.glob(f"{_SCRATCH}*"):
+        if time.time() - scratch.stat().st_mtime > 3600:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _compile(compiler: str, level: CpuLevel, scratch: Path) -> Path:

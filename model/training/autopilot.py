@@ -170,14 +170,14 @@ def train_own_text(
         if recipe.exists():
             plan = _read_plan(directory, text)
             if (settings.checkpoint / MANIFEST_FILE).is_file():
-                start_over = f"to start over, choose another --out, or delete {directory}"
+                start_over = f"to start over, choose another --run-directory, or delete {directory}"
                 report(f"{settings.checkpoint} is already finished; {start_over}")
                 return True
             spent = plan.planning_seconds + sum(line["seconds"] for line in read_log(directory / LOG_FILE)[-1:])
             report(f"resuming the run in {directory}, {duration(spent)} of {duration(60 * request.minutes)} used")
         elif (directory / STATE_FILE).exists():
             raise ValueError(
-                f"{directory}: holds a run begun with --config, not --corpus; choose another --out or --run-directory"
+                f"{directory}: holds a run begun with --config, not --corpus; choose another --run-directory"
             )
         else:
             plan = _prepare(request, settings, text, report)
@@ -207,7 +207,7 @@ def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
         changed = ", ".join(sorted(name for name, digest in text.digests.items() if plan.digests.get(name) != digest))
         raise ValueError(
             f"{directory}: this run began with a different text than {changed or 'the given one'}; give the first "
-            f"text to --corpus, or start over: choose another --out, or delete {directory}"
+            f"text to --corpus, or start over: choose another --run-directory, or delete {directory}"
         )
     return plan
 

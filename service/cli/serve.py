@@ -1,5 +1,6 @@
 """Command `kvasir serve`."""
 
+import multiprocessing
 import sys
 
 from service.config import log_setup
@@ -11,6 +12,7 @@ from service.supervisor.worker_process import WorkerProcess
 
 def main(settings: ServeSettings, worker: WorkerProcess | None = None) -> int:
     """Run `kvasir serve` until a signal or failure, with `worker` as the first worker process. Return the exit code."""
+    multiprocessing.current_process().name = "kvasir-main"  # for log lines
     log_setup.configure(settings.log_level)
     try:
         return build_server(settings, worker=worker).run()

@@ -73,8 +73,10 @@ class WorkerProcess:
             socket.send_fds(self._socket, [b"b"], [memory.fileno(), *descriptors])
 
     def kill(self) -> None:
-        """Kill the worker process."""
-        self._process.send_signal(signal.SIGKILL)
+        """Kill the worker process and its child processes, such as compilers, which are one process group."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Kill the worker process and wait for its end."""

@@ -187,7 +187,9 @@ def test_a_finished_run_prints_the_commands_to_use_the_model(here: Path, capfd: 
 
     assert run() == 0
     again = capfd.readouterr().out
-    assert again.startswith("out/mine is already finished; to start over, choose another --out, or delete runs/mine")
+    assert again.startswith(
+        "out/mine is already finished; to start over, choose another --run-directory, or delete runs/mine"
+    )
     assert served in again
 
     shutil.rmtree(here / "out" / "mine")  # as if killed before the checkpoint was complete
@@ -205,7 +207,7 @@ def test_a_run_is_not_resumed_with_another_text(here: Path, capfd: pytest.Captur
     assert run() == 1
     assert capfd.readouterr().err == (
         "kvasir train: runs/mine: this run began with a different text than my.txt; give the first text to "
-        "--corpus, or start over: choose another --out, or delete runs/mine\n"
+        "--corpus, or start over: choose another --run-directory, or delete runs/mine\n"
     )
     (here / "moved.txt").write_text(TALES[:24_000])
     assert run("--corpus", "moved.txt", "--stop-after", "4") == 1  # the run directory belongs to my.txt
@@ -323,8 +325,7 @@ def test_the_run_directory_of_a_recipe_is_not_reused(here: Path, capsys: pytest.
     (here / "runs" / "mine" / "state.safetensors").write_bytes(b"")
     assert run() == 1
     assert capsys.readouterr().err == (
-        "kvasir train: runs/mine: holds a run begun with --config, not --corpus; choose another --out or "
-        "--run-directory\n"
+        "kvasir train: runs/mine: holds a run begun with --config, not --corpus; choose another --run-directory\n"
     )
 
 
