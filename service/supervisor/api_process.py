@@ -25,7 +25,7 @@ from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, Phase, name_thread
-from service.supervisor.supervisor import API_CLOSE_SECONDS, bind_port
+from service.supervisor.supervisor import API_CLOSE_SECONDS, listen
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class ApiServer(LitServer):  # type: ignore[misc]
         """Register none of LitServe's routes: Kvasir has its own `/` and `/health`, and no `/info`."""
 
     def start(self) -> BaseProcess:
-        """Fork the API process. Raises `OSError` if the port is in use or no process can be started."""
-        with bind_port(self._settings.host, self._settings.port) as listener:
+        """Fork the API process. Raises `StartError` if the port is in use, `OSError` if no process can be started."""
+        with listen(self._settings.host, self._settings.port) as listener:
             processes: dict[int, BaseProcess] = self._start_server(
                 self._settings.port,
                 1,

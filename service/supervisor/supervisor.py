@@ -242,29 +242,26 @@ class Supervisor:
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that the service can listen on its port, before the model is loaded. Raises `StartError` if not.
+    """Check that the service can listen on its port, before the model is loaded. Raises `StartError` if not."""
+    listen(host, port).close()
 
-    Listens for a moment, because bind() alone succeeds even while another server is loading on the same port.
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the port. Raises `StartError` if the port is in use or cannot be opened.
+
+    bind() alone succeeds even while another server that has not begun to listen holds the same port.
     """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        with bind_port(host, port) as probe:
-            probe.listen()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
     except OSError as error:
+        listener.close()
         is_in_use = error.errno == errno.EADDRINUSE
         reason = "is in use; choose another with --port" if is_in_use else f"cannot be opened: {error.strerror}"
         raise StartError(f"port {port} on {host} {reason}") from None
-
-
-def bind_port(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the port and does not listen yet. Raises `OSError` if the port is in use."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
+    return listener
 
 
 def failed_start(worker: WorkerProcess) -> StartError:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from service.ipc.shared_state import Lifecycle, Phase
-from service.supervisor.supervisor import StartError, Supervisor, check_port, failed_start
+from service.supervisor.supervisor import StartError, Supervisor, check_port, failed_start, listen
 from service.worker.worker import EXIT_CHECKPOINT_CHANGED, EXIT_SETTINGS, EXIT_START_FAILED
 
 
@@ -152,6 +152,14 @@ def test_port_in_use_is_a_start_error() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 is in use; choose another with --port"):
             check_port("127.0.0.1", port)
+
+
+def test_a_port_is_taken_as_soon_as_a_service_has_opened_it() -> None:
+    """The API process of the first service need not accept connections yet."""
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 is in use"):
+            listen("127.0.0.1", port)
 
 
 def test_standby_becomes_the_worker_and_the_next_standby_starts_when_the_worker_is_ready(bench: Bench) -> None:
