@@ -165,8 +165,8 @@ def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the table rows of one cell (configuration) of the peer comparison, one per peer with undisturbed figures.
 
-    A row has the cell's sizes and the wanted speed of Kvasir relative to the peer. If another peer's figures were
-    disturbed, the row says "open" instead of "yes" where Kvasir reached this speed.
+    A row has the cell's sizes and the wanted speed of Kvasir relative to the best peer. A row that reaches this speed
+    says "yes", or "open" if the figures of another peer, possibly the best peer, were disturbed.
     """
     sound = {name: figure for name, figure in row["peers"].items() if is_sound(figure)}
     disturbed = [name for name, figure in row["peers"].items() if "ratio" in figure and name not in sound]

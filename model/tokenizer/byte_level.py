@@ -55,7 +55,7 @@ class ByteLevelTokenizer(Tokenizer):
         try:
             self._encoding = tiktoken.Encoding(name="kvasir", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         except ValueError as error:
-            raise TokenizerError(f"the split pattern cannot be used: {error}; correct it") from error
+            raise TokenizerError(f"the split pattern (key pattern) cannot be used: {error}; correct it") from error
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         if not parse_special or self._special_pattern is None:

@@ -203,7 +203,7 @@ class InflightQuery:
 
     @property
     def has_started(self) -> bool:
-        """True if the query has ended, with a result, with an error, or by a disconnect of its client."""
+        """True if the query has ended in any way. A query has no tokens, so it counts as waiting until its answer."""
         return self.answer.done()
 
     def set_answer(self, result: AttentionResult) -> None:

@@ -1,1 +1,1 @@
-"""Training data: corpora, conversations, mixture and packing."""
+"""Training data: batches of a weighted mixture, chat data, and training of the BPE tokenizer."""
