@@ -36,12 +36,9 @@ $(INSTALLED): $(SERVING)
 serve: $(SERVING) ## serve the shipped model on http://127.0.0.1:8000; CHECKPOINT=DIR, PORT=N and HOST=ADDRESS change model and address
 	$(BIN)/kvasir serve --checkpoint $(CHECKPOINT) --host $(HOST) --port $(PORT)
 
-# One process more than cores, because tests of servers wait for much of their time.
-TEST_PROCESSES = $$($(BIN)/python -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
-
 test: install ## run all tests in up to four processes, one test file at a time in each, the longest files first
 	@$(BIN)/python -m compileall -q model service loadtest # compile once here, instead of in each of the hundred processes that tests start
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-clients: install $(CLIENTS_INSTALLED) $(CLIENTS)/node/.installed ## test every client of docs/clients.md against a live server, each in its own environment (4 GB)
 	$(BIN)/python -m pytest -q tests/clients
@@ -72,7 +69,7 @@ check: install ## check format, lint, types, architecture and words: about a min
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_words.py
 
 test-fast: install ## run all tests but those marked `slow`, which start servers or train models: about 4 minutes on 2 cores
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile -m 'not slow'
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m 'not slow'
 
 format: install ## format the code and apply automatic lint fixes
 	$(BIN)/ruff format .

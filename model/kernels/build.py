@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -129,8 +128,8 @@ def build(level: CpuLevel, directory: Path) -> Path:
         raise BuildError(f"the native kernels need a C++ compiler; install one of {', '.join(_COMPILERS)}")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _remove_stale_scratch(directory)
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as scratch:
+            _remove_stale_scratch(directory, Path(scratch).stat().st_mtime)
             made = _compile(compiler, level, Path(scratch).resolve())
             made.chmod(0o755)
             return made.rename(directory / library_name(level))
@@ -146,10 +145,10 @@ def build(level: CpuLevel, directory: Path) -> Path:
         ) from None
 
 
-def _remove_stale_scratch(directory: Path) -> None:
-    """Remove temporary directories that killed builds have left. A build takes less than an hour."""
+def _remove_stale_scratch(directory: Path, now: float) -> None:
+    """Remove temporary directories of builds that were killed over an hour before `now`, a file's time in seconds."""
     for scratch in directory.glob(f"{_SCRATCH}*"):
-        if time.time() - scratch.stat().st_mtime > 3600:
+        if scratch.stat().st_mtime < now - 3600:
             shutil.rmtree(scratch, ignore_errors=True)
 
 

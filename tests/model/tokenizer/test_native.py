@@ -137,7 +137,7 @@ def test_a_tokenizer_without_eos_token_is_not_saved(tmp_path: Path) -> None:
         (SPEC_FILE, {"eos_token_id": 5}, "the BOS or EOS id 5 is not a special token"),
         (SPEC_FILE, {"bos_token_id": 5}, "the BOS or EOS id 5 is not a special token"),
         (SPEC_FILE, {"bos_token_id": "x"}, r"\$.bos_token_id"),
-        (SPEC_FILE, {"pattern": "("}, f"{SPEC_FILE}: the split pattern (key pattern) cannot be used"),
+        (SPEC_FILE, {"pattern": "("}, f"{SPEC_FILE}: the split pattern \\(key pattern\\) cannot be used"),
         (SPEC_FILE, {"special_tokens": {END_OF_TEXT: 5}}, "without gaps"),
     ],
 )

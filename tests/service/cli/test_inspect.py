@@ -40,7 +40,7 @@ def test_inspect_shows_sizes_tokens_files_and_training(tiny_checkpoint: Path, ru
         assert part in out
     assert "'<|endoftext|>'" in out
     assert "None" not in out
-    assert "64.0 kB per full context" in out
+    assert "64.0 KiB per full context" in out
 
 
 def test_only_fields_that_affect_the_model_are_shown(tiny_checkpoint: Path, run: Run) -> None:
