@@ -2,8 +2,9 @@
 
 Three limits apply: the number of admitted sequences, the tokens of waiting sequences, and the predicted wait until the
 engine starts the request. This wait is the number of sequences ahead in the queue, divided by the rate at which
-sequences recently ended while the server was full. A longer queue would add latency and no throughput. The rejected
-clients of a tenant form a virtual queue: each gets a later Retry-After than the clients rejected before.
+sequences recently ended (before 16 endings: started) while the server was full. A longer queue would add latency and no
+throughput. The rejected clients of a tenant form a virtual queue: each gets a later Retry-After than the clients
+rejected before.
 """
 
 import ipaddress
@@ -155,6 +156,7 @@ class Admission:
         self._random = draw
         self._last_seconds = clock()
         self._ended = Rate()  # sequence endings, while the server is about full
+        self._started = Rate()  # sequence starts, while the server is about full: known before the first endings
         self._started_tokens = Rate()  # tokens of sequences that start, while sequences wait
         self._holdings: dict[str, _Holding] = {}
         self._retry_queues: dict[str, _RetryQueue] = {}
@@ -189,7 +191,7 @@ class Admission:
 
     def started(self, num_tokens: int, tenant: str = "") -> None:
         """Record that a waiting sequence, admitted with `num_tokens` tokens, has started in the engine."""
-        self._advance(num_started_tokens=num_tokens)
+        self._advance(num_started=1, num_started_tokens=num_tokens)
         holding = self._holdings[tenant]
         holding.num_waiting -= 1
         holding.num_waiting_tokens -= num_tokens
@@ -284,7 +286,8 @@ class Admission:
             seconds = self._ended.seconds_for(excess) if excess > 0 else 0.0
             token_seconds = self._started_tokens.seconds_for(excess_tokens) if excess_tokens > 0 else 0.0
             return _Shortage(max(seconds, token_seconds))
-        if self.num_sequences + num_sequences <= self._max_num_running or not self._ended.is_known:
+        rate = self._ended if self._ended.is_known else self._started
+        if self.num_sequences + num_sequences <= self._max_num_running or not rate.is_known:
             return None
         # The engine's queue serves tenants in turn: ahead are a tenant's own sequences, and at most as many of each
         # other tenant.
@@ -292,7 +295,7 @@ class Admission:
         num_starts += sum(
             min(other.num_waiting, num_starts) for tenant, other in self._holdings.items() if tenant != terms.tenant
         )
-        wait_seconds = self._ended.seconds_for(num_starts)
+        wait_seconds = rate.seconds_for(num_starts)
         # The first waiting sequence of a tenant starts early. A tenant with nothing waiting and less than an even share
         # of the slots is therefore bounded by its timeout only.
         num_tenants = len(self._holdings) + (terms.tenant not in self._holdings)
@@ -301,12 +304,13 @@ class Admission:
         excess_seconds = wait_seconds - accepted_seconds * (1.0 + bonus)
         return _Shortage(excess_seconds, wait_seconds) if excess_seconds > 0 else None
 
-    def _advance(self, *, num_ended: int = 0, num_started_tokens: int = 0) -> None:
-        """Add the interval since the last call to the rates, with the endings and the started tokens at its end."""
+    def _advance(self, *, num_ended: int = 0, num_started: int = 0, num_started_tokens: int = 0) -> None:
+        """Add the interval since the last call to the rates, with the endings and the starts at its end."""
         now = self._clock()
         seconds, self._last_seconds = now - self._last_seconds, now
         if self.num_sequences >= _FULL * self._max_num_running:
             self._ended.add(num_ended, seconds)
+            self._started.add(num_started, seconds)
         if self.num_waiting_tokens:
             self._started_tokens.add(num_started_tokens, seconds)
 

@@ -43,6 +43,21 @@ def test_retry_after_follows_the_observed_rate_of_endings() -> None:
         assert service.seconds_refused([10] * num_sequences) == pytest.approx(2.0 * num_sequences, rel=0.1)
 
 
+def test_a_long_wait_is_predicted_before_the_first_ending() -> None:
+    """Of 16 sequences that start 0.1 s apart on a full server, the rate of starts is known, and no ending."""
+    service = Service(running=16, waiting=100)
+    impatient = QueuePolicy(max_predicted_wait_seconds=0.05)
+    service.admission.admit([10] * 16)
+    for _ in range(15):
+        service.clock.now += 0.1
+        service.admission.started(10)
+    service.admission.admit([10], impatient)
+    service.clock.now += 0.1
+    service.admission.started(10)
+    with pytest.raises(WaitTooLong, match=r"would wait about 0\.\d s"):
+        service.admission.admit([10], impatient)
+
+
 def test_retry_after_follows_the_token_rate_if_the_token_bound_is_reached() -> None:
     service = Service(running=1000, tokens=100)
     service.admission.admit([100])
