@@ -17,7 +17,7 @@ COMMANDS = re.findall(r"^\$ (llm .*)", snippet("llm", "console"), re.M)
 def home(service: Service, tmp_path: Path) -> Path:
     """Home directory with the models of docs/clients.md for `llm`, and a model that the service does not have."""
     models = snippet("llm", "yaml").replace(URL, service.url)
-    unknown = f"- model_id: nobody\n  model_name: nobody\n  api_base: {service.url}/v1\n"
+    unknown = f"- model_id: no-such-model\n  model_name: no-such-model\n  api_base: {service.url}/v1\n"
     (tmp_path / "extra-openai-models.yaml").write_text(models + unknown)
     return tmp_path
 
@@ -36,7 +36,7 @@ def test_the_commands_on_the_page_run(service: Service, home: Path, more: tuple[
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
-    [(("-m", "nobody"), 404, "does not exist"), (("-m", MODEL, "-o", "max_tokens", "100000"), 400, "context")],
+    [(("-m", "no-such-model"), 404, "does not exist"), (("-m", MODEL, "-o", "max_tokens", "100000"), 400, "context")],
 )
 def test_llm_prints_the_error_message_of_the_service(
     home: Path, words: tuple[str, ...], status: int, said: str

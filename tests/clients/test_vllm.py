@@ -54,7 +54,7 @@ def test_chat_stream_has_the_format_of_vllm_bench_serve(service: Service) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"), [({"model": "nobody"}, "Not Found"), ({"max_tokens": -1}, "Bad Request")]
+    ("fields", "reason"), [({"model": "no-such-model"}, "Not Found"), ({"max_tokens": -1}, "Bad Request")]
 )
 def test_an_error_response_has_a_reason_phrase(service: Service, fields: dict[str, Any], reason: str) -> None:
     answer = httpx.post(service.url + "/v1/completions", json=COMMON | COMPLETION | fields, timeout=60)

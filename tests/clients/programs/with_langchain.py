@@ -40,7 +40,7 @@ said = {
         base_url=f"{url}/v1", api_key="none", model=model, check_embedding_ctx_length=False
     ).embed_query("Once upon a time"),
     "errors": [
-        error_of(lambda: OpenAI(**options(model="nobody")).invoke("Once")),
+        error_of(lambda: OpenAI(**options(model="no-such-model")).invoke("Once")),
         error_of(lambda: ChatOpenAI(**options(max_tokens=-1)).invoke("Once")),
         error_of(lambda: ChatOpenAI(**options(full_url, key=full_key, max_tokens=1)).invoke("Once")),
         error_of(lambda: ChatOpenAI(**options(full_url)).invoke("Once")),

@@ -37,7 +37,7 @@ said = {
     "usage": [answer.usage.prompt_tokens, answer.usage.completion_tokens],
     "vector": litellm.embedding(chat, ["Once upon a time"], **here).data[0]["embedding"],
     "errors": [
-        error_of(lambda: litellm.text_completion(model="text-completion-openai/nobody", prompt="Once", **here)),
+        error_of(lambda: litellm.text_completion(model="text-completion-openai/no-such-model", prompt="Once", **here)),
         error_of(lambda: litellm.completion(chat, messages, max_tokens=-1, **here)),
         error_of(lambda: litellm.completion(chat, messages, max_tokens=1, **full)),
         error_of(lambda: litellm.completion(chat, messages, **stranger)),

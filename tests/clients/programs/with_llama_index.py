@@ -42,7 +42,7 @@ said = {
     "chat": chat.message.content,
     "usage": [chat.raw.usage.prompt_tokens, chat.raw.usage.completion_tokens],
     "errors": [
-        error_of(lambda: llm(model="nobody").complete("Once")),
+        error_of(lambda: llm(model="no-such-model").complete("Once")),
         error_of(lambda: llm(max_tokens=100_000).complete("Once")),
         error_of(lambda: llm(full_url, key=full_key, is_chat_model=True, max_tokens=1).chat(messages)),
         error_of(lambda: llm(full_url).complete("Once")),

@@ -34,7 +34,7 @@ const said = {
   vector: (await client.embeddings.create({ model, input: ["Once upon a time"] })).data[0].embedding,
   models: (await full.models.list()).data.map((card) => card.id),
   errors: [
-    await errorOf(() => client.completions.create({ model: "nobody", prompt: "Once" })),
+    await errorOf(() => client.completions.create({ model: "no-such-model", prompt: "Once" })),
     await errorOf(() => client.completions.create({ model, prompt: "Once", max_tokens: -1 })),
     await errorOf(() => full.chat.completions.create({ model, messages, max_tokens: 1 })),
     await errorOf(() => stranger.models.list()),

@@ -33,7 +33,7 @@ said = {
     "vector": client.embeddings.create(model=model, input=["Once upon a time"]).data[0].embedding,
     "models": [card.id for card in full.models.list()],
     "errors": [
-        error_of(lambda: client.completions.create(model="nobody", prompt="Once")),
+        error_of(lambda: client.completions.create(model="no-such-model", prompt="Once")),
         error_of(lambda: client.completions.create(model=model, prompt="Once", max_tokens=-1)),
         error_of(lambda: full.chat.completions.create(model=model, messages=messages, max_tokens=1)),
         error_of(lambda: stranger.models.list()),
