@@ -1,0 +1,149 @@
+"""Incremental parser of a chat completion: separates reasoning, text and tool calls. Torch-free."""
+
+from enum import Enum, auto
+
+from model.chat.reasoning import ReasoningFormat
+from model.chat.tool_formats.tool_format import Part, PartKind, ToolFormat
+
+
+class _State(Enum):
+    UNDECIDED = auto()  # before the first character that is not whitespace: reasoning or text
+    REASONING = auto()
+    LEADING = auto()  # before the text's first character that is not whitespace
+    TEXT = auto()
+    CALLS = auto()
+
+
+class OutputParser:
+    """Parser of one completion. `push` each text, then `flush` once; the joined parts do not depend on the cuts.
+
+    Whitespace around reasoning and before tool calls is dropped.
+
+    Args:
+        reasoning: marks of the model's reasoning; None: text with such marks is text.
+        is_reasoning: True if the prompt ends inside reasoning, False if it has ended it, None if the model decides.
+        tools: format of tool calls; None: text that looks like a call is text.
+    """
+
+    def __init__(
+        self, *, reasoning: ReasoningFormat | None, is_reasoning: bool | None = None, tools: ToolFormat | None = None
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._calls = None if tools is None else tools.parser()
+        self._held = ""
+        self._state = _State.TEXT if tools is None else _State.LEADING
+        if reasoning is not None and is_reasoning is not False:
+            self._state = _State.REASONING if is_reasoning else _State.UNDECIDED
+        self.has_reasoned = self._state is _State.REASONING
+        self._has_shown_reasoning = False
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that the next text of the completion completes."""
+        if (
+            self._state is _State.TEXT
+            and not self._held
+            and (self._tools is None or self._tools.opening[0] not in text)
+        ):
+            return [Part(PartKind.TEXT, text)] if text else []
+        self._held += text
+        parts: list[Part] = []
+        while self._held and self._advance(parts):
+            pass
+        return parts
+
+    def flush(self) -> list[Part]:
+        """Return the parts that were held back because more text could have changed their kind."""
+        held, self._held = self._held, ""
+        if self._state is _State.CALLS:
+            assert self._calls is not None
+            return self._counted(self._calls.flush())
+        if self._state is _State.REASONING:
+            return [Part(PartKind.REASONING, held.rstrip())] if held.strip() else []
+        if self._state is _State.LEADING and self.has_reasoned:
+            held = held.lstrip()
+        return [Part(PartKind.TEXT, held)] if held else []
+
+    def _advance(self, parts: list[Part]) -> bool:
+        """Process the held text in the current state. Return True if the state has changed."""
+        match self._state:
+            case _State.UNDECIDED:
+                return self._decide()
+            case _State.REASONING:
+                return self._pass_reasoning(parts)
+            case _State.LEADING:
+                return self._begin_text()
+            case _State.TEXT:
+                return self._pass_text(parts)
+            case _State.CALLS:
+                assert self._calls is not None
+                held, self._held = self._held, ""
+                parts += self._counted(self._calls.push(held))
+                return False
+
+    def _decide(self) -> bool:
+        assert self._reasoning is not None
+        begun, opening = self._held.lstrip(), self._reasoning.opening
+        if begun.startswith(opening):
+            self._held, self._state, self.has_reasoned = begun[len(opening) :], _State.REASONING, True
+            return True
+        if opening.startswith(begun):
+            return False
+        self._state = _State.TEXT if self._tools is None else _State.LEADING
+        return True
+
+    def _pass_reasoning(self, parts: list[Part]) -> bool:
+        assert self._reasoning is not None
+        closing = self._reasoning.closing
+        held = self._held if self._has_shown_reasoning else self._held.lstrip()
+        end = held.find(closing)
+        shown = held[: end if end >= 0 else _safe_length(held, closing)].rstrip()
+        if shown:
+            self._has_shown_reasoning = True
+            parts.append(Part(PartKind.REASONING, shown))
+        if end < 0:
+            self._held = held[len(shown) :]
+            return False
+        self._held, self._state = held[end + len(closing) :], _State.LEADING
+        return True
+
+    def _begin_text(self) -> bool:
+        begun = self._held.lstrip()
+        if self._tools is not None and begun.startswith(self._tools.opening):
+            self._held, self._state = begun[len(self._tools.opening) :], _State.CALLS
+            return True
+        if not begun or (self._tools is not None and self._tools.opening.startswith(begun)):
+            return False
+        self._state = _State.TEXT
+        if self.has_reasoned:
+            self._held = begun
+        return True
+
+    def _pass_text(self, parts: list[Part]) -> bool:
+        held, self._held = self._held, ""
+        if self._tools is None or self._tools.begins_text:
+            parts.append(Part(PartKind.TEXT, held))
+            return False
+        opening = self._tools.opening
+        found = held.find(opening)
+        end = found if found >= 0 else _safe_length(held, opening)
+        if end:
+            parts.append(Part(PartKind.TEXT, held[:end]))
+        if found < 0:
+            self._held = held[end:]
+            return False
+        self._held, self._state = held[found + len(opening) :], _State.CALLS
+        return True
+
+    def _counted(self, parts: list[Part]) -> list[Part]:
+        self.num_calls += sum(part.kind is PartKind.CALL for part in parts)
+        return parts
+
+
+def _safe_length(text: str, mark: str) -> int:
+    """Return the length of a text without its longest end that is a beginning of `mark`."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-length:]):
+            return len(text) - length
+    return len(text)

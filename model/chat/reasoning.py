@@ -1,0 +1,41 @@
+"""Marks around a model's reasoning (its thinking before the answer), found from the chat template. Torch-free."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Reasoning of a model: text between two marks at the beginning of a completion."""
+
+    name: str
+    opening: str
+    closing: str
+
+
+# In order of detection: the first format whose marks a template contains is the template's format.
+REASONING_FORMATS = {
+    form.name: form
+    for form in (
+        ReasoningFormat("think", "<think>", "</think>"),  # Qwen3, DeepSeek-R1, SmolLM3, Granite 4, Nemotron
+        ReasoningFormat("magistral", "[THINK]", "[/THINK]"),  # Mistral's Magistral and Ministral 3
+        ReasoningFormat("seed", "<seed:think>", "</seed:think>"),  # Seed-OSS
+        ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+    )
+}
+
+
+def find_reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the format whose closing mark a chat template contains; None for a model that does not reason."""
+    return next((form for form in REASONING_FORMATS.values() if form.closing in template), None)
+
+
+def begins_in_reasoning(prompt: str, form: ReasoningFormat) -> bool | None:
+    """Return True if a rendered prompt ends inside reasoning, False if it has ended it; None: the model decides.
+
+    A template of a model that always reasons ends the prompt with the opening mark. A template whose reasoning is
+    switched off ends it with an empty reasoning.
+    """
+    end = prompt.rstrip()
+    if end.endswith(form.opening):
+        return True
+    return False if end.endswith(form.closing) else None

@@ -1,0 +1,124 @@
+"""Tool formats that write a call as fixed text around the tool's name and the arguments in JSON."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, ToolFormat, ToolSchema
+from model.structured_output.lark_document import LarkDocument
+
+_STRUCTURE = re.compile(r'["\\{}\[\]]')
+
+
+class JsonEnd:
+    """Incremental search for the end of a JSON object or list."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def find(self, text: str) -> int | None:
+        """Return the position in the next text after the value's last character; None: the value goes on."""
+        start = 0
+        if self._is_escaped and text:
+            self._is_escaped, start = False, 1
+        while found := _STRUCTURE.search(text, start):
+            start, character = found.end(), found[0]
+            if self._in_string:
+                if character == "\\":
+                    self._is_escaped = start == len(text)
+                    start += 1
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return start
+        return None
+
+
+class JsonCalls(ToolFormat):
+    """Format whose call is `before_name`, the name, `after_name`, the arguments in JSON, and `after_arguments`."""
+
+    before_name: ClassVar[str]
+    after_name: ClassVar[str]
+    after_arguments: ClassVar[str]
+
+    def call(self, tool: ToolSchema, document: LarkDocument) -> str:
+        """Return the Lark expression of one call."""
+        head = document.literal(self.before_name + tool.name + self.after_name)
+        arguments = document.json(tool.parameters, lenient=tool.lenient)
+        return f"{head} {arguments} {document.literal(self.after_arguments)}"
+
+    def parser(self) -> CallParser:
+        """Return a parser for the calls of one completion."""
+        return _JsonCallParser(self)
+
+    def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the text of a call."""
+        written = json.dumps(arguments, ensure_ascii=False)
+        return f"{self.before_name}{name}{self.after_name}{written}{self.after_arguments}"
+
+
+class _JsonCallParser(CallParser):
+    def __init__(self, form: JsonCalls) -> None:
+        self._form = form
+        self._held = ""  # text before a name, or after arguments
+        self._end: JsonEnd | None = None  # set within arguments
+        self._is_first = True
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        while text:
+            if self._end is None:
+                self._held += text
+                text = self._begin_call(parts)
+            else:
+                text = self._continue_arguments(self._end, text, parts)
+        return parts
+
+    def _begin_call(self, parts: list[Part]) -> str:
+        """Add the part of a call whose name is complete in the held text. Return the text after it, else ""."""
+        form = self._form
+        before = form.before_name if self._is_first else form.after_arguments + form.separator + form.before_name
+        if not self._held.startswith(before):
+            return ""
+        end = self._held.find(form.after_name, len(before))
+        if end < 0:
+            return ""
+        parts.append(Part(PartKind.CALL, self._held[len(before) : end]))
+        rest, self._held = self._held[end + len(form.after_name) :], ""
+        self._end, self._is_first = JsonEnd(), False
+        return rest
+
+    def _continue_arguments(self, end: JsonEnd, text: str, parts: list[Part]) -> str:
+        """Add a piece of the arguments. Return the text after the arguments, "" if they go on."""
+        position = end.find(text)
+        if position is None:
+            parts.append(Part(PartKind.ARGUMENTS, text))
+            return ""
+        parts.append(Part(PartKind.ARGUMENTS, text[:position]))
+        self._end = None
+        return text[position:]
+
+
+class Hermes(JsonCalls):
+    """Hermes 2 and Qwen 2.5 / 3: a JSON object in `<tool_call>` for each call."""
+
+    name = "hermes"
+    opening = "<tool_call>"
+    before_name = '\n{"name": "'
+    after_name = '", "arguments": '
+    after_arguments = "}\n</tool_call>"
+    separator = "\n<tool_call>"
+    marks = ("<tool_call>", "</tool_call>")
+
+    def is_used_by(self, template: str) -> bool:
+        """Return True if a chat template writes `<tool_call>`."""
+        return "<tool_call>" in template

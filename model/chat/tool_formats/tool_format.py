@@ -1,0 +1,90 @@
+"""Interface of tool formats, and the parts of a completion that parsers return. Torch-free."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+from model.structured_output.lark_document import LarkDocument
+
+
+class PartKind(Enum):
+    """Kind of a part of a completion."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"  # begins the next tool call; the part's text is the tool's name
+    ARGUMENTS = "arguments"  # piece of the JSON text of the last call's arguments
+
+
+class Part(NamedTuple):
+    """Part of a completion: text, reasoning, the beginning of a tool call, or a piece of its arguments."""
+
+    kind: PartKind
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolSchema:
+    """Tool as the grammar needs it.
+
+    parameters: JSON Schema of the arguments, prepared for llguidance. Its type is an object.
+    lenient: ignore keywords that cannot be enforced.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    lenient: bool
+
+
+class CallParser(ABC):
+    """Incremental parser of the tool calls of one completion. `push` gets the text after the format's opening."""
+
+    @abstractmethod
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that this text completes. The parts of all pushes do not depend on how the text is cut."""
+
+    def flush(self) -> list[Part]:
+        """Return the parts held back at the end of a completion, which may have been cut off."""
+        return []
+
+
+class ToolFormat(ABC):
+    """Format of tool calls: its grammar, which makes every call valid, and its parser, which may rely on the grammar.
+
+    name: value of --tool-format.
+    opening: text that begins the first call.
+    separator, closing: text between two calls, and after the last call.
+    marks: names of the tokens that models of this format use as marks. A name that a tokenizer lacks is plain text.
+    begins_text: calls are recognized only at the beginning of the text.
+    id_length: number of letters and digits in a call's id; None: the id is `call_` and 24 characters.
+    """
+
+    name: ClassVar[str]
+    opening: ClassVar[str]
+    separator: ClassVar[str] = ""
+    closing: ClassVar[str] = ""
+    marks: ClassVar[tuple[str, ...]] = ()
+    begins_text: ClassVar[bool] = False
+    id_length: ClassVar[int | None] = None
+
+    @abstractmethod
+    def is_used_by(self, template: str) -> bool:
+        """Return True if a chat template in Jinja writes tool calls in this format."""
+
+    @abstractmethod
+    def call(self, tool: ToolSchema, document: LarkDocument) -> str:
+        """Return the Lark expression of one call of a tool, between opening or separator and separator or closing.
+
+        Raises:
+            GrammarError: the schema of the arguments cannot be enforced in this format.
+        """
+
+    @abstractmethod
+    def parser(self) -> CallParser:
+        """Return a parser for the calls of one completion."""
+
+    @abstractmethod
+    def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the text of a call between opening or separator and separator or closing, for a conversation."""

@@ -1,0 +1,86 @@
+"""Lark grammar for llguidance, built rule by rule, with JSON Schemas and other grammars as named sub-grammars."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from model.structured_output.grammar import json_grammar
+
+# Free text: any valid UTF-8. Special tokens and marks have no bytes in the grammar's vocabulary, so they never match.
+_ANY_TEXT = r"/(.|\n)*/"
+
+
+class LarkDocument:
+    """Grammar under construction. Methods return Lark expressions, which rules join.
+
+    mark_ids: ids of the marks that are single tokens, such as `<tool_call>`. A mark's name in a literal becomes its id.
+    """
+
+    def __init__(self, mark_ids: Mapping[str, int]) -> None:
+        self._mark_ids = mark_ids
+        self._split = (
+            re.compile("|".join(map(re.escape, sorted(mark_ids, key=len, reverse=True)))) if mark_ids else None
+        )
+        self._rules: list[str] = []
+        self._nested: list[dict[str, Any]] = []
+
+    def literal(self, text: str) -> str:
+        """Return an expression for exactly this text, in which each mark is one token."""
+        pieces, start = [], 0
+        for found in self._split.finditer(text) if self._split else ():
+            pieces += [_quote(text[start : found.start()]), f"<[{self._mark_ids[found[0]]}]>"]
+            start = found.end()
+        pieces.append(_quote(text[start:]))
+        return " ".join(piece for piece in pieces if piece) or '""'
+
+    def until(self, text: str) -> str:
+        """Return an expression for any text up to and including the first occurrence of `text`."""
+        if self._split and self._split.match(text):
+            return f"{self.text()} {self.literal(text)}"
+        return self.terminal(rf"/(.|\n)*{_escape(text)}/", lazy=True)
+
+    def text(self) -> str:
+        """Return an expression for any text without special tokens and marks. May be empty."""
+        return self.terminal(_ANY_TEXT)
+
+    def tokens(self, forbidden_ids: set[int], *, max_tokens: int) -> str:
+        """Return an expression for up to `max_tokens` tokens, none of which is in `forbidden_ids`."""
+        return self.rule(f"<[^{','.join(map(str, sorted(forbidden_ids)))}]>{{0,{max_tokens}}}")
+
+    def terminal(self, regex: str, *, lazy: bool = False) -> str:
+        """Return an expression for text that matches the regular expression `/…/`. `lazy`: the shortest match."""
+        name = f"t{len(self._rules)}" if lazy else f"T{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {regex}")
+        return name
+
+    def rule(self, body: str) -> str:
+        """Add a rule with this body, and return its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def json(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
+        """Return an expression for the JSON documents of a prepared schema. Raises GrammarError, as `json_grammar`."""
+        return self.nested(json_grammar(schema, lenient=lenient))
+
+    def nested(self, grammar: str) -> str:
+        """Return an expression for another grammar in llguidance's form, of one part."""
+        (part,) = json.loads(grammar)["grammars"]
+        name = f"g{len(self._nested)}"
+        self._nested.append({**part, "name": name})
+        return f"@{name}"
+
+    def grammar(self, start: str) -> str:
+        """Return the whole grammar in llguidance's form. `start`: expression of the whole completion."""
+        main = "\n".join([f"start: {start}", *self._rules])
+        return json.dumps({"grammars": [{"lark_grammar": main}, *self._nested]})
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _escape(text: str) -> str:
+    """Return a regular expression, inside slashes, for exactly this text."""
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
