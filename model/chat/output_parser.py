@@ -1,9 +1,10 @@
 """Incremental parser of a chat completion: separates reasoning, text and tool calls. Torch-free."""
 
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from model.chat.reasoning import ReasoningFormat
-from model.chat.tool_formats.tool_format import Part, PartKind, ToolFormat
+from model.chat.tool_formats.tool_format import Part, PartKind, ToolFormat, ToolSchema
 
 
 class _State(Enum):
@@ -23,14 +24,20 @@ class OutputParser:
         reasoning: marks of the model's reasoning; None: text with such marks is text.
         is_reasoning: True if the prompt ends inside reasoning, False if it has ended it, None if the model decides.
         tools: format of tool calls; None: text that looks like a call is text.
+        schemas: tools that may be called.
     """
 
     def __init__(
-        self, *, reasoning: ReasoningFormat | None, is_reasoning: bool | None = None, tools: ToolFormat | None = None
+        self,
+        *,
+        reasoning: ReasoningFormat | None,
+        is_reasoning: bool | None = None,
+        tools: ToolFormat | None = None,
+        schemas: Sequence[ToolSchema] = (),
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        self._calls = None if tools is None else tools.parser()
+        self._calls = None if tools is None else tools.parser(schemas)
         self._held = ""
         self._state = _State.TEXT if tools is None else _State.LEADING
         if reasoning is not None and is_reasoning is not False:

@@ -79,9 +79,11 @@ class Vocabulary:
         self._longest = max(map(len, self._id_of), default=1)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        token_bytes = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-        return cls(token_bytes, tokenizer.special_tokens.values(), tokenizer.eos_token_ids, tokenizer)
+    def of(cls, tokenizer: Tokenizer, mark_ids: Iterable[int] = ()) -> "Vocabulary":
+        """Return the vocabulary of a tokenizer. `mark_ids`: ordinary tokens to treat as special, such as `<think>`."""
+        special = {*tokenizer.special_tokens.values(), *mark_ids}
+        token_bytes = [b"" if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        return cls(token_bytes, special, tokenizer.eos_token_ids, tokenizer)
 
     def for_masks(self) -> LLTokenizer:
         """Return llguidance's tokenizer, from which masks are computed; takes about 1 s for 200,000 tokens."""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, ToolFormat, ToolSchema
@@ -56,7 +56,7 @@ class JsonCalls(ToolFormat):
         arguments = document.json(tool.parameters, lenient=tool.lenient)
         return f"{head} {arguments} {document.literal(self.after_arguments)}"
 
-    def parser(self) -> CallParser:
+    def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
         """Return a parser for the calls of one completion."""
         return _JsonCallParser(self)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from model.chat.reasoning import REASONING_FORMATS
 from model.chat.tool_formats.json_calls import Hermes
 from model.chat.tool_formats.tool_format import ToolFormat
 from model.tokenizer.interface import Tokenizer
@@ -16,6 +17,12 @@ def find_tool_format(template: str) -> ToolFormat | None:
     if "tool" not in template:
         return None
     return next((form for form in TOOL_FORMATS.values() if form.is_used_by(template)), None)
+
+
+def all_marks() -> tuple[str, ...]:
+    """Return the names of all formats' marks, without duplicates."""
+    reasoning = [mark for form in REASONING_FORMATS.values() for mark in (form.opening, form.closing)]
+    return tuple(dict.fromkeys([*reasoning, *(mark for form in TOOL_FORMATS.values() for mark in form.marks)]))
 
 
 def mark_ids(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Interface of tool formats, and the parts of a completion that parsers return. Torch-free."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -81,8 +81,18 @@ class ToolFormat(ABC):
             GrammarError: the schema of the arguments cannot be enforced in this format.
         """
 
+    def calls(self, tools: Sequence[ToolSchema], document: LarkDocument, *, is_parallel: bool) -> str:
+        """Return the Lark expression of one call, or with `is_parallel` of one or more, after the opening."""
+        call = document.rule(" | ".join(self.call(tool, document) for tool in tools))
+        more = f"({document.literal(self.separator)} {call})*" if is_parallel else ""
+        return f"{call} {more} {document.literal(self.closing)}"
+
+    def auto(self, document: LarkDocument, calls: str) -> str:
+        """Return the Lark expression of any text, or any text, the opening and `calls`."""
+        return f"{document.text()} | {document.until(self.opening)} {calls}"
+
     @abstractmethod
-    def parser(self) -> CallParser:
+    def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
         """Return a parser for the calls of one completion."""
 
     @abstractmethod

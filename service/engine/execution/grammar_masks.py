@@ -10,6 +10,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from model.chat.tool_formats.table import all_marks, mark_ids
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar
 from model.tokenizer.interface import Tokenizer
 from service.engine.scheduling.sequence import SequenceState
@@ -151,4 +152,5 @@ class Grammars:
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
         """The tokenizer's vocabulary in llguidance's format, used only by the thread that compiles grammars."""
-        return Vocabulary.of(self._tokenizer).for_masks()
+        marks = mark_ids(self._tokenizer, all_marks())
+        return Vocabulary.of(self._tokenizer, marks.values()).for_masks()
