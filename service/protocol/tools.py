@@ -1,0 +1,129 @@
+"""Request fields of tool calling, in OpenAI's chat completions form: tools, the choice of a tool, and past calls."""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from service.protocol.errors import InvalidRequest
+from service.protocol.request_model import RequestModel
+
+MAX_TOOLS = 128
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class FunctionDefinition(RequestModel):
+    """Field `tools[].function`. `parameters` is a JSON Schema of the arguments; without it, a call has none.
+
+    strict: reject a schema that cannot be enforced completely, instead of ignoring some of its keywords.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """Return the JSON Schema of the arguments. Arguments that it does not name are not allowed, unless it says so.
+
+        Raises:
+            InvalidRequest: the schema does not describe an object.
+        """
+        schema = {"type": "object", **(self.parameters or {})}
+        if schema["type"] != "object":
+            raise InvalidRequest(
+                f"the parameters of the tool {self.name!r} must be a JSON Schema of type object", param="tools"
+            )
+        is_composed = any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf", "patternProperties"))
+        return schema if is_composed else {"properties": {}, "additionalProperties": False, **schema}
+
+
+class ToolDefinition(RequestModel):
+    """Field `tools[]`: a function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool in the form that chat templates expect, which is OpenAI's without `strict`."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(RequestModel):
+    """Name of a tool."""
+
+    name: str
+
+
+class NamedToolChoice(RequestModel):
+    """Field `tool_choice` that demands a call of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(RequestModel):
+    """Field `tool_choice.allowed_tools`: the tools that may be called, as in mode `auto` or `required`."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(RequestModel):
+    """Field `tool_choice` that allows some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
+TOOL_CHOICE_ERROR = (
+    'must be "none", "auto", "required", {"type": "function", "function": {"name": …}} '
+    'or {"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
+)
+
+
+class CalledFunction(RequestModel):
+    """Field `tool_calls[].function` of a past assistant message. `arguments` is JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class PastToolCall(RequestModel):
+    """Field `tool_calls[]` of a past assistant message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # in messages that clients joined from a stream
+
+
+def callable_tools(
+    tools: list[ToolDefinition] | None, choice: ToolChoice | None
+) -> tuple[list[ToolDefinition], bool]:
+    """Return the tools that a completion may call, and True if it must call one.
+
+    Raises:
+        InvalidRequest: two tools have the same name, or `tool_choice` needs a tool that is not in `tools`.
+    """
+    by_name = {tool.function.name: tool for tool in tools or ()}
+    if len(by_name) < len(tools or ()):
+        names = [tool.function.name for tool in tools or ()]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"tools: two tools have the name {twice!r}; rename one", param="tools")
+    match choice:
+        case NamedToolChoice():
+            names, must_call = [choice.function.name], True
+        case AllowedToolsChoice():
+            names = [tool.function.name for tool in choice.allowed_tools.tools]
+            must_call = choice.allowed_tools.mode == "required"
+        case "none":
+            return [], False
+        case _:
+            names, must_call = list(by_name), choice == "required"
+    if unknown := next((name for name in names if name not in by_name), None):
+        raise InvalidRequest(f"tool_choice: the tool {unknown!r} is not in tools; add it", param="tool_choice")
+    if must_call and not names:
+        raise InvalidRequest("tool_choice: required needs tools; add tools", param="tool_choice")
+    return [by_name[name] for name in dict.fromkeys(names)], must_call
