@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from model.chat.tool_formats.table import all_marks, mark_ids
+from model.structured_output.grammar import Vocabulary
 from model.tokenizer.interface import Tokenizer
 from service.protocol.errors import EngineFailed, InvalidRequest
 from service.protocol.response_format import OutputConstraint
@@ -80,11 +82,13 @@ class GrammarChecker:
         self._process.close()
 
     def _opening(self) -> dict[str, Any]:
-        tokenizer = self._tokenizer
+        marks = mark_ids(self._tokenizer, all_marks())
+        vocabulary = Vocabulary.of(self._tokenizer, marks.values())
         return {
-            "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
-            "special_token_ids": [*tokenizer.special_tokens.values()],
-            "eos_token_ids": [*tokenizer.eos_token_ids],
+            "tokens": [token.decode("latin-1") for token in vocabulary.tokens[: self._tokenizer.vocab_size]],
+            "special_token_ids": vocabulary.special_token_ids,
+            "eos_token_ids": [*self._tokenizer.eos_token_ids],
+            "mark_ids": marks,
         }
 
     def _ask(self, order: dict[str, object]) -> tuple[dict[str, str], float]:

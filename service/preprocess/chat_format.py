@@ -1,0 +1,113 @@
+"""Formats of a served model's chat completions: tool calls and reasoning, found from its chat template."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from model.chat.output_parser import OutputParser
+from model.chat.reasoning import REASONING_FORMATS, ReasoningFormat, find_reasoning_format
+from model.chat.template import ChatTemplate
+from model.chat.template_sandbox import TemplateFailure
+from model.chat.tool_formats.table import DEFAULT_FORMAT, TOOL_FORMATS, all_marks, find_tool_format, mark_ids
+from model.chat.tool_formats.tool_format import ToolFormat, ToolSchema
+from model.tokenizer.interface import Tokenizer
+from service.preprocess.template_process import TemplateProcess
+
+_VARIABLE_TOOLS = re.compile(r"\btools\b")
+_PROBE = {"kvasir_key": "kvasir_value"}
+_PROBE_IN_JSON = re.compile(r'"kvasir_key":\s*"kvasir_value"')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatFormat:
+    """Formats of chat completions.
+
+    tools: format of tool calls.
+    reasoning: marks around the model's reasoning; None: the model does not reason.
+    template_knows_tools: the chat template describes tools; else Kvasir describes them in the system message.
+    is_chosen: --tool-format names the format of tool calls.
+    arguments_are_text: the template expects the arguments of past calls as JSON text, not as an object.
+    variables: names of variables that the template reads.
+    mark_ids: ids of the marks that are single tokens of the tokenizer.
+    """
+
+    tools: ToolFormat = DEFAULT_FORMAT
+    reasoning: ReasoningFormat | None = None
+    template_knows_tools: bool = False
+    is_chosen: bool = False
+    arguments_are_text: bool = False
+    variables: frozenset[str] = frozenset()
+    mark_ids: Mapping[str, int] = field(default_factory=dict)
+
+    def parser(self, schemas: Sequence[ToolSchema], is_reasoning: bool | None) -> OutputParser | None:
+        """Return a parser of one completion; None if the whole completion is text.
+
+        schemas: tools that the completion may call.
+        is_reasoning: see `OutputParser`.
+        """
+        if not schemas and self.reasoning is None:
+            return None
+        return OutputParser(
+            reasoning=self.reasoning,
+            is_reasoning=is_reasoning,
+            tools=self.tools if schemas else None,
+            schemas=schemas,
+        )
+
+    def visible_token_ids(self, tokenizer: Tokenizer, *, has_tools: bool) -> tuple[int, ...]:
+        """Return the special tokens that a parser must see in the completion's text."""
+        marks = () if self.reasoning is None else (self.reasoning.opening, self.reasoning.closing)
+        names = (*marks, *(self.tools.marks if has_tools else ()))
+        return tuple(tokenizer.special_tokens[name] for name in names if name in tokenizer.special_tokens)
+
+    def describe(self) -> dict[str, object]:
+        """Return the entries of the start-up listing by name."""
+        knows = "" if self.template_knows_tools else ", described in the system message"
+        return {
+            "tool_format": f"{self.tools.name}{knows}",
+            "reasoning_format": "none" if self.reasoning is None else self.reasoning.name,
+        }
+
+
+def read_chat_format(
+    template: ChatTemplate, process: TemplateProcess, tokenizer: Tokenizer, *, tool_format: str, reasoning_format: str
+) -> ChatFormat:
+    """Return the formats of a chat template's model. `tool_format`, `reasoning_format`: a name, or auto, or none."""
+    source = template.source
+    found = find_tool_format(source) if tool_format == "auto" else TOOL_FORMATS[tool_format]
+    reasoning = REASONING_FORMATS.get(reasoning_format)
+    if reasoning_format == "auto":
+        reasoning = find_reasoning_format(source)
+    return ChatFormat(
+        tools=found or DEFAULT_FORMAT,
+        reasoning=reasoning,
+        template_knows_tools=_VARIABLE_TOOLS.search(source) is not None,
+        is_chosen=tool_format != "auto",
+        arguments_are_text="tool_calls" in source and _wants_text(template, process),
+        variables=frozenset(re.findall(r"\b[a-z_]+\b", source)),
+        mark_ids=mark_ids(tokenizer, all_marks()),
+    )
+
+
+def _wants_text(template: ChatTemplate, process: TemplateProcess) -> bool:
+    """Return True if a template writes the arguments of past calls correctly only from JSON text.
+
+    A probe conversation is rendered with an object as arguments. The template fails, or does not write JSON, if it
+    joins the arguments with other text.
+    """
+    function = {"name": "probe", "arguments": _PROBE}
+    messages = [
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "a" * 9, "type": "function", "function": function}]},
+    ]
+    variables = template.variables(messages, add_generation_prompt=False)
+
+    def writes(arguments: object) -> bool:
+        function["arguments"] = arguments  # type: ignore[assignment]
+        try:
+            return _PROBE_IN_JSON.search(process.render(variables)) is not None
+        except TemplateFailure:
+            return False
+
+    return not writes(_PROBE) and writes('{"kvasir_key": "kvasir_value"}')
