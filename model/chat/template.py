@@ -40,12 +40,18 @@ class ChatTemplate:
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
-    def variables(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> dict[str, Any]:
+    def variables(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
         """Return the template's variables for rendering a conversation, without message keys whose value is None."""
         return {
             **self.special_tokens,
             "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -120,6 +120,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
                     messages,
                     add_generation_prompt=asked.add_generation_prompt is not False,
                     more=asked.chat_template_kwargs,
+                    tools=asked.tools or (),
                     add_special_tokens=asked.add_special_tokens is True,
                 )
         names = [format_token_name(tokenizer, i) for i in token_ids] if asked.return_token_strs else None

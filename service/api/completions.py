@@ -40,15 +40,10 @@ class Completions:
         context, processor = self._context, self._context.processor
         asked = model.parse(body)
         processor.check(asked)
-        conversation_ids = None
-        if isinstance(asked, ChatCompletionRequest):
-            conversation_ids = await context.chat.encode(
-                asked.messages,
-                add_generation_prompt=asked.value("add_generation_prompt"),
-                more=asked.chat_template_kwargs,
-            )
-        grammar = await context.grammar_checker.grammar(asked.output_constraint)
-        plan = partial(processor.plan, asked, conversation_ids, arrival_seconds=arrival_seconds, grammar=grammar)
+        chat = await context.chat.plan(asked) if isinstance(asked, ChatCompletionRequest) else None
+        constraint = asked.output_constraint if chat is None else chat.constraint
+        grammar = await context.grammar_checker.grammar(constraint)
+        plan = partial(processor.plan, asked, chat, arrival_seconds=arrival_seconds, grammar=grammar)
         choices = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
         live = InflightRequest(
             choices=choices,
@@ -61,6 +56,7 @@ class Completions:
             created=int(time.time()),
             model=context.served.model_name,
             tokenizer=context.served.tokenizer,
+            chat=chat,
         )
         delivery = CompletionStream if asked.stream else CompletionBody
         response = delivery(live, response_builder, metrics=context.metrics, finish=context.engine_client.finish)

@@ -58,7 +58,9 @@ class ApiContext:
             aliases=settings.model_alias,
             max_prompts=settings.max_prompts,
         )
-        self.chat = ChatPrompts(served.template, served.tokenizer, max_waiting=admission.max_num_sequences)
+        self.chat = ChatPrompts(
+            served.template, served.tokenizer, served.chat_format, max_waiting=admission.max_num_sequences
+        )
         self.grammar_checker = GrammarChecker(
             served.tokenizer, max_waiting=admission.max_num_sequences, observe=self.metrics.observe_structured
         )

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +20,15 @@ from service.http.request_io import wait_for_disconnect
 from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.metrics.recorder import Metrics
 from service.protocol.errors import ApiError, ClientGone
-from service.protocol.responses import DONE, KEEP_ALIVE, PromptTokensDetails, Timings, Usage, encode, encode_event
+from service.protocol.responses import (
+    KEEP_ALIVE,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Timings,
+    Usage,
+    encode,
+    encode_event,
+)
 from service.requests.inflight import Choice, Deltas, InflightRequest
 
 # Number of logprob entries that take about as long to encode as a step takes: 20 µs each, with 20 alternatives.
@@ -133,6 +141,8 @@ class CompletionDelivery(Delivery):
         if not self._num_unfinished:
             cached = sum(choice.finish.num_cached_tokens for choice in self._first_samples if choice.finish)
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
+            if (num_reasoning := self._builder.num_reasoning_tokens(self._request.choices)) is not None:
+                usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=num_reasoning)
         return usage
 
     def _timings(self) -> Timings:
@@ -223,7 +233,7 @@ class CompletionStream(CompletionDelivery):
     def _events(self, arrived: Deltas) -> bytes:
         """Encode token deltas as events. After the last choice's end, add the usage event, if requested, and [DONE]."""
         events: list[bytes] = []
-        times: Timings | UnsetType = UNSET
+        times: Timings | None = None
         for choice, delta in arrived:
             is_first = choice.index in self._unbegun
             if self._is_plain and delta.text and delta.finish is None and not is_first:
@@ -239,6 +249,8 @@ class CompletionStream(CompletionDelivery):
             self._num_unfinished -= delta.finish is not None
             self._unbegun.discard(choice.index)
             built = self._builder.events(choice, delta, is_first=is_first)
+            if not built:
+                continue  # such as the beginning of a mark, or of a tool's name
             event = built.pop()
             for opening in built:
                 opening.usage = before
@@ -249,11 +261,9 @@ class CompletionStream(CompletionDelivery):
                 times = event.timings = self._timings()
             events.append(encode_event(event))
         if not self._num_unfinished:
-            if self._sends_usage:
-                summary = self._builder.summary()
-                summary.usage, summary.timings = self._usage(), times
-                events.append(encode_event(summary))
-            events.append(DONE)
+            events += self._builder.end_of_stream(
+                self._usage() if self._sends_usage else None, times or self._timings()
+            )
         return b"".join(events)
 
 

@@ -126,6 +126,10 @@ class ServeSettings(ModelSettings):
     chat_template: str = option("http", "auto", metavar="auto|plain|none|FILE", min_length=1)
     """chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), or a
     Jinja file"""
+    tool_format: str = option("http", "auto", metavar="auto|NAME")
+    """format in which the model writes tool calls; auto: the chat template's, else hermes"""
+    reasoning_format: str = option("http", "auto", metavar="auto|none|NAME")
+    """marks of the model's reasoning, which responses separate from the content; auto: the chat template's"""
     max_body_size: Size = option("http", "2MiB")
     """largest request body, 1KiB to 1GiB; a number alone is in MiB"""
     max_connections: int = option("http", 1024, ge=1, le=65_536)

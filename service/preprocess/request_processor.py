@@ -13,6 +13,7 @@ import msgspec
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.ipc.messages import Submit, TokenLogprob
+from service.preprocess.chat_renderer import ChatPlan
 from service.preprocess.served_model import RequestDefaults
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest, GenerationRequest
@@ -55,7 +56,7 @@ class RequestProcessor:
     def plan(
         self,
         request: CompletionRequest | ChatCompletionRequest,
-        conversation_ids: list[int] | None = None,
+        chat: ChatPlan | None = None,
         *,
         arrival_seconds: float,
         grammar: str | None = None,
@@ -63,14 +64,14 @@ class RequestProcessor:
         """Convert a request that has passed `check` to choices: all samples of the first prompt, then of the next.
 
         Args:
-            conversation_ids: prompt token ids of a chat request; None for a request with prompts.
+            chat: prompt and parsing of a chat request; None for a request with prompts.
             grammar: compiled grammar of the request's output constraint; None without one.
         """
-        prompts: Sequence[str | list[int]] = [conversation_ids or []]
+        prompts: Sequence[str | list[int]] = [[] if chat is None else chat.token_ids]
         prompt_param, length_param = "messages", "max_tokens"
         if isinstance(request, CompletionRequest):
             prompts, prompt_param = request.prompts, "prompt"
-        elif not conversation_ids:
+        elif not (chat and chat.token_ids):
             raise InvalidRequest("messages: the rendered prompt is empty; add text to a message", param="messages")
         elif request.max_completion_tokens is not None:
             length_param = "max_completion_tokens"
@@ -91,6 +92,9 @@ class RequestProcessor:
             length_param=prompt_param if max_tokens is None else length_param,
         )
         shared = self._sampling_params(request)
+        if chat is not None:
+            shared = dataclasses.replace(shared, visible_token_ids=chat.visible_token_ids)
+        constraint = request.output_constraint if chat is None else chat.constraint
         choices: list[Choice] = []
         for prompt in prompts:
             token_ids = tuple(encode(prompt))
@@ -108,11 +112,22 @@ class RequestProcessor:
                 cache_salt=request.cache_salt or "",
                 grammar=grammar,
             )
-            choices += self._samples(request, prompt, submit, len(choices), has_length=max_tokens is not None)
+            choices += self._samples(
+                *(request, prompt, submit, len(choices)),
+                has_length=max_tokens is not None,
+                grammar_param=None if constraint is None else constraint.param,
+            )
         return choices
 
     def _samples(
-        self, request: GenerationRequest, prompt: str | list[int], submit: Submit, first: int, *, has_length: bool
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        submit: Submit,
+        first: int,
+        *,
+        has_length: bool,
+        grammar_param: str | None,
     ) -> list[Choice]:
         """Return the choices of one prompt, one per sample, with indices from `first`, all made from `submit`."""
         text = ""
@@ -122,7 +137,6 @@ class RequestProcessor:
         num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
         num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
         logprobs = list[TokenLogprob]()
-        constraint = None if submit.grammar is None else request.output_constraint
         return [
             Choice(
                 index=first + sample,
@@ -140,7 +154,7 @@ class RequestProcessor:
                     ),
                 ),
                 has_requested_length=has_length,
-                grammar_param=None if constraint is None else constraint.param,
+                grammar_param=grammar_param,
             )
             for sample in range(request.num_samples)
         ]

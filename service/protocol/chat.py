@@ -1,20 +1,33 @@
 """Request bodies with conversations: `/v1/chat/completions` and `/tokenize`."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from service.protocol.completions import Count, GenerationRequest, NumLogprobs
 from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import MAX_MESSAGES, RequestModel, Unsupported
+from service.protocol.tools import (
+    MAX_TOOLS,
+    TOOL_CHOICE_ERROR,
+    PastToolCall,
+    ToolChoice,
+    ToolDefinition,
+    callable_tools,
+)
 
 MAX_PARTS = 256  # of one message
 _MESSAGE_ERRORS = {
     "content": f'must be a string, or a list of up to {MAX_PARTS} {{"type": "text", "text": …}}; '
     "this server reads text only",
+    "tool_choice": TOOL_CHOICE_ERROR,
     "chat_template_kwargs": "must be true, false, a number, a string or null",
 }
+
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TextPart(RequestModel):
@@ -27,21 +40,78 @@ class TextPart(RequestModel):
 class Message(RequestModel):
     """One message of a conversation. The role `developer` means `system`, and chat templates get it as `system`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     # Fields of a response message, which clients send back in the next request. Only empty values are accepted.
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return a message in the form that chat templates expect. Text parts are joined by newlines."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content, "name": self.name}
+    @property
+    def text(self) -> str:
+        """Content of the message as one text. Text parts are joined by newlines."""
+        if self.content is None:
+            return ""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise InvalidRequest for a message without content, and for a tool's result that answers no call before it."""
+    call_ids: set[str] = set()
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        if message.role == "tool" and message.tool_call_id not in call_ids:
+            problem = "is required" if message.tool_call_id is None else "names no tool call of an earlier message"
+            param = f"{place}.tool_call_id"
+            raise InvalidRequest(f"{param} {problem}; send the id of the call", param=param)
+        if message.tool_calls:
+            if message.role != "assistant":
+                param = f"{place}.tool_calls"
+                raise InvalidRequest(f"{param}: only assistant messages have tool calls; leave it out", param=param)
+            call_ids.update(call.id for call in message.tool_calls)
+        elif message.content is None and message.role != "assistant":
+            raise InvalidRequest(f"{place}.content is required", param=f"{place}.content")
+
+
+def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bool) -> list[dict[str, Any]]:
+    """Return messages in the form that chat templates expect. A tool's result gets the name of the called tool.
+
+    arguments_are_text: leave the arguments of past calls as JSON text, instead of as an object.
+    Raises InvalidRequest for arguments that are not a JSON object.
+    """
+    names: dict[str, str] = {}
+    rendered = []
+    for number, message in enumerate(messages):
+        calls = []
+        for call in message.tool_calls or ():
+            names[call.id] = call.function.name
+            arguments: Any = call.function.arguments
+            try:
+                parsed = from_json(arguments or "{}")
+            except ValueError:
+                parsed = None
+            if not isinstance(parsed, dict):
+                place = f"messages[{number}].tool_calls"
+                raise InvalidRequest(f"{place}: the arguments of a call must be a JSON object as text", param=place)
+            function = {"name": call.function.name, "arguments": arguments if arguments_are_text else parsed}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        rendered.append(
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": message.text,
+                "name": message.name or names.get(message.tool_call_id or ""),
+                "reasoning_content": message.reasoning_content or message.reasoning,
+                "tool_calls": calls or None,
+                "tool_call_id": message.tool_call_id,
+            }
+        )
+    return rendered
 
 
 # Additional template variables, such as Qwen3's `enable_thinking`.
@@ -61,15 +131,17 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    tools: Annotated[Any, Unsupported([])] = None
-    tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Count | None = None
+    include_reasoning: bool | None = True
     functions: Annotated[Any, Unsupported([])] = None
     function_call: Annotated[Any, Unsupported("none", "auto")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
     audio: Annotated[Any, Unsupported()] = None
     prediction: Annotated[Any, Unsupported()] = None
-    reasoning_effort: Annotated[Any, Unsupported()] = None
     verbosity: Annotated[Any, Unsupported()] = None
     web_search_options: Annotated[Any, Unsupported()] = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
@@ -82,6 +154,8 @@ class ChatCompletionRequest(GenerationRequest):
     def check_fields(self) -> None:
         """Raise InvalidRequest for `top_logprobs` without `logprobs`, and for two different token limits."""
         super().check_fields()
+        check_messages(self.messages)
+        _ = self.callable_tools
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
                 "top_logprobs needs logprobs: true; set logprobs, or leave out top_logprobs", param="top_logprobs"
@@ -96,6 +170,11 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def callable_tools(self) -> tuple[list[ToolDefinition], bool]:
+        """Tools that the completion may call, and True if it must call one. Raises InvalidRequest."""
+        return callable_tools(self.tools, self.tool_choice)
 
 
 class TokenizeRequest(RequestModel):
@@ -117,7 +196,7 @@ class TokenizeRequest(RequestModel):
     # Fields that vLLM's clients send. Only values without effect are accepted.
     continue_final_message: Literal[False] | None = None
     chat_template: None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
 
     def subject(self) -> str | list[Message]:
         """Return the text or the messages to tokenize. Raises InvalidRequest for missing or contradictory fields."""
@@ -126,6 +205,7 @@ class TokenizeRequest(RequestModel):
         if self.messages is not None:
             if not self.messages:
                 raise InvalidRequest("messages must not be empty", param="messages")
+            check_messages(self.messages)
             return self.messages
         assert self.prompt is not None
         for name in ("add_generation_prompt", "chat_template_kwargs"):

@@ -107,6 +107,8 @@ def _field_name(place: tuple[int | str, ...]) -> str:
         return ".".join(map(str, place[:depth]))
     if place[0] == "chat_template_kwargs":
         return ".".join(str(part)[:100] for part in place[:2])
+    if place[0] == "tools" and len(place) > 1:
+        return f"tools[{place[1]}]" + "".join(f".{part}" for part in place[2:4])
     if place[0] == "messages" and len(place) > 1:
         return f"messages[{place[1]}]" + "".join(f".{part}" for part in place[2:3])
     return str(place[0])

@@ -14,7 +14,8 @@ MAX_SCHEMA_CHARACTERS = 256_000
 # Any JSON object: a schema has no fixed set of keys to validate here.
 Schema = Annotated[dict[str, Any], Field(description=f"a JSON Schema of up to {MAX_SCHEMA_CHARACTERS} characters")]
 Word = Annotated[str, Field(min_length=1, max_length=1000)]
-ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
+# chat: reasoning and tool calls, see `service.structured_output.chat_grammar`.
+ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar", "chat"]
 
 
 @dataclass(frozen=True, slots=True)

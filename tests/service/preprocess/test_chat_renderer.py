@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from service.api.app import Frontend
 from service.config.settings import ServeSettings
+from service.preprocess.chat_renderer import ChatPlan
 from service.protocol.chat import ChatCompletionRequest
 from service.requests.inflight import DEFAULT_COUNTED_TOKENS
 from tests.model.chat_templates import CHATML
@@ -156,13 +157,23 @@ def test_admission_counts_a_chat_without_max_tokens_by_a_default(frontend: Front
     for fields, counted in (({}, 10 + 246), ({"max_tokens": 7}, 17)):
         body = {"messages": [{"role": "user", "content": "a"}], **fields}
         asked = ChatCompletionRequest.parse(json.dumps(body).encode())
-        (choice,) = frontend.context.processor.plan(asked, token_ids, arrival_seconds=0.0)
+        (choice,) = frontend.context.processor.plan(asked, ChatPlan(token_ids=token_ids), arrival_seconds=0.0)
         assert choice.num_counted_tokens == counted
     long = dataclasses.replace(frontend.context.processor, max_context_length=131_072)
     asked = ChatCompletionRequest.parse(b'{"messages": [{"role": "user", "content": "a"}]}')
-    (choice,) = long.plan(asked, token_ids, arrival_seconds=0.0)
+    (choice,) = long.plan(asked, ChatPlan(token_ids=token_ids), arrival_seconds=0.0)
     assert choice.submit.params.max_tokens == 131_062
     assert choice.num_counted_tokens == 10 + DEFAULT_COUNTED_TOKENS
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def _tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+TOOL = _tool()
 
 
 def _one(**message: Any) -> dict[str, Any]:
@@ -179,11 +190,18 @@ def _one(**message: Any) -> dict[str, Any]:
         ({"messages": [7]}, "messages[0]", "messages[0] must be"),
         ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role is required"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required"),
-        (_one(role="tool"), "messages[0].role", "messages[0].role must be"),
-        (_one(content=None), "messages[0].content", "reads text only"),
+        (_one(role="tool"), "messages[0].tool_call_id", "messages[0].tool_call_id is required; send"),
+        (_one(role="tool", tool_call_id="x"), "messages[0].tool_call_id", "names no tool call of an earlier message"),
+        (_one(content=None), "messages[0].content", "messages[0].content is required"),
         (_one(content=[]), "messages[0].content", "reads text only"),
         (_one(content=[{"type": "image_url", "image_url": {}}]), "messages[0].content", "reads text only"),
         (_one(tool_calls=[{}]), "messages[0].tool_calls", "messages[0].tool_calls"),
+        (_one(tool_calls=[CALL]), "messages[0].tool_calls", "only assistant messages have tool calls"),
+        (
+            _one(role="assistant", tool_calls=[{**CALL, "function": {"name": "f", "arguments": "[1]"}}]),
+            "messages[0].tool_calls",
+            "the arguments of a call must be a JSON object",
+        ),
         (_one(mood="good"), "messages[0].mood", "unknown field: messages[0].mood"),
         (
             _one(content=[{"type": "text", "text": "a", "size": 1}]),
@@ -200,8 +218,18 @@ def _one(**message: Any) -> dict[str, Any]:
             "truncate_prompt_tokens",
             "truncate_prompt_tokens=9 is over the 6 tokens",
         ),
-        ({**_one(), "tools": [{}]}, "tools", "tools is not supported"),
-        ({**_one(), "tool_choice": "required"}, "tool_choice", "tool_choice is not supported"),
+        ({**_one(), "tools": [{}]}, "tools[0].type", "tools[0].type is required"),
+        ({**_one(), "tools": [TOOL, TOOL]}, "tools", "two tools have the name 'f'"),
+        ({**_one(), "tools": [_tool(name="a b")]}, "tools[0].function.name", "tools[0].function.name must"),
+        ({**_one(), "tools": [_tool(parameters={"type": "array"})]}, "tools", "a JSON Schema of type object"),
+        ({**_one(), "tools": [_tool(strict=True)]}, "tools", "start the server with --tool-format"),
+        ({**_one(), "tool_choice": "required"}, "tool_choice", "required needs tools; add tools"),
+        ({**_one(), "tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto"'),
+        (
+            {**_one(), "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "the tool 'g' is not in tools",
+        ),
         ({**_one(), "response_format": {"type": "xml"}}, "response_format.type", "response_format.type must be"),
         ({**_one(), "presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
         ({**_one(), "logit_bias": {"1e3": 1}}, "logit_bias", "'1e3' is not a token id"),
