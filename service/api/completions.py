@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -36,15 +37,34 @@ class Completions:
         body: bytes,
         arrival_seconds: float,
     ) -> Response:
-        """Parse a completion request, submit it to the engine, and return the response that delivers the tokens."""
+        return await self.complete(model.parse(body), builder, request, arrival_seconds=arrival_seconds, size=len(body))
+
+    async def complete(
+        self,
+        asked: CompletionRequest | ChatCompletionRequest,
+        builder: type[ResponseBuilder],
+        request: Request,
+        *,
+        arrival_seconds: float,
+        size: int,
+        **about: Any,
+    ) -> Response:
+        """Submit a completion request to the engine, and return the response that delivers the tokens.
+
+        All routes that generate text call this method. Their own request becomes a chat completion request, and their
+        builder writes the response in their own form.
+
+        Args:
+            size: bytes of the body. A thread encodes the prompts of a large one.
+            about: further arguments of the builder.
+        """
         context, processor = self._context, self._context.processor
-        asked = model.parse(body)
         processor.check(asked)
         chat = await context.chat.plan(asked) if isinstance(asked, ChatCompletionRequest) else None
         constraint = asked.output_constraint if chat is None else chat.constraint
         grammar = await context.grammar_checker.grammar(constraint)
         plan = partial(processor.plan, asked, chat, arrival_seconds=arrival_seconds, grammar=grammar)
-        choices = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
+        choices = await call(plan, in_thread=size > MAX_INLINE_CHARACTERS)
         live = InflightRequest(
             choices=choices,
             arrival_seconds=arrival_seconds,
@@ -57,6 +77,7 @@ class Completions:
             model=context.served.model_name,
             tokenizer=context.served.tokenizer,
             chat=chat,
+            **about,
         )
         delivery = CompletionStream if asked.stream else CompletionBody
         response = delivery(live, response_builder, metrics=context.metrics, finish=context.engine_client.finish)

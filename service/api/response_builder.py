@@ -15,6 +15,7 @@ from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.preprocess.chat_renderer import ChatPlan
 from service.protocol import responses
 from service.protocol.completions import GenerationRequest
+from service.protocol.errors import ApiError
 from service.protocol.logprobs import LogprobFormat, LogprobWriter, chat_logprobs, prompt_logprobs
 from service.protocol.responses import DONE, encode_event
 from service.requests.inflight import Choice, Deltas
@@ -67,6 +68,18 @@ class ResponseBuilder(ABC):
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the stream events of a token delta; with `is_first`, also the requested data of the prompt."""
+
+    def add_timings(self, event: Event, timings: responses.Timings) -> None:
+        """Add the times of the request to the event that ends its last choice."""
+        event.timings = timings
+
+    def encode(self, event: Event) -> bytes:
+        """Return an event as bytes of the stream."""
+        return encode_event(event)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event of an error that ends a stream which has begun."""
+        return encode_event(error.body())
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
         """Return the encoded stream events of a token delta that is only text, from cached events with another text."""

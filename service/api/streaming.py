@@ -27,7 +27,6 @@ from service.protocol.responses import (
     Timings,
     Usage,
     encode,
-    encode_event,
 )
 from service.requests.inflight import Choice, Deltas, InflightRequest
 
@@ -209,7 +208,7 @@ class CompletionStream(CompletionDelivery):
                 raise
             self._record_failure()
             self._metrics.count("request_failures", str(error.status), error.type)
-            await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": self._builder.error_event(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _write_at_once(self, body: ChunkedBody, arrived: Deltas) -> Callable[[], None] | None:
@@ -251,15 +250,14 @@ class CompletionStream(CompletionDelivery):
             built = self._builder.events(choice, delta, is_first=is_first)
             if not built:
                 continue  # such as the beginning of a mark, or of a tool's name
-            event = built.pop()
-            for opening in built:
-                opening.usage = before
-                events.append(encode_event(opening))
             if self._sends_running_usage:
-                event.usage = self._usage()
+                for opening in built[:-1]:
+                    opening.usage = before
+                built[-1].usage = self._usage()
             if not self._num_unfinished:
-                times = event.timings = self._timings()
-            events.append(encode_event(event))
+                times = self._timings()
+                self._builder.add_timings(built[-1], times)
+            events += map(self._builder.encode, built)
         if not self._num_unfinished:
             events += self._builder.end_of_stream(
                 self._usage() if self._sends_usage else None, times or self._timings()
