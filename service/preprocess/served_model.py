@@ -17,6 +17,7 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.bos_eos import read_tokenizer_config
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import ModelSettings, ServeSettings, context_length
+from service.preprocess.rerank_prompt import RerankPrompt, read_rerank_prompt
 from service.preprocess.template_process import TemplateProcess
 
 # Sampling fields that a checkpoint may set defaults for.
@@ -45,6 +46,7 @@ class RequestDefaults:
 class ServedModel:
     """Facts about the model that the API process needs. `template`: None if chat completions are switched off.
 
+    rerank: prompt of yes-no scores; None if scores are similarities of embeddings.
     special_tokens: text by role, `bos_token`, `eos_token` or `pad_token`, for each role that the model has.
     """
 
@@ -55,6 +57,7 @@ class ServedModel:
     defaults: RequestDefaults
     template: ChatTemplate | None
     special_tokens: Mapping[str, str]
+    rerank: RerankPrompt | None = None
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
         """Return the checkpoint's entries of the start-up listing by name: resolved settings and special tokens."""
@@ -68,6 +71,7 @@ class ServedModel:
             "model_name": self.model_name,
             "max_context_length": self.max_context_length,
             "chat_template": "none" if self.template is None else self.template.origin,
+            "score_method": "embedding" if self.rerank is None else "yes-no",
             "generation_config": str(self.defaults) if settings.generation_config else "off",
             "begin_of_text": begin_names,
             "end_of_text": end_names,
@@ -100,6 +104,7 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
         defaults=read_defaults(settings, manifest.directory),
         template=_template(settings, texts),
         special_tokens=texts,
+        rerank=read_rerank_prompt(settings, tokenizer),
     )
 
 

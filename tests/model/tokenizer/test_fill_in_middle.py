@@ -36,14 +36,11 @@ def test_each_family_has_its_order_and_its_end_tokens(
     library = with_tokens(makers.characters(), *sorted(names), *ends, special=special)
     form = find_fill_in_middle(load_tokenizer(makers.write(tmp_path, library)))
     assert form is not None
-    expected: list[int] = []
-    for part in order:
-        expected += (
-            part if isinstance(part, list) else [token_id for token_id in [library.token_to_id(part)] if token_id]
-        )
+    ids = {name: token_id for name, token_id in library.get_vocab().items() if name in (*names, *ends)}
+    expected = [token_id for part in order for token_id in (part if isinstance(part, list) else [ids[part]])]
     assert form.join(PREFIX, SUFFIX) == expected
-    assert set(form.end_ids) == {library.token_to_id(name) for name in (*names, *ends)}
-    assert form.marker_ids == {library.token_to_id(name): name for name in names}
+    assert set(form.end_ids) == set(ids.values())
+    assert form.marker_ids == {ids[name]: name for name in names}
     assert " ".join(names) in describe_formats()
 
 
