@@ -23,6 +23,7 @@ from service.api.completions import Completions
 from service.api.context import ApiContext, call
 from service.api.embeddings import Embeddings
 from service.api.openapi import ROUTES
+from service.api.scores import Scores
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response
 from service.ipc.channel import Channel
@@ -77,6 +78,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.context = context = ApiContext(settings, served, admission, engine_client, lifecycle, metrics)
         self.completions = Completions(context)
         self.embeddings = Embeddings(context)
+        self.scores = Scores(context)
         self.inspection = Inspection(context)
 
     def pre_setup(self, lit_api: Any) -> None:

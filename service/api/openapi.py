@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from service.api import attention
 from service.http.middleware import ALWAYS_OPEN
-from service.protocol import chat, completions, embeddings, errors, responses
+from service.protocol import chat, completions, embeddings, errors, responses, scores
 
 Errors = tuple[type[errors.ApiError], ...]
 _REF = "#/components/schemas/"
@@ -36,6 +36,7 @@ _RESUMABLE: Errors = (*_ENGINE, errors.WaitTooLong, errors.ResponseGone, errors.
 
 _PROMPT = "Once upon a time"
 _MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+_RANKED = {"query": "Where is the dog?", "documents": ["The dog slept.", "The dog is in the hat."], "top_n": 1}
 _GREEDY = {"max_tokens": 8, "temperature": 0}
 
 
@@ -87,6 +88,21 @@ ROUTES = (
             "texts": {"input": [_PROMPT, "The dog"]},
             "short": {"input": _PROMPT, "dimensions": 16, "encoding_format": "base64"},
         },
+    ),
+    RouteEntry(
+        *("POST", "/v1/score", "scores.score", "Score pairs of texts"),
+        *(scores.ScoreList, scores.ScoreRequest, None, _RESUMABLE),
+        examples={
+            "one to many": {"text_1": "Where is the dog?", "text_2": ["The dog slept.", "The dog is in the hat."]}
+        },
+    ),
+    *(
+        RouteEntry(
+            *("POST", path, "scores.rerank", "Rank documents by their relevance to a query"),
+            *(scores.Ranking, scores.RerankRequest, None, _RESUMABLE),
+            examples={"the best": _RANKED},
+        )
+        for path in ("/v1/rerank", "/rerank")
     ),
     RouteEntry("GET", "/v1/models", "models", "List the served model and its aliases", responses.ModelList),
     RouteEntry(

@@ -167,6 +167,12 @@ class ServeSettings(ModelSettings):
     Idempotency-Key; 0: responses are not kept"""
     embedding_pooling: Literal["mean", "last"] = option("http", "mean")
     """pooling of embeddings: mean of all tokens' hidden states, or the last token's hidden state"""
+    score_method: Literal["auto", "embedding", "yes-no"] = option("http", "auto")
+    """scores of /v1/score and /v1/rerank: cosine similarity of embeddings, or the probability that the model says yes
+    and not no; auto: yes-no if there is a rerank template, and yes and no are one token each, else embedding"""
+    rerank_template: str = option("http", "auto", metavar="auto|none|FILE", min_length=1)
+    """prompt of yes-no scores: auto (that of Qwen3-Reranker, if the directory has this name), none, or a text file with
+    {query} and {document}"""
     max_inspect_tokens: int = option("admission", 128, ge=0, le=512)
     """maximum prompt tokens of an attention inspection; 0: inspection is off"""
     drain_seconds: float = option("operation", 30.0, ge=0, le=3600)

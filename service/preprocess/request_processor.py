@@ -4,13 +4,14 @@ import dataclasses
 import hashlib
 import secrets
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
-from model.sampling.params import SamplingParams
+from model.sampling.params import MAX_STOP_TOKEN_IDS, SamplingParams
+from model.tokenizer.fill_in_middle import FillInMiddle, describe_formats, encode_continuation, find_fill_in_middle
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.ipc.messages import Submit, TokenLogprob
 from service.preprocess.chat_renderer import ChatPlan
@@ -67,7 +68,7 @@ class RequestProcessor:
             chat: prompt and parsing of a chat request; None for a request with prompts.
             grammar: compiled grammar of the request's output constraint; None without one.
         """
-        prompts: Sequence[str | list[int]] = [[] if chat is None else chat.token_ids]
+        prompts: Iterable[str | list[int]] = [[] if chat is None else chat.token_ids]
         prompt_param, length_param = "messages", "max_tokens"
         if isinstance(request, CompletionRequest):
             prompts, prompt_param = request.prompts, "prompt"
@@ -91,10 +92,9 @@ class RequestProcessor:
             clause=clause,
             length_param=prompt_param if max_tokens is None else length_param,
         )
-        shared = self._sampling_params(request)
-        if chat is not None:
-            shared = dataclasses.replace(shared, visible_token_ids=chat.visible_token_ids)
-        constraint = request.output_constraint if chat is None else chat.constraint
+        shared = self._sampling_params(request, chat)
+        if isinstance(request, CompletionRequest) and request.suffix:
+            prompts, shared = self._fill_in_middle(request, request.suffix, shared)
         choices: list[Choice] = []
         for prompt in prompts:
             token_ids = tuple(encode(prompt))
@@ -113,11 +113,59 @@ class RequestProcessor:
                 grammar=grammar,
             )
             choices += self._samples(
-                *(request, prompt, submit, len(choices)),
-                has_length=max_tokens is not None,
-                grammar_param=None if constraint is None else constraint.param,
+                *(request, prompt, submit, len(choices)), has_length=max_tokens is not None, chat=chat
             )
         return choices
+
+    def _fill_in_middle(
+        self, request: CompletionRequest, suffix: str, params: SamplingParams
+    ) -> tuple[Iterator[list[int]], SamplingParams]:
+        """Return a request's prompts as token ids with the suffix, and `params` with the format's end tokens.
+
+        The prompts are made from token ids one by one, so no client's text can become a marker.
+        """
+        form = find_fill_in_middle(self.tokenizer)
+        if form is None:
+            raise InvalidRequest(
+                f"suffix needs a tokenizer with the tokens {describe_formats()}; this model's has none of these sets; "
+                "leave out suffix",
+                param="suffix",
+            )
+
+        suffix_ids = self._encode_beside_gap(suffix, "suffix", form)
+        begin = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        if not params.ignore_eos:
+            ends = tuple(dict.fromkeys((*params.stop_token_ids, *form.end_ids)))
+            if len(ends) > MAX_STOP_TOKEN_IDS:
+                raise InvalidRequest(
+                    f"stop_token_ids has {len(params.stop_token_ids)} ids, and suffix adds {len(form.end_ids)}, over "
+                    f"the limit of {MAX_STOP_TOKEN_IDS}; give fewer stop_token_ids",
+                    param="stop_token_ids",
+                )
+            params = dataclasses.replace(params, stop_token_ids=ends)
+        prompts = (
+            prompt if isinstance(prompt, list) else self._encode_beside_gap(prompt, "prompt", form)
+            for prompt in request.prompts
+        )
+        return (begin + form.join(prefix_ids, suffix_ids) for prefix_ids in prompts), params
+
+    def _encode_beside_gap(self, text: str, param: str, form: FillInMiddle) -> list[int]:
+        """Return the token ids of a prompt or suffix. Raises InvalidRequest if a marker is among them."""
+        if (at_least := self._least_tokens(text)) > self.max_context_length:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_context_length} tokens, but {param} has at least "
+                f"{at_least} tokens; shorten {param}",
+                param=param,
+            )
+        encode = self.tokenizer.encode if param == "prompt" else partial(encode_continuation, self.tokenizer)
+        try:
+            token_ids = encode(text)
+        except TokenizerError as error:
+            raise InvalidRequest(str(error), param=param) from None
+        if (marker := next(filter(form.marker_ids.__contains__, token_ids), None)) is not None:
+            message = f"{param} contains the token {form.marker_ids[marker]!r}, which only the server adds; remove it"
+            raise InvalidRequest(message, param=param)
+        return token_ids
 
     def _samples(
         self,
@@ -127,7 +175,7 @@ class RequestProcessor:
         first: int,
         *,
         has_length: bool,
-        grammar_param: str | None,
+        chat: ChatPlan | None,
     ) -> list[Choice]:
         """Return the choices of one prompt, one per sample, with indices from `first`, all made from `submit`."""
         text = ""
@@ -137,6 +185,7 @@ class RequestProcessor:
         num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
         num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
         logprobs = list[TokenLogprob]()
+        constraint = request.output_constraint if chat is None else chat.constraint
         return [
             Choice(
                 index=first + sample,
@@ -154,7 +203,7 @@ class RequestProcessor:
                     ),
                 ),
                 has_requested_length=has_length,
-                grammar_param=grammar_param,
+                grammar_param=None if constraint is None else constraint.param,
             )
             for sample in range(request.num_samples)
         ]
@@ -228,9 +277,8 @@ class RequestProcessor:
         limit = limit or f"this model's maximum context length is {self.max_context_length} tokens"
         num_special_tokens = 0
         if isinstance(prompt, str):
-            longest = self.tokenizer.longest_token
             # Skip the cost of tokenizing a text that cannot fit.
-            at_least = 0 if longest is None else -(-len(prompt.encode(errors="replace")) // longest)
+            at_least = self._least_tokens(prompt)
             if num_kept is None and at_least > self.max_context_length:
                 raise ContextLengthExceeded(
                     f"{limit}, but the prompt has at least {at_least} tokens{clause}", param=param
@@ -249,6 +297,11 @@ class RequestProcessor:
             raise ContextLengthExceeded(f"{limit}, but the prompt has {num_tokens} tokens{clause}", param=named)
         return token_ids
 
+    def _least_tokens(self, text: str) -> int:
+        """Return a lower bound of a text's number of tokens, without tokenizing the text."""
+        longest = self.tokenizer.longest_token
+        return 0 if longest is None else -(-len(text.encode(errors="replace")) // longest)
+
     def _length(self, num_prompt_tokens: int, max_tokens: int | None, min_tokens: int) -> int:
         """Return the maximum tokens of a completion: `max_tokens` of the request, if it is not None.
 
@@ -264,7 +317,7 @@ class RequestProcessor:
             raise InvalidRequest(message, param="min_tokens")
         return max_tokens
 
-    def _sampling_params(self, request: GenerationRequest) -> SamplingParams:
+    def _sampling_params(self, request: GenerationRequest, chat: ChatPlan | None) -> SamplingParams:
         """Return the sampling parameters for all prompts of a request. `plan` sets `max_tokens` for each prompt."""
         value, defaults = request.value, self.defaults.sampling
         return SamplingParams(
@@ -285,6 +338,7 @@ class RequestProcessor:
             logit_bias=tuple(_logit_bias(request).items()),
             allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
             bad_word_ids=_bad_word_ids(request.bad_words or (), self.tokenizer),
+            visible_token_ids=() if chat is None else chat.visible_token_ids,
         )
 
 

@@ -18,6 +18,7 @@ from model.tokenizer.bos_eos import read_tokenizer_config
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import ModelSettings, ServeSettings, context_length
 from service.preprocess.chat_format import ChatFormat, read_chat_format
+from service.preprocess.rerank_prompt import RerankPrompt, read_rerank_prompt
 from service.preprocess.template_process import TemplateProcess
 
 # Sampling fields that a checkpoint may set defaults for.
@@ -46,6 +47,7 @@ class RequestDefaults:
 class ServedModel:
     """Facts about the model that the API process needs. `template`: None if chat completions are switched off.
 
+    rerank: prompt of yes-no scores; None if scores are similarities of embeddings.
     special_tokens: text by role, `bos_token`, `eos_token` or `pad_token`, for each role that the model has.
     """
 
@@ -57,6 +59,7 @@ class ServedModel:
     template: ChatTemplate | None
     chat_format: ChatFormat
     special_tokens: Mapping[str, str]
+    rerank: RerankPrompt | None = None
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
         """Return the checkpoint's entries of the start-up listing by name: resolved settings and special tokens."""
@@ -71,6 +74,7 @@ class ServedModel:
             "max_context_length": self.max_context_length,
             "chat_template": "none" if self.template is None else self.template.origin,
             **self.chat_format.describe(),
+            "score_method": "embedding" if self.rerank is None else "yes-no",
             "generation_config": str(self.defaults) if settings.generation_config else "off",
             "begin_of_text": begin_names,
             "end_of_text": end_names,
@@ -105,6 +109,7 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
         template=template,
         chat_format=chat_format,
         special_tokens=texts,
+        rerank=read_rerank_prompt(settings, tokenizer),
     )
 
 

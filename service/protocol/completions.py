@@ -14,7 +14,6 @@ from service.protocol.request_model import (
     Prompts,
     RequestModel,
     TokenIds,
-    Unsupported,
     split_prompts,
 )
 from service.protocol.response_format import OutputConstraint, ResponseFormat, StructuredOutputs
@@ -144,15 +143,22 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = False
     logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: Annotated[Any, Unsupported("")] = None
+    suffix: Annotated[str | None, Field(description="text after the completion, for models with FIM tokens")] = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for `best_of` under `n`, and for `best_of` over `n` in a stream."""
+        """Raise InvalidRequest for `best_of` under `n` or in a stream, and for fields that `suffix` excludes."""
         super().check_fields()
         if self.num_samples < self.value("n"):
             raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}; raise best_of", param="best_of")
         if self.stream and self.is_ranked:
             raise InvalidRequest(f"best_of={self.best_of} cannot be streamed; leave out stream", param="best_of")
+        if self.suffix and self.echo:
+            raise InvalidRequest("echo cannot be used with suffix; leave out echo", param="echo")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens cannot be used with suffix; shorten prompt and suffix",
+                param="truncate_prompt_tokens",
+            )
 
     @property
     def num_samples(self) -> int:
@@ -169,8 +175,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Prompts of a completion request, in order. Raises InvalidRequest for an empty list or an empty prompt."""
-        return split_prompts(self.prompt, "prompt")
+        """Prompts of a completion request, in order. Raises InvalidRequest for an empty list or an empty prompt.
+
+        Before a suffix, an empty prompt is allowed.
+        """
+        return split_prompts(self.prompt, "prompt", can_be_empty=bool(self.suffix))
 
 
 class DetokenizeRequest(RequestModel):

@@ -114,10 +114,15 @@ def _field_name(place: tuple[int | str, ...]) -> str:
     return str(place[0])
 
 
-def split_prompts(value: str | list[str] | list[int] | list[list[int]], name: str) -> list[str | list[int]]:
-    """Return the prompts in the request field `name` as a list. Raises InvalidRequest for no prompt or an empty one."""
+def split_prompts(
+    value: str | list[str] | list[int] | list[list[int]], name: str, *, can_be_empty: bool = False
+) -> list[str | list[int]]:
+    """Return the prompts in the request field `name` as a list. Raises InvalidRequest for no prompt or an empty one.
+
+    can_be_empty: accept empty prompts.
+    """
     is_single = isinstance(value, str) or (value and isinstance(value[0], int))
     prompts: list[str | list[int]] = [value] if is_single else value  # type: ignore[assignment, list-item]
-    if not prompts or not all(prompts):
+    if not prompts or not (can_be_empty or all(prompts)):
         raise InvalidRequest(f"{name} must not be empty, nor contain an empty prompt", param=name)
     return prompts
