@@ -37,6 +37,7 @@ class SamplingParams:
     logit_bias: pairs of a token id and the number added to its logit.
     allowed_token_ids: the only tokens that may be sampled; empty allows all tokens.
     bad_word_ids: forbidden words as token ids. A word's last id is never sampled right after its other ids.
+    visible_token_ids: special tokens whose names are part of the completion's text, and which a grammar may produce.
 
     Raises:
         ValueError: a value is out of range; the message names the field and the range.
@@ -61,6 +62,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    visible_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -93,6 +95,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Return whether the most likely token is always sampled: temperatures under 1e-5 would overflow float32."""
         return self.temperature < 1e-5
+
+    def hidden_token_ids(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+        """Return the tokens that end the completion and add no text to it."""
+        if self.include_stop_str_in_output:
+            return frozenset()
+        return frozenset((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)))
 
     @property
     def has_penalties(self) -> bool:

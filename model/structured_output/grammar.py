@@ -1,6 +1,6 @@
 """Grammar-constrained decoding: llguidance's token masks over any tokenizer's vocabulary. Torch-free.
 
-Special tokens are never allowed, except end-of-text tokens where the grammar is complete.
+Special tokens are allowed only where a grammar names them, except end-of-text tokens where the grammar is complete.
 """
 
 import re
@@ -54,7 +54,7 @@ def _one_line(message: str) -> str:
 class Vocabulary:
     """Vocabulary of a tokenizer in the form that llguidance reads.
 
-    token_bytes: bytes that each token adds to a text; empty for special tokens.
+    token_bytes: bytes that each token adds to a text; for special tokens, the names by which grammars refer to them.
     eos_token_ids: ids of end-of-text tokens. If empty, an id beyond the vocabulary, which is never sampled, is used.
     tokenizer: encodes text that the grammar requires. With None, such text is split into the longest tokens.
     """
@@ -80,7 +80,9 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        token_bytes = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        # llguidance does not distinguish special tokens of equal bytes.
+        names = {token_id: name.encode() for name, token_id in tokenizer.special_tokens.items()}
+        token_bytes = [tokenizer.token_bytes(i) or names.get(i, b"") for i in range(tokenizer.vocab_size)]
         return cls(token_bytes, tokenizer.special_tokens.values(), tokenizer.eos_token_ids, tokenizer)
 
     def for_masks(self) -> LLTokenizer:

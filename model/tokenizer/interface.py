@@ -19,7 +19,7 @@ class Tokenizer(ABC):
 
     Attributes:
         vocab_size: the highest id plus one. Unused ids below `vocab_size` have no bytes and an empty name.
-        special_tokens: name and id of each special token. Special tokens add no text to a completion.
+        special_tokens: name and id of each special token. By default, special tokens add no text to a completion.
         eos_token_ids: ids of the EOS tokens, each of which ends a text. May be empty.
         bos_token_id: id of the BOS token, which is put before every prompt; None if prompts begin without one.
         longest_token: maximum number of text bytes that one token covers, special tokens excepted; None: no limit.
@@ -99,10 +99,14 @@ class StreamDecoder:
     """Incremental decoder of token ids that holds back the bytes of an incomplete character.
 
     The texts returned by all `push` calls and `flush`, joined, are the text that the ids add to a non-empty text.
+
+    visible_token_ids: special tokens that add their name to the text. Other special tokens add nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token_bytes = tokenizer.token_bytes
+    def __init__(self, tokenizer: Tokenizer, visible_token_ids: Iterable[int] = ()) -> None:
+        self._token_bytes = token_bytes = tokenizer.token_bytes
+        if names := {token_id: tokenizer.format_token_name(token_id).encode() for token_id in visible_token_ids}:
+            self._token_bytes = lambda token_id: token_bytes(token_id) or names.get(token_id, b"")
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._holds = False
 

@@ -141,6 +141,7 @@ class Engine:
         params, size, is_complete = submit.params, self._tokenizer.vocab_size, False
         rules = [*params.allowed_token_ids, *(token_id for token_id, _ in params.logit_bias)]
         rules += [token_id for word in params.bad_word_ids for token_id in word]
+        rules += params.visible_token_ids
         try:
             for ids in (submit.prompt_token_ids, submit.prior_token_ids, params.stop_token_ids, rules):
                 if ids and not 0 <= min(ids) <= max(ids) < size:  # an unknown id would fail the step of all sequences

@@ -16,14 +16,15 @@ class Detokenizer:
 
     Text that may be the beginning of a stop string is held back. The text ends at the stop string that is complete
     first; of stop strings that end at the same character, the longest counts. The text of a stop token or a stop string
-    is returned only if the request sets `include_stop_str_in_output`.
+    is returned only if the request sets `include_stop_str_in_output`. The same holds for the name of an EOS token that
+    ends the sequence, if the token is one of `visible_token_ids`.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._decoder = StreamDecoder(tokenizer)
+        self._decoder = StreamDecoder(tokenizer, params.visible_token_ids)
         self._stops = params.stop
         self._include_stop = params.include_stop_str_in_output
-        self._hidden_ids = frozenset(() if params.include_stop_str_in_output else params.stop_token_ids)
+        self._hidden_ids = params.hidden_token_ids(tokenizer.eos_token_ids)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._held = ""

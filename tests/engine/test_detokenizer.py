@@ -1,11 +1,14 @@
 """Streamed text with stop strings equals the whole text cut at the stop string, for any tokenization."""
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
 from service.engine.output_processor import Detokenizer
+from tests.chatml_model import chatml_tokenizer
 
 TOKENIZER = train_bpe(["abab abc cab bca aabbcc ä€😀"] * 4, 290)
 ALPHABET = "abc ä€😀"
@@ -99,3 +102,34 @@ def test_invalid_bytes_at_the_end_become_one_replacement_character() -> None:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=9))
     assert [detokenizer.push([byte])[1] for byte in "é".encode()[:1]] == [""]
     assert detokenizer.flush()[0] == "\ufffd"
+
+
+def test_visible_special_tokens_are_shown_by_name() -> None:
+    """Names are searched for stop strings. A visible token within a character ends the character."""
+    tokenizer = chatml_tokenizer()
+    end_of_text, start, end = tokenizer.special_tokens.values()
+
+    def shown(ids: list[int], **params: Any) -> str:
+        detokenizer = Detokenizer(tokenizer, SamplingParams(max_tokens=9, **params))
+        return detokenizer.push(ids, is_last=True)[1]
+
+    ids = [start, 97, 0xF0, start, end_of_text, 98]
+    assert shown(ids, ignore_eos=True) == "a\ufffdb"
+    assert shown(ids, ignore_eos=True, visible_token_ids=(start,)) == "<|im_start|>a\ufffd<|im_start|>b"
+    every = (end_of_text, start, end)
+    assert shown(ids, ignore_eos=True, visible_token_ids=every) == tokenizer.decode(ids)
+    assert shown(ids, visible_token_ids=every, stop=("a\ufffd<|im_st",)) == "<|im_start|>"
+
+
+def test_the_name_of_the_token_that_ends_a_sequence_is_text_only_with_include_stop_str_in_output() -> None:
+    tokenizer = chatml_tokenizer()
+    _, start, end = every = tuple(tokenizer.special_tokens.values())
+    for last, stop_token_ids in ((end, ()), (start, (start,))):
+        for include, text in ((False, "a"), (True, "a" + tokenizer.format_token_name(last))):
+            params = SamplingParams(
+                max_tokens=9,
+                stop_token_ids=stop_token_ids,
+                include_stop_str_in_output=include,
+                visible_token_ids=every,
+            )
+            assert Detokenizer(tokenizer, params).push([97, last], is_last=True)[1] == text

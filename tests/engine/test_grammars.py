@@ -5,12 +5,15 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
 from llguidance import LLMatcher
 
+from model.attention.backends import ATTENTION_BACKENDS
 from model.nn.reference_generate import generate
+from model.nn.transformer import Transformer
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar, json_grammar
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.engine.engine import Engine
@@ -19,6 +22,7 @@ from service.engine.execution.grammar_masks import Grammars
 from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import FinishReason, StepStats, TokenDelta
 from tests.engine.grammar_runs import TOKENIZER, ask, drive, make_engine, model
+from tests.tiny_model import tiny_config
 
 (EOS,) = TOKENIZER.eos_token_ids
 SCHEMA = {
@@ -162,6 +166,42 @@ def test_special_tokens_are_never_sampled_under_any_grammar() -> None:
     mark = LLMatcher.grammar_from_lark(f"start: <[{end - 1}]>")
     alone = drive(engine, [ask("s", mark, allowed_token_ids=(end - 1,))])["s"]
     assert alone.reason is FinishReason.REFUSED
+
+
+def test_a_grammar_produces_the_visible_special_tokens_that_it_names_and_no_others() -> None:
+    names = ("<|call|>", "<|done|>", "<|other|>", "<|end|>")
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    call, done, other, end = ids = range(256, 260)
+    tokenizer = ByteLevelTokenizer(
+        pattern=".",
+        ranks=ranks,
+        special_tokens=dict(zip(names, ids, strict=True)),
+        eos_token_ids=(end,),
+        bos_token_id=None,
+    )
+    tiny = Transformer(tiny_config(tokenizer.vocab_size), ATTENTION_BACKENDS["eager"]).eval()
+    engine = Engine(tiny, tokenizer, EngineConfig(num_blocks=200))
+    rules: dict[str, Any] = {
+        "logit_bias": ((call, 80.0), (done, 80.0), (other, 100.0)),
+        "visible_token_ids": (call, done),
+    }
+    by_id = LLMatcher.grammar_from_lark(f'start: (<[{call}]> | <[{other}]> | "x") /[ab]/ (<[{done}]> | "y") "c"')
+    by_name = LLMatcher.grammar_from_lark('start: (<|call|> | <|other|> | "x") /[ab]/ (<|done|> | "y") "c"')
+    outcomes = drive(
+        engine,
+        [
+            ask("both", by_id, **rules),
+            ask("name", by_name, **rules),
+            ask("call", by_id, **{**rules, "visible_token_ids": (call,)}),
+            ask("none", by_id, **{**rules, "visible_token_ids": ()}),
+            ask("text", LLMatcher.grammar_from_regex("(?s:.{4})"), **{**rules, "visible_token_ids": tuple(ids)}),
+        ],
+    )
+    assert re.fullmatch(r"<\|call\|>[ab]<\|done\|>c", outcomes["both"].text)
+    assert re.fullmatch(r"<\|call\|>[ab]<\|done\|>c", outcomes["name"].text)
+    assert re.fullmatch(r"<\|call\|>[ab]yc", outcomes["call"].text)
+    assert re.fullmatch("x[ab]yc", outcomes["none"].text)
+    assert max(outcomes["text"].token_ids[:-1]) < call
 
 
 @contextmanager

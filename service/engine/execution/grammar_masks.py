@@ -113,7 +113,11 @@ class Grammars:
         rows = [row for row, chunk in enumerate(sampling) if chunk.uid in self._matchers]
         if not rows:
             return None
-        work = [(self._matchers[sampling[row].uid], sampling[row].params.ignore_eos) for row in rows]
+        params = [sampling[row].params for row in rows]
+        work = [
+            (self._matchers[sampling[row].uid], its.ignore_eos, its.visible_token_ids)
+            for row, its in zip(rows, params, strict=True)
+        ]
         return Masks(tuple(rows), self._masks_thread.submit(self._allowed, work))
 
     def advance(self, sequence: SequenceState, token_id: int) -> bool:
@@ -130,19 +134,25 @@ class Grammars:
         can_sample_eos = self._eos_token_ids and not params.ignore_eos
         if (can_sample_eos and sequence.num_completion_tokens >= params.min_tokens) or not matcher.is_accepting():
             return False
-        return not self._allowed([(matcher, True)]).any()
+        return not self._allowed([(matcher, True, params.visible_token_ids)]).any()
 
-    def _allowed(self, work: Sequence[tuple[LLMatcher, bool]]) -> NDArray[np.bool_]:
-        """Return the token mask of each matcher, bool RV. `work`: matchers, each with True to forbid end-of-text."""
+    def _allowed(self, work: Sequence[tuple[LLMatcher, bool, tuple[int, ...]]]) -> NDArray[np.bool_]:
+        """Return the token mask of each matcher, bool RV.
+
+        work: matchers, each with True to forbid end-of-text, and the special tokens that the grammar may produce.
+        """
         allowed_RV = np.zeros((len(work), self._tokenizer.vocab_size), dtype=np.bool_)
-        for row, (matcher, excludes_eos) in enumerate(work):
+        for allowed_V, (matcher, excludes_eos, visible_token_ids) in zip(allowed_RV, work, strict=True):
             packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             if matcher.is_error():
                 continue
-            allowed_RV[row] = np.unpackbits(packed, count=allowed_RV.shape[1], bitorder="little")
+            allowed_V[:] = np.unpackbits(packed, count=len(allowed_V), bitorder="little")
+            visible = list(visible_token_ids)
+            allowed_visible = allowed_V[visible]
+            allowed_V[self._special_ids] = False  # Lark grammars can name special tokens
+            allowed_V[visible] = allowed_visible
             if excludes_eos:
-                allowed_RV[row, self._eos_token_ids] = False
-        allowed_RV[:, self._special_ids] = False  # Lark grammars can name special tokens
+                allowed_V[self._eos_token_ids] = False
         return allowed_RV
 
     def _compile(self, grammar: str) -> LLMatcher:
