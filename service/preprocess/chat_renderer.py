@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from model.chat.special_token_escaping import ForbiddenText, SpecialTokenEscaper
-from model.chat.template import ChatTemplate
+from model.chat.template import ChatTemplate, cut_at_continuation, mark_continuation
 from model.chat.template_sandbox import TemplateFailure
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.preprocess.template_process import TemplateProcess
@@ -50,6 +50,7 @@ class ChatPrompts:
         add_generation_prompt: bool,
         more: Mapping[str, Any] | None,
         add_special_tokens: bool = False,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Return the prompt token ids of a conversation.
 
@@ -57,6 +58,7 @@ class ChatPrompts:
             add_generation_prompt: end the prompt with the header of an assistant message.
             more: additional template variables from the client.
             add_special_tokens: begin with the begin-of-text token, unless the template has written one.
+            continue_final_message: end the prompt with the content of the final message.
 
         Raises:
             InvalidRequest: the server has no template, or the template or tokenizer rejects the conversation.
@@ -76,7 +78,7 @@ class ChatPrompts:
                 f"chat_template_kwargs: the variable {taken[0]} is set by the server; leave it out",
                 param="chat_template_kwargs",
             )
-        ids = await self._executor.run(partial(self._encode, variables, more))
+        ids = await self._executor.run(partial(self._encode, variables, more, continues=continue_final_message))
         begin = self._tokenizer.bos_token_id
         return [begin, *ids] if add_special_tokens and begin is not None and ids[:1] != [begin] else ids
 
@@ -84,10 +86,14 @@ class ChatPrompts:
         self._executor.close()
         self._process.close()
 
-    def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
+    def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any], *, continues: bool) -> list[int]:
         try:
             (*messages, extra), breaker = self._escaper.escape([*variables["messages"], more])
+            if continues:
+                messages = mark_continuation(messages)
             text = self._process.render({**variables, "messages": messages, **extra})
+            if continues:
+                text = cut_at_continuation(text)
             return self._escaper.encode(text, breaker)
         except TemplateFailure as failure:
             if failure.by_template:

@@ -38,7 +38,7 @@ def prompts(
     template = ChatTemplate(source="{{ messages[0].content }}", origin="here")
     made = ChatPrompts(template, tokenizer, max_waiting=2, wait_seconds=getattr(request, "param", 0.05))
 
-    def hang(*args: object) -> list[int]:
+    def hang(*args: object, continues: bool) -> list[int]:
         busy.wait()
         return [1]
 
