@@ -48,7 +48,8 @@ class Embeddings:
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
         """Split the texts of a request into groups to submit one by one. Only the first group has the queue timeout."""
-        processor, settings = self._context.processor, self._context.settings
+        settings = self._context.settings
+        processor = self._context.processor.parsing_special(asked.parse_special)
         processor.check_model(asked.model)
         inputs = split_prompts(asked.input, "input")
         processor.check_num_prompts(len(inputs), "input")

@@ -28,7 +28,14 @@ class ResponseBuilder(ABC):
     _event_type: ClassVar[type[responses.Completion] | type[responses.ChatCompletionChunk]]
 
     def __init__(
-        self, asked: GenerationRequest, *, response_id: str, created: int, model: str, tokenizer: Tokenizer
+        self,
+        asked: GenerationRequest,
+        *,
+        response_id: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        visible_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.asked = asked
         self._num_logprobs = asked.num_logprobs
@@ -37,7 +44,10 @@ class ResponseBuilder(ABC):
         self._created = created
         self._model = model
         self._logprob_format = LogprobFormat(
-            tokenizer=tokenizer, num_top=self._num_logprobs or 0, names_are_ids=bool(asked.return_tokens_as_token_ids)
+            tokenizer=tokenizer,
+            num_top=self._num_logprobs or 0,
+            names_are_ids=bool(asked.return_tokens_as_token_ids),
+            visible_token_ids=visible_token_ids,
         )
         self._prompt_format = LogprobFormat(tokenizer=tokenizer, num_top=asked.prompt_logprobs or 0)
         self._writers: dict[int, LogprobWriter] = {}  # by the choice's index
@@ -97,7 +107,9 @@ class CompletionBuilder(ResponseBuilder):
             if choice.index not in self._writers:
                 self._writers[choice.index] = LogprobWriter(self._logprob_format)
             prompt = choice.prompt_logprobs if is_first and self.asked.echoes else ()
-            built.logprobs = self._writers[choice.index].write(delta.logprobs or (), prompt=prompt)
+            built.logprobs = self._writers[choice.index].write(
+                delta.logprobs or (), prompt=prompt, num_hidden=choice.num_hidden_prompt_tokens
+            )
         if self._shows_ids:
             built.token_ids = delta.token_ids
             if is_first:

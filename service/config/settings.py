@@ -126,6 +126,9 @@ class ServeSettings(ModelSettings):
     chat_template: str = option("http", "auto", metavar="auto|plain|none|FILE", min_length=1)
     """chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), or a
     Jinja file"""
+    parse_special: bool = option("http", True)
+    """parse names of special tokens in the prompts of completions as these tokens, unless a request sets parse_special;
+    messages of chat completions are always plain text"""
     max_body_size: Size = option("http", "2MiB")
     """largest request body, 1KiB to 1GiB; a number alone is in MiB"""
     max_connections: int = option("http", 1024, ge=1, le=65_536)
