@@ -1,8 +1,9 @@
-"""Handlers of `/v1/completions` and `/v1/chat/completions`."""
+"""Handlers of `/v1/completions` and `/v1/chat/completions`, and of their `/render` routes."""
 
 import time
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import Request
 from starlette.responses import Response
@@ -11,10 +12,15 @@ from service.admission.controller import read_queue_policy
 from service.api.context import ApiContext, call
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream
+from service.http.request_io import json_response
+from service.preprocess.chat_renderer import ChatPlan
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest
-from service.requests.inflight import InflightRequest
+from service.protocol.responses import RenderedPrompt
+from service.requests.inflight import Choice, InflightRequest
+
+Asked: TypeAlias = CompletionRequest | ChatCompletionRequest
 
 
 class Completions:
@@ -29,15 +35,52 @@ class Completions:
     async def complete_chat(self, request: Request) -> Response:
         return await self._context.respond(request, partial(self._respond, ChatCompletionRequest, ChatBuilder))
 
+    async def render_prompt(self, request: Request) -> Response:
+        """Handle `POST /v1/completions/render`. Return what would be computed for each prompt, and compute nothing."""
+        return json_response(await self._render(CompletionRequest, CompletionBuilder, request))
+
+    async def render_chat(self, request: Request) -> Response:
+        """Handle `POST /v1/chat/completions/render`, as `render_prompt` for a conversation."""
+        (rendered,) = await self._render(ChatCompletionRequest, ChatBuilder, request)
+        return json_response(rendered)
+
+    async def _render(
+        self, model: type[Asked], builder: type[ResponseBuilder], request: Request
+    ) -> list[RenderedPrompt]:
+        body = await self._context.read_body(request)
+        asked = model.parse(body)
+        choices, _ = await self._plan(asked, time.monotonic(), size=len(body))
+        return [
+            RenderedPrompt(
+                request_id=builder.id_prefix + choice.submit.uid,
+                token_ids=choice.submit.prompt_token_ids,
+                model=self._context.served.model_name,
+                sampling_params={**asdict(choice.submit.params), "n": asked.value("n"), "seed": asked.seed},
+            )
+            for choice in choices[:: asked.num_samples]
+        ]
+
     async def _respond(
         self,
-        model: type[CompletionRequest | ChatCompletionRequest],
+        model: type[Asked],
         builder: type[ResponseBuilder],
         request: Request,
         body: bytes,
         arrival_seconds: float,
     ) -> Response:
         return await self.complete(model.parse(body), builder, request, arrival_seconds=arrival_seconds, size=len(body))
+
+    async def _plan(
+        self, asked: CompletionRequest | ChatCompletionRequest, arrival_seconds: float, *, size: int
+    ) -> tuple[list[Choice], ChatPlan | None]:
+        """Return the choices to compute for a request, and for a chat request its plan. `size`: bytes of the body."""
+        context, processor = self._context, self._context.processor
+        processor.check(asked)
+        chat = await context.chat.plan(asked) if isinstance(asked, ChatCompletionRequest) else None
+        constraint = asked.output_constraint if chat is None else chat.constraint
+        grammar = await context.grammar_checker.grammar(constraint)
+        plan = partial(processor.plan, asked, chat, arrival_seconds=arrival_seconds, grammar=grammar)
+        return await call(plan, in_thread=size > MAX_INLINE_CHARACTERS), chat
 
     async def complete(
         self,
@@ -58,24 +101,21 @@ class Completions:
             size: bytes of the body. A thread encodes the prompts of a large one.
             about: further arguments of the builder.
         """
-        context, processor = self._context, self._context.processor
-        processor.check(asked)
-        chat = await context.chat.plan(asked) if isinstance(asked, ChatCompletionRequest) else None
-        constraint = asked.output_constraint if chat is None else chat.constraint
-        grammar = await context.grammar_checker.grammar(constraint)
-        plan = partial(processor.plan, asked, chat, arrival_seconds=arrival_seconds, grammar=grammar)
-        choices = await call(plan, in_thread=size > MAX_INLINE_CHARACTERS)
+        context = self._context
+        choices, chat = await self._plan(asked, arrival_seconds, size=size)
         live = InflightRequest(
             choices=choices,
             arrival_seconds=arrival_seconds,
             terms=read_queue_policy(request, asked.timeout, context.settings),
         )
+        params, eos_token_ids = choices[0].submit.params, context.served.tokenizer.eos_token_ids
         response_builder = builder(
             asked,
             response_id=builder.id_prefix + choices[0].submit.uid,
             created=int(time.time()),
             model=context.served.model_name,
             tokenizer=context.served.tokenizer,
+            visible_token_ids=frozenset(params.visible_token_ids) - params.hidden_token_ids(eos_token_ids),
             chat=chat,
             **about,
         )

@@ -57,6 +57,7 @@ class ApiContext:
             defaults=served.defaults,
             aliases=settings.model_alias,
             max_prompts=settings.max_prompts,
+            parse_special=settings.parse_special,
         )
         self.chat = ChatPrompts(
             served.template, served.tokenizer, served.chat_format, max_waiting=admission.max_num_sequences

@@ -49,7 +49,8 @@ class Embeddings:
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
         """Return the sequences of a request's texts, in groups to submit one by one."""
-        processor, settings = self._context.processor, self._context.settings
+        settings = self._context.settings
+        processor = self._context.processor.parsing_special(asked.parse_special)
         processor.check_model(asked.model)
         inputs = split_prompts(asked.input, "input")
         processor.check_num_prompts(len(inputs), "input")

@@ -41,6 +41,7 @@ class ResponseBuilder(ABC):
         created: int,
         model: str,
         tokenizer: Tokenizer,
+        visible_token_ids: frozenset[int] = frozenset(),
         chat: ChatPlan | None = None,
     ) -> None:
         self.asked = asked
@@ -54,7 +55,10 @@ class ResponseBuilder(ABC):
         self._created = created
         self._model = model
         self._logprob_format = LogprobFormat(
-            tokenizer=tokenizer, num_top=self._num_logprobs or 0, names_are_ids=bool(asked.return_tokens_as_token_ids)
+            tokenizer=tokenizer,
+            num_top=self._num_logprobs or 0,
+            names_are_ids=bool(asked.return_tokens_as_token_ids),
+            visible_token_ids=visible_token_ids,
         )
         self._prompt_format = LogprobFormat(tokenizer=tokenizer, num_top=asked.prompt_logprobs or 0)
         self._writers: dict[int, LogprobWriter] = {}  # by the choice's index
@@ -168,7 +172,9 @@ class CompletionBuilder(ResponseBuilder):
             if choice.index not in self._writers:
                 self._writers[choice.index] = LogprobWriter(self._logprob_format)
             prompt = choice.prompt_logprobs if is_first and self.asked.echoes else ()
-            built.logprobs = self._writers[choice.index].write(delta.logprobs or (), prompt=prompt)
+            built.logprobs = self._writers[choice.index].write(
+                delta.logprobs or (), prompt=prompt, num_hidden=choice.num_hidden_prompt_tokens
+            )
         if self._shows_ids:
             built.token_ids = delta.token_ids
             if is_first:

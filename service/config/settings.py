@@ -130,6 +130,9 @@ class ServeSettings(ModelSettings):
     """format in which the model writes tool calls; auto: the chat template's, else hermes"""
     reasoning_format: str = option("http", "auto", metavar="auto|none|NAME")
     """marks of the model's reasoning, which responses separate from the content; auto: the chat template's"""
+    parse_special: bool = option("http", True)
+    """parse names of special tokens in the prompts of completions as these tokens, unless a request sets parse_special;
+    messages of chat completions are always plain text"""
     max_body_size: Size = option("http", "2MiB")
     """largest request body, 1KiB to 1GiB; a number alone is in MiB"""
     max_connections: int = option("http", 1024, ge=1, le=65_536)

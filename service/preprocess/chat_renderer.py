@@ -8,7 +8,7 @@ from typing import Any
 from model.chat.output_parser import OutputParser
 from model.chat.reasoning import begins_in_reasoning
 from model.chat.special_token_escaping import ForbiddenText, SpecialTokenEscaper
-from model.chat.template import ChatTemplate
+from model.chat.template import ChatTemplate, cut_at_continuation, mark_continuation
 from model.chat.template_sandbox import TemplateFailure
 from model.chat.tool_formats.tool_format import ToolSchema
 from model.chat.tool_prompt import write_tools_as_text
@@ -94,7 +94,8 @@ class ChatPrompts:
         token_ids, is_reasoning = await self._render(
             asked.messages,
             tools=tools,
-            add_generation_prompt=asked.value("add_generation_prompt"),
+            add_generation_prompt=asked.adds_generation_prompt,
+            continue_final_message=bool(asked.continue_final_message),
             more=more,
         )
         schemas = [
@@ -121,6 +122,7 @@ class ChatPrompts:
         more: Mapping[str, Any] | None,
         tools: Sequence[ToolDefinition] = (),
         add_special_tokens: bool = False,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Return the prompt token ids of a conversation.
 
@@ -129,13 +131,20 @@ class ChatPrompts:
             more: additional template variables from the client.
             tools: tools that the template describes.
             add_special_tokens: begin with the begin-of-text token, unless the template has written one.
+            continue_final_message: end the prompt with the content of the final message.
 
         Raises:
             InvalidRequest: the server has no template, or the template or tokenizer rejects the conversation.
             EngineFailed: the template failed, and the client passed no variables that may be the cause.
             Overloaded: too many conversations wait for the thread, or this conversation waited too long.
         """
-        ids, _ = await self._render(messages, tools=tools, add_generation_prompt=add_generation_prompt, more=more or {})
+        ids, _ = await self._render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            more=more or {},
+        )
         begin = self._tokenizer.bos_token_id
         return [begin, *ids] if add_special_tokens and begin is not None and ids[:1] != [begin] else ids
 
@@ -145,6 +154,7 @@ class ChatPrompts:
         *,
         tools: Sequence[ToolDefinition],
         add_generation_prompt: bool,
+        continue_final_message: bool,
         more: Mapping[str, Any],
     ) -> tuple[list[int], bool | None]:
         """Return the prompt token ids of a conversation, and whether it ends in reasoning, as for `OutputParser`."""
@@ -163,7 +173,7 @@ class ChatPrompts:
                 f"chat_template_kwargs: the variable {taken[0]} is set by the server; leave it out",
                 param="chat_template_kwargs",
             )
-        return await self._executor.run(partial(self._encode, variables, more))
+        return await self._executor.run(partial(self._encode, variables, more, continues=continue_final_message))
 
     def close(self) -> None:
         self._executor.close()
@@ -202,16 +212,23 @@ class ChatPrompts:
             return None
         return _EFFORT_TOKENS.get(asked.reasoning_effort) if form.reasoning.closing in form.mark_ids else None
 
-    def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> tuple[list[int], bool | None]:
+    def _encode(
+        self, variables: Mapping[str, Any], more: Mapping[str, Any], *, continues: bool
+    ) -> tuple[list[int], bool | None]:
         form, tools = self._form, variables["tools"] or []
         try:
             (*messages, extra), breaker = self._escaper.escape([*variables["messages"], {"tools": tools, "more": more}])
             tools = extra["tools"]
             if not form.template_knows_tools:
                 messages, tools = write_tools_as_text(messages, tools, form.tools), []
+            prefill = messages[-1].get("content", "") if continues else ""
+            if continues:
+                messages = mark_continuation(messages)
             given = {**variables, "messages": messages, "tools": tools or None, **extra["more"]}
             text = self._process.render(given)
-            is_reasoning = None if form.reasoning is None else begins_in_reasoning(text, form.reasoning)
+            if continues:
+                text = cut_at_continuation(text)
+            is_reasoning = None if form.reasoning is None else begins_in_reasoning(text, form.reasoning, prefill)
             return self._escaper.encode(text, breaker), is_reasoning
         except TemplateFailure as failure:
             if failure.by_template:

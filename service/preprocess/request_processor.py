@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import msgspec
 
@@ -37,6 +38,7 @@ class RequestProcessor:
     max_context_length: maximum tokens of a sequence, prompt and completion together.
     max_num_choices: maximum number of choices of one request, over all its prompts.
     aliases: further names that requests may give as `model`.
+    parse_special: parse the names of special tokens in texts as these tokens, unless a request sets the field.
     """
 
     tokenizer: Tokenizer
@@ -46,6 +48,7 @@ class RequestProcessor:
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
     aliases: tuple[str, ...] = ()
     max_prompts: int = MAX_PROMPTS
+    parse_special: bool = True
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless `name` is the served model's name, an alias or None."""
@@ -82,8 +85,9 @@ class RequestProcessor:
         clause = ", which leaves no room for a completion"
         if max_tokens is not None:
             clause = f" and max_tokens is {max_tokens}{', its default' if asked is None else ''}"
+        processor = self.parsing_special(getattr(request, "parse_special", None))
         encode = partial(
-            self.encode_prompt,
+            processor.encode_prompt,
             param=prompt_param,
             # A completion without a length gets the rest of the context, so at least 1 token must fit.
             max_tokens=self.max_context_length - (1 if max_tokens is None else max_tokens),
@@ -112,7 +116,7 @@ class RequestProcessor:
                 cache_salt=request.cache_salt or "",
                 grammar=grammar,
             )
-            choices += self._samples(
+            choices += processor._samples(
                 *(request, prompt, submit, len(choices)), has_length=max_tokens is not None, chat=chat
             )
         return choices
@@ -178,10 +182,12 @@ class RequestProcessor:
         chat: ChatPlan | None,
     ) -> list[Choice]:
         """Return the choices of one prompt, one per sample, with indices from `first`, all made from `submit`."""
-        text = ""
+        text, num_hidden = "", 0
         if request.echoes:
-            is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
-            text = str(prompt) if is_whole else prompt_text(self.tokenizer, submit.prompt_token_ids)
+            num_hidden = self._num_hidden_tokens(request, prompt)
+            text = prompt_text(self.tokenizer, submit.prompt_token_ids, num_hidden=num_hidden)
+            if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
+                text = prompt
         num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
         num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
         logprobs = list[TokenLogprob]()
@@ -192,6 +198,7 @@ class RequestProcessor:
                 prompt_index=first // request.num_samples,
                 prompt_text=text,
                 prompt_logprobs=logprobs,
+                num_hidden_prompt_tokens=num_hidden,
                 submit=msgspec.structs.replace(
                     submit,
                     uid=uuid.uuid4().hex,
@@ -207,6 +214,18 @@ class RequestProcessor:
             )
             for sample in range(request.num_samples)
         ]
+
+    def _num_hidden_tokens(self, request: GenerationRequest, prompt: str | list[int]) -> int:
+        """Return the number of first prompt tokens among which special tokens are not part of the echoed prompt.
+
+        A string has the names of its special tokens, but not the begin-of-text token that the server puts before it.
+        """
+        if not isinstance(prompt, str):
+            return len(prompt) if request.value("skip_special_tokens") else 0
+        bos_token_id = self.tokenizer.bos_token_id
+        if bos_token_id is None:
+            return 0
+        return int(not (self.parse_special and prompt.startswith(self.tokenizer.format_token_name(bos_token_id))))
 
     def check(self, request: GenerationRequest) -> None:
         """Raise an `ApiError` for an unknown model, too many prompts or choices, or a token id out of vocabulary."""
@@ -242,14 +261,22 @@ class RequestProcessor:
                 f"{param}: token id {wrong} is out of vocabulary; ids are 0 to {size - 1}", param=param
             )
 
+    def parsing_special(self, asked: bool | None) -> Self:
+        """Return this processor with the value of a request's field `parse_special`, unless it is None."""
+        return self if asked is None else dataclasses.replace(self, parse_special=asked)
+
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:
-        """Return a text's token ids, after a begin-of-text token if `begin`. Raises InvalidRequest on failure."""
+        """Return a text's token ids. Raises InvalidRequest on failure.
+
+        begin: put the begin-of-text token before the text, unless the text begins with it.
+        """
         try:
-            token_ids = self.tokenizer.encode(text)
+            token_ids = self.tokenizer.encode(text, parse_special=self.parse_special)
         except TokenizerError as error:
             raise InvalidRequest(str(error), param=param) from None
         bos_token_id = self.tokenizer.bos_token_id
-        return token_ids if bos_token_id is None or not begin else [bos_token_id, *token_ids]
+        has_bos = bos_token_id is None or token_ids[:1] == [bos_token_id]
+        return [bos_token_id, *token_ids] if begin and not has_bos else token_ids  # type: ignore[list-item]
 
     def encode_prompt(
         self,
@@ -299,8 +326,16 @@ class RequestProcessor:
 
     def _least_tokens(self, text: str) -> int:
         """Return a lower bound of a text's number of tokens, without tokenizing the text."""
-        longest = self.tokenizer.longest_token
-        return 0 if longest is None else -(-len(text.encode(errors="replace")) // longest)
+        longest, num_bytes = self.tokenizer.longest_token, len(text.encode(errors="replace"))
+        if longest is not None and num_bytes > longest * self.max_context_length:
+            longest = max([longest, *(len(name.encode()) for name in self.tokenizer.special_tokens)])
+        return 0 if longest is None else -(-num_bytes // longest)
+
+    def _visible_token_ids(self, request: GenerationRequest, chat: ChatPlan | None) -> tuple[int, ...]:
+        """Return the special tokens whose names are part of the completion's text."""
+        if not request.value("skip_special_tokens"):
+            return tuple(self.tokenizer.special_tokens.values())
+        return () if chat is None else chat.visible_token_ids
 
     def _length(self, num_prompt_tokens: int, max_tokens: int | None, min_tokens: int) -> int:
         """Return the maximum tokens of a completion: `max_tokens` of the request, if it is not None.
@@ -338,7 +373,7 @@ class RequestProcessor:
             logit_bias=tuple(_logit_bias(request).items()),
             allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
             bad_word_ids=_bad_word_ids(request.bad_words or (), self.tokenizer),
-            visible_token_ids=() if chat is None else chat.visible_token_ids,
+            visible_token_ids=self._visible_token_ids(request, chat),
         )
 
 

@@ -8,7 +8,7 @@ from pydantic_core import from_json
 
 from service.protocol.completions import Count, GenerationRequest, NumLogprobs
 from service.protocol.errors import InvalidRequest
-from service.protocol.request_model import MAX_MESSAGES, RequestModel, Unsupported
+from service.protocol.request_model import MAX_MESSAGES, ParseSpecial, RequestModel, Unsupported
 from service.protocol.tools import (
     MAX_TOOLS,
     TOOL_CHOICE_ERROR,
@@ -125,7 +125,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
-    add_generation_prompt: bool | None = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     logprobs: bool | None = False
@@ -148,7 +149,6 @@ class ChatCompletionRequest(GenerationRequest):
     store: Annotated[Any, Unsupported(False)] = None
     metadata: Annotated[Any, Unsupported({})] = None
     echo: Annotated[Any, Unsupported(False)] = None
-    continue_final_message: Annotated[Any, Unsupported(False)] = None
     chat_template: Annotated[Any, Unsupported()] = None
 
     def check_fields(self) -> None:
@@ -160,6 +160,7 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest(
                 "top_logprobs needs logprobs: true; set logprobs, or leave out top_logprobs", param="top_logprobs"
             )
+        _ = self.adds_generation_prompt
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
             raise InvalidRequest(
@@ -175,6 +176,21 @@ class ChatCompletionRequest(GenerationRequest):
     def callable_tools(self) -> tuple[list[ToolDefinition], bool]:
         """Tools that the completion may call, and True if it must call one. Raises InvalidRequest."""
         return callable_tools(self.tools, self.tool_choice)
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """True if the prompt ends with the beginning of an assistant message."""
+        return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
+
+
+def _adds_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
+    """Return `asked`; if it is None, True unless the final message is continued. Raises InvalidRequest for both."""
+    if asked and continue_final_message:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message must not both be true; leave out one of them",
+            param="continue_final_message",
+        )
+    return not continue_final_message if asked is None else asked
 
 
 class TokenizeRequest(RequestModel):
@@ -193,8 +209,9 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
+    parse_special: ParseSpecial = None
+    continue_final_message: bool | None = None
     # Fields that vLLM's clients send. Only values without effect are accepted.
-    continue_final_message: Literal[False] | None = None
     chat_template: None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
 
@@ -202,13 +219,26 @@ class TokenizeRequest(RequestModel):
         """Return the text or the messages to tokenize. Raises InvalidRequest for missing or contradictory fields."""
         if (self.prompt is None) is (self.messages is None):
             raise InvalidRequest("the body needs either prompt or messages, and not both", param="prompt")
-        if self.messages is not None:
-            if not self.messages:
-                raise InvalidRequest("messages must not be empty", param="messages")
-            check_messages(self.messages)
-            return self.messages
-        assert self.prompt is not None
-        for name in ("add_generation_prompt", "chat_template_kwargs"):
-            if getattr(self, name) is not None:
-                raise InvalidRequest(f"{name} applies only to messages, not to prompt; leave it out", param=name)
-        return self.prompt
+        others: dict[str, Any] = {"parse_special": self.parse_special}
+        if self.prompt is not None:
+            others = {
+                "add_generation_prompt": self.add_generation_prompt,
+                "continue_final_message": self.continue_final_message or None,
+                "chat_template_kwargs": self.chat_template_kwargs,
+            }
+        subject, other = ("messages", "prompt") if self.prompt is None else ("prompt", "messages")
+        for name, value in others.items():
+            if value is not None:
+                raise InvalidRequest(f"{name} applies only to {other}, not to {subject}; leave it out", param=name)
+        if self.messages is None:
+            assert self.prompt is not None
+            return self.prompt
+        if not self.messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        check_messages(self.messages)
+        return self.messages
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """True if the rendered messages end with the beginning of an assistant message."""
+        return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)

@@ -11,9 +11,11 @@ from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import (
     NUM_KEPT_ERROR,
     PROMPTS_ERROR,
+    ParseSpecial,
     Prompts,
     RequestModel,
     TokenIds,
+    Unsupported,
     split_prompts,
 )
 from service.protocol.response_format import OutputConstraint, ResponseFormat, StructuredOutputs
@@ -87,6 +89,9 @@ class GenerationRequest(RequestModel):
     priority: Priority | None = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     timeout: Timeout | None = None
+    skip_special_tokens: Annotated[bool | None, Field(description="false: special tokens add their names")] = True
+    spaces_between_special_tokens: Annotated[bool | None, Field(description="no effect")] = True
+    detokenize: Annotated[Any, Unsupported(True)] = None
 
     def check_fields(self) -> None:
         """Raise InvalidRequest for a field that needs another field, and for an invalid output constraint."""
@@ -143,6 +148,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = False
     logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    parse_special: ParseSpecial = None
     suffix: Annotated[str | None, Field(description="text after the completion, for models with FIM tokens")] = None
 
     def check_fields(self) -> None:

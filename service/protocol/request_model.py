@@ -17,6 +17,10 @@ Prompts = Annotated[
     str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
     Field(description=f"a string or a list of token ids, or a list of up to {MAX_PROMPTS} such prompts"),
 ]
+ParseSpecial = Annotated[
+    bool | None,
+    Field(description="parse names of special tokens in a text as these tokens (default: --parse-special)"),
+]
 PROMPTS_ERROR = f"must be a string, a list of token ids, or a list of up to {MAX_PROMPTS} strings or token-id lists"
 NUM_KEPT_ERROR = "must be a whole number from 1, or -1 to keep as many tokens as the context allows"
 

@@ -257,6 +257,18 @@ class Tokenized(msgspec.Struct, kw_only=True):
     token_strs: list[str] | None = None
 
 
+class RenderedPrompt(msgspec.Struct, kw_only=True):
+    """Response of the `/render` routes: what a request computes for one prompt, in the shape of vLLM's.
+
+    `sampling_params.seed` is null if each completion gets a random seed.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    model: str
+    sampling_params: dict[str, Any]
+
+
 class TokenizerInfo(msgspec.Struct, kw_only=True):
     """Response of `/tokenizer_info`: texts of special tokens, and the Jinja chat template. Null: the model has none."""
 

@@ -27,6 +27,8 @@ MAX_BACKLOG: Final = 8192
 class Choice:
     """One completion of a request: the `index`th of the response, for the `prompt_index`th prompt.
 
+    num_hidden_prompt_tokens: number of first prompt tokens among which special tokens add no text to `prompt_text`.
+
     prompt_logprobs: one list, shared by all samples of a prompt. The first sample fills the list before the first token
         of another sample, because the engine serves equal priorities in arrival order.
     """
@@ -35,6 +37,7 @@ class Choice:
     prompt_index: int
     prompt_text: str
     submit: Submit
+    num_hidden_prompt_tokens: int = 0
     has_requested_length: bool = True  # the client set a maximum length; else `max_tokens` is the rest of the context
     grammar_param: str | None = None  # request field of the grammar
     num_prompt_logprobs: int | None = None  # alternatives per prompt token that the first sample requests

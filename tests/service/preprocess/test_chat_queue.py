@@ -39,7 +39,7 @@ def prompts(
     template = ChatTemplate(source="{{ messages[0].content }}", origin="here")
     made = ChatPrompts(template, tokenizer, ChatFormat(), max_waiting=2, wait_seconds=getattr(request, "param", 0.05))
 
-    def hang(*args: object) -> tuple[list[int], None]:
+    def hang(*args: object, continues: bool) -> tuple[list[int], None]:
         busy.wait()
         return [1], None
 

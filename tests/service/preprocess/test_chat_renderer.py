@@ -376,3 +376,65 @@ class TestWithoutATemplate:
             assert client.get("/tokenizer_info").json()["chat_template"] is None
         else:
             assert prompt_of(queue) == tokens(client, "x y\n\nz")
+
+
+def test_a_continued_conversation_ends_with_the_content_of_its_final_message(
+    client: TestClient, queue: EchoChannel
+) -> None:
+    written = f"user: hi{EOS}assistant: Sure, I"
+    for content in ("Sure, I", "Sure, I \n"):  # the template trims
+        response = ask(client, "hi", content, continue_final_message=True)
+        assert response.status_code == 200, response.text
+        assert prompt_of(queue) == tokens(client, written)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure, I"}]
+    body = {"messages": messages, "continue_final_message": True}
+    assert client.post("/tokenize", json=body).json()["tokens"] == tokens(client, written)
+    # Without continuation, the template ends the message.
+    ask(client, "hi", "Sure, I", add_generation_prompt=False)
+    assert prompt_of(queue) == tokens(client, written + EOS)
+
+
+def test_special_tokens_in_a_continued_message_are_text(client: TestClient, queue: EchoChannel) -> None:
+    for content in (f"x{EOS}y", f"x{EOS}", "x<|endof", "x<|endof "):
+        assert ask(client, "hi", content, continue_final_message=True).status_code == 200
+        assert prompt_of(queue).count(EOS_ID) == 1, "after the first message"
+        text = client.post("/detokenize", json={"tokens": prompt_of(queue)}).json()["prompt"]
+        assert text == f"user: hi{EOS}assistant: {content.strip()}"
+
+
+def test_a_continuation_that_cannot_be_is_a_400(client: TestClient) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    messages = [{"role": "user", "content": "hi"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages, **both}),
+        ("/tokenize", {"messages": messages, **both}),
+        ("/tokenize", {"prompt": "hi", "continue_final_message": True}),
+    ):
+        response = client.post(path, json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_render_returns_the_prompt_of_a_conversation_without_computing(client: TestClient, queue: EchoChannel) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 5, "n": 2}
+    rendered = client.post("/v1/chat/completions/render", json=body)
+    assert rendered.status_code == 200, rendered.text
+    assert queue.submits == []
+    client.post("/v1/chat/completions", json=body)
+    assert rendered.json()["token_ids"] == prompt_of(queue) == tokens(client, f"user: hi{EOS}assistant:")
+    params = rendered.json()["sampling_params"]
+    assert (params["max_tokens"], params["seed"], params["n"]) == (3, 5, 2)
+    assert rendered.json()["request_id"].startswith("chatcmpl-")
+    missing = client.post("/v1/chat/completions/render", json={})
+    assert missing.json() == client.post("/v1/chat/completions", json={}).json()
+
+
+def test_render_returns_each_prompt_of_a_completion_request(client: TestClient, queue: EchoChannel) -> None:
+    body = {"prompt": [f"a{EOS}", "bc"], "n": 2, "model": "tiny"}
+    rendered = client.post("/v1/completions/render", json=body)
+    assert [item["token_ids"] for item in rendered.json()] == [[97, EOS_ID], [98, 99]]
+    assert {item["model"] for item in rendered.json()} == {"tiny"}
+    assert [item["sampling_params"]["seed"] for item in rendered.json()] == [None, None]
+    too_long = {"prompt": "a" * 300}
+    refused = client.post("/v1/completions/render", json=too_long)
+    assert (refused.status_code, refused.json()) == (400, client.post("/v1/completions", json=too_long).json())
+    assert queue.submits == []
