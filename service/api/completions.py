@@ -1,5 +1,6 @@
 """Handlers of `/v1/completions` and `/v1/chat/completions`, and of their `/render` routes."""
 
+import re
 import time
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +21,13 @@ from service.protocol.completions import CompletionRequest
 from service.protocol.responses import RenderedPrompt
 from service.requests.inflight import Choice, InflightRequest
 
+_MAX_NAMED_FIELDS = 32  # in the header x-ignored-fields
 Asked: TypeAlias = CompletionRequest | ChatCompletionRequest
+
+
+def _header_list(names: list[str]) -> bytes:
+    """Return names as the value of a header, joined by commas. Characters that a header cannot have become `?`."""
+    return re.sub(r"[^!-~]", "?", ",".join(names[:_MAX_NAMED_FIELDS])).encode("ascii")
 
 
 class Completions:
@@ -121,5 +128,9 @@ class Completions:
         )
         delivery = CompletionStream if asked.stream else CompletionBody
         response = delivery(live, response_builder, metrics=context.metrics, finish=context.engine_client.finish)
+        if ignored := asked.ignored_fields:
+            response.raw_headers.append((b"x-ignored-fields", _header_list(ignored)))
+            for name in {name.partition("[")[0] for name in ignored}:
+                context.metrics.count("ignored_fields", name)
         context.engine_client.submit(live)
         return response

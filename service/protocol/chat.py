@@ -8,7 +8,7 @@ from pydantic_core import from_json
 
 from service.protocol.completions import Count, GenerationRequest, NumLogprobs
 from service.protocol.errors import InvalidRequest
-from service.protocol.request_model import MAX_MESSAGES, ParseSpecial, RequestModel, Unsupported
+from service.protocol.request_model import IGNORED, MAX_MESSAGES, ParseSpecial, RequestModel, Unsupported
 from service.protocol.tools import (
     MAX_TOOLS,
     TOOL_CHOICE_ERROR,
@@ -31,27 +31,34 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh",
 
 
 class TextPart(RequestModel):
-    """A text part of a message."""
+    """A text part of a message. The types other than `text` are those of the Responses API."""
 
-    type: Literal["text"]
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class Message(RequestModel):
-    """One message of a conversation. The role `developer` means `system`, and chat templates get it as `system`."""
+    """One message of a conversation. The role `developer` means `system`, and chat templates get it as `system`.
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    Other roles than system, user, assistant and tool are for templates that know them.
+    """
+
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
+    role: Annotated[str, Field(pattern=r"^[a-zA-Z0-9 _.-]{1,64}$")]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # Fields of a response message, which clients send back in the next request. Only empty values are accepted.
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
+    function_call: Annotated[Any, Unsupported()] = None
+    # Fields of a response message, which clients send back in the next request.
+    refusal: IGNORED = None
+    annotations: IGNORED = None
+    audio: IGNORED = None
 
     @property
     def text(self) -> str:
@@ -127,8 +134,6 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Count | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -142,12 +147,13 @@ class ChatCompletionRequest(GenerationRequest):
     function_call: Annotated[Any, Unsupported("none", "auto")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
     audio: Annotated[Any, Unsupported()] = None
-    prediction: Annotated[Any, Unsupported()] = None
-    verbosity: Annotated[Any, Unsupported()] = None
-    web_search_options: Annotated[Any, Unsupported()] = None
-    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
-    store: Annotated[Any, Unsupported(False)] = None
-    metadata: Annotated[Any, Unsupported({})] = None
+    web_search_options: Annotated[Any, Unsupported({})] = None
+    documents: Annotated[Any, Unsupported([])] = None
+    best_of: Annotated[Any, Unsupported(1)] = None
+    prediction: IGNORED = None
+    verbosity: IGNORED = None
+    service_tier: IGNORED = None
+    store: IGNORED = None
     echo: Annotated[Any, Unsupported(False)] = None
     chat_template: Annotated[Any, Unsupported()] = None
 

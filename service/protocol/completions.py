@@ -9,6 +9,7 @@ from pydantic import Field
 from model.sampling import params
 from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import (
+    IGNORED,
     NUM_KEPT_ERROR,
     PROMPTS_ERROR,
     ParseSpecial,
@@ -18,7 +19,17 @@ from service.protocol.request_model import (
     Unsupported,
     split_prompts,
 )
-from service.protocol.response_format import OutputConstraint, ResponseFormat, StructuredOutputs
+from service.protocol.response_format import (
+    GUIDED,
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedRegex,
+    OutputConstraint,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    guided_constraint,
+)
 
 # Each token's text is searched for every stop string, so stop strings are bounded.
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -92,6 +103,30 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: Annotated[bool | None, Field(description="false: special tokens add their names")] = True
     spaces_between_special_tokens: Annotated[bool | None, Field(description="no effect")] = True
     detokenize: Annotated[Any, Unsupported(True)] = None
+    # Older names of `structured_outputs` in vLLM.
+    guided_json: Schema | str | None = None
+    guided_regex: GuidedRegex | None = None
+    guided_choice: GuidedChoice | None = None
+    guided_grammar: GuidedGrammar | None = None
+    # Beam search is not served, and its fields are accepted without it.
+    use_beam_search: Annotated[Any, Unsupported(False)] = None
+    length_penalty: Annotated[Any, Unsupported(1, 1.0)] = None
+    early_stopping: IGNORED = None
+    logprob_token_ids: Annotated[Any, Unsupported([])] = None
+    vllm_xargs: Annotated[Any, Unsupported({})] = None
+    # Fields of OpenAI's, vLLM's, llama.cpp's and Ollama's clients that change nothing here.
+    metadata: IGNORED = None
+    safety_identifier: IGNORED = None
+    prompt_cache_key: IGNORED = None
+    prompt_cache_retention: IGNORED = None
+    request_id: IGNORED = None
+    cache_prompt: IGNORED = None
+    keep_alive: IGNORED = None
+    id_slot: IGNORED = None
+    timings_per_token: IGNORED = None
+    return_progress: IGNORED = None
+    guided_decoding_backend: IGNORED = None
+    guided_whitespace_pattern: IGNORED = None
 
     def check_fields(self) -> None:
         """Raise InvalidRequest for a field that needs another field, and for an invalid output constraint."""
@@ -113,11 +148,16 @@ class GenerationRequest(RequestModel):
     def output_constraint(self) -> OutputConstraint | None:
         """Output format that completions must follow; None: any text. Raises InvalidRequest for two formats."""
         wanted = None if self.response_format is None else self.response_format.constraint()
-        if self.structured_outputs is None:
+        guided = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
+        others = list(guided) if self.structured_outputs is None else ["structured_outputs", *guided]
+        if not others:
             return wanted
-        if wanted is not None:
-            raise InvalidRequest("give response_format or structured_outputs, not both", param="structured_outputs")
-        return self.structured_outputs.constraint()
+        if wanted is not None or len(others) > 1:
+            names = ["response_format"] * (wanted is not None) + others
+            raise InvalidRequest(f"give only one of {' and '.join(names)}", param=others[0])
+        if self.structured_outputs is not None:
+            return self.structured_outputs.constraint()
+        return guided_constraint(others[0], guided[others[0]])
 
     @property
     def num_samples(self) -> int:

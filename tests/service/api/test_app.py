@@ -88,9 +88,9 @@ def test_neutral_fields_of_vllm_clients_change_nothing(client: TestClient) -> No
         "return_token_strs": None,
     }
     assert client.post("/tokenize", json={"messages": messages, **more}).json() == plain
-    for name, value in (("chat_template", "x"), ("tools", [{}])):
+    for name, value, param in (("chat_template", "x", "chat_template"), ("tools", [{}], "tools[0].type")):
         response = client.post("/tokenize", json={"messages": messages, name: value})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_the_health_version_metrics_and_playground_routes_respond(client: TestClient) -> None:

@@ -115,6 +115,7 @@ def test_the_start_up_listing_shows_the_checkpoints_facts(checkpoint: Path) -> N
         "chat_template": "plain: the checkpoint has none",
         "tool_format": "hermes, described in the system message",
         "reasoning_format": "none",
+        "score_method": "embedding",
         "generation_config": "temperature 0.5",
         "begin_of_text": "none",
         "end_of_text": f"{EOS} (273)",
