@@ -128,7 +128,7 @@ class ServeSettings(ModelSettings):
     Jinja file"""
     max_body_size: Size = option("http", "2MiB")
     """largest request body, 1KiB to 1GiB; a number alone is in MiB"""
-    max_connections: int = option("http", 2048, ge=1, le=65_536)
+    max_connections: int = option("http", 1280, ge=1, le=65_536)
     """maximum client connections; a further connection closes the one that is idle longest"""
     client_seconds: float = option("http", 30.0, ge=0.1, le=3600)
     """timeout for slow clients, in seconds: to send a request's headers, to send its body (plus 1 s per 10 kB), and to
