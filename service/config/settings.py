@@ -135,7 +135,7 @@ class ServeSettings(ModelSettings):
     messages of chat completions are always plain text"""
     max_body_size: Size = option("http", "2MiB")
     """largest request body, 1KiB to 1GiB; a number alone is in MiB"""
-    max_connections: int = option("http", 1024, ge=1, le=65_536)
+    max_connections: int = option("http", 1280, ge=1, le=65_536)
     """maximum client connections; a further connection closes the one that is idle longest"""
     client_seconds: float = option("http", 30.0, ge=0.1, le=3600)
     """timeout for slow clients, in seconds: to send a request's headers, to send its body (plus 1 s per 10 kB), and to
@@ -156,13 +156,13 @@ class ServeSettings(ModelSettings):
     """web origin allowed by CORS, such as https://example.com, or * for all; may be repeated (default: none)"""
     max_prompts: int = option("admission", 4096, ge=1, le=4096)
     """maximum prompts, or texts to embed, in one request"""
-    max_waiting_requests: int = option("admission", 256, ge=0)
+    max_waiting_requests: int = option("admission", 1024, ge=0)
     """maximum sequences waiting to run; further requests get a 429"""
-    max_waiting_tokens: int = option("admission", 200_000, ge=1)
+    max_waiting_tokens: int = option("admission", 1_000_000, ge=1)
     """maximum prompt and completion tokens of all waiting requests together; further requests get a 429"""
-    target_queue_seconds: float = option("admission", 0.05, ge=0, le=86_400)
+    target_queue_seconds: float = option("admission", 30.0, ge=0, le=86_400)
     """longest predicted wait in the queue; a request predicted to wait longer gets a 429; the request's timeout may
-    allow a longer wait; 0: no limit"""
+    allow a longer wait; 0.05: first tokens stay fast under overload; 0: no limit"""
     max_queue_seconds: float = option("admission", 60.0, ge=0, le=86_400)
     """a request that has waited this long without starting gets a 408; caps every timeout; 0: no limit"""
     resume_seconds: float = option("http", 15.0, ge=0, le=3600)

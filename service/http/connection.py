@@ -62,7 +62,7 @@ _BODY_EXTENSION: Final = "kvasir.chunked_body"
 class ConnectionLimits:
     """Limits of the client connections of the server."""
 
-    max_connections: int = 1024  # a further connection closes the longest-idle connection
+    max_connections: int = 1280  # a further connection closes the longest-idle connection
     client_seconds: float = 30.0  # time limit for a head, a body (plus 1 s per 10 kB), each 16 KiB of a response
     max_body_bytes: int = 2 * 2**20  # above this size, a body gets no additional time
 
