@@ -91,6 +91,12 @@ class EmbeddingBody(Delivery):
         self._asked = asked
         self._context = context
         self._vectors: dict[int, bytes] = {}
+        self.model = asked.model
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Texts of all groups."""
+        return [choice for group in self._groups for choice in group.choices]
 
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None:
         for group in self._groups:
