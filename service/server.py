@@ -51,7 +51,7 @@ def build_server(
         logger.warning(
             "--log-prompts: the log contains the prompts and completions of all clients; restrict its readers"
         )
-    tracer = None if settings.otlp_endpoint is None else _load_tracer(settings.otlp_endpoint, served.model_name)
+    tracer = None if settings.otlp_endpoint is None else load_tracer(settings.otlp_endpoint, served.model_name)
     observers = [] if tracer is None else [tracer.record]
     if settings.log_format == "json":
         observers.append(RequestLog(served.model_name, served.tokenizer.decode if settings.log_prompts else None).write)
@@ -88,7 +88,7 @@ def build_server(
     )
 
 
-def _load_tracer(endpoint: str, model_name: str) -> "RequestTracer":
+def load_tracer(endpoint: str, model_name: str) -> "RequestTracer":
     """Import OpenTelemetry, which is an optional dependency, and return a tracer that is not started yet."""
     try:
         return pkgutil.resolve_name("service.telemetry.traces:RequestTracer")(endpoint, model_name)  # type: ignore[no-any-return]

@@ -6,8 +6,8 @@ thread sends the spans.
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any, Final
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -33,19 +33,19 @@ class CollectorExporter(SpanExporter):
 
     def __init__(self, endpoint: str) -> None:
         base = endpoint.rstrip("/")
-        self._url = base if base.endswith(_TRACES_PATH) else base + _TRACES_PATH
-        self._exporter = OTLPSpanExporter(self._url)
+        self.url = base if base.endswith(_TRACES_PATH) else base + _TRACES_PATH
+        self._exporter = OTLPSpanExporter(self.url)
         self._next_warning_seconds = 0.0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans to the collector, in the SDK's thread."""
         result = self._exporter.export(spans)
-        if result is not SpanExportResult.SUCCESS and time.monotonic() >= self._next_warning_seconds:
-            self._next_warning_seconds = time.monotonic() + _WARNING_SECONDS
+        if result is not SpanExportResult.SUCCESS and monotonic() >= self._next_warning_seconds:
+            self._next_warning_seconds = monotonic() + _WARNING_SECONDS
             message = (
                 "traces could not be sent to %s, and are lost; check the collector, or set another --otlp-endpoint"
             )
-            logger.warning(message, self._url)
+            logger.warning(message, self.url)
         return result
 
     def shutdown(self) -> None:
