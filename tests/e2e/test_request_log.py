@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 KEY = "sk-alice-0123456789abcdef"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-LONG: dict[str, Any] = {"prompt": "once the", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+LONG: dict[str, Any] = {"prompt": "once the", "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,12 @@ def test_bytes_that_are_not_http_have_a_line(service: Service) -> None:
 
 
 def test_a_client_that_disconnects_and_a_full_server_have_a_line_each(service: Service) -> None:
-    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "gone"}
+    headers, worker = {"authorization": f"Bearer {KEY}", "x-request-id": "gone"}, service.worker
     with httpx.stream("POST", service.url + TEXT, json=LONG, headers=headers, timeout=PATIENCE_SECONDS) as response:
         next(response.iter_lines())
+        worker.suspend()  # so that the stream cannot end first
         assert post(service, "full", prompt="once").status_code == 429
+    worker.resume()
     line = line_of(service, "gone")
     assert (line["status"], line["client_gone"], line["error"]) == (200, True, "client_closed_request")
     assert line["finish_reasons"] == [None]
@@ -101,20 +103,21 @@ def test_a_client_that_disconnects_and_a_full_server_have_a_line_each(service: S
 def test_a_worker_that_dies_is_an_event_of_the_one_trace(service: Service, collector: Collector) -> None:
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     headers = {"authorization": f"Bearer {KEY}", "x-request-id": "survivor", "traceparent": f"00-{trace}-{parent}-01"}
+    worker = service.worker
     with httpx.stream("POST", service.url + TEXT, json=LONG, headers=headers, timeout=PATIENCE_SECONDS) as response:
         events = response.iter_lines()
         next(events)
-        service.worker.kill()
+        worker.kill()
         assert list(events)[-2:] == ["data: [DONE]", ""]
     line = line_of(service, "survivor")
-    assert (line["num_worker_restarts"], line["num_completion_tokens"], line["client_gone"]) == (1, 3000, False)
+    assert (line["num_worker_restarts"], line["num_completion_tokens"], line["client_gone"]) == (1, 8000, False)
     wait_until(lambda: bool(spans_of(collector, "survivor")), what="the span")
     (span,) = spans_of(collector, "survivor")
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (trace, parent)
     assert [event.name for event in span.events] == ["worker_restarted"]
     assert attributes(span.events[0]) == {"attempt": 1}
     assert span.start_time_unix_nano < span.events[0].time_unix_nano < span.end_time_unix_nano
-    assert attributes(span)["gen_ai.usage.output_tokens"] == 3000
+    assert attributes(span)["gen_ai.usage.output_tokens"] == 8000
     children = [each for each in collector.spans if each.parent_span_id == span.span_id]
     assert sorted(child.name for child in children) == ["decode", "prefill", "queue"]
     assert all(span.start_time_unix_nano <= child.start_time_unix_nano for child in children)
