@@ -73,10 +73,16 @@ class GroupedBody(Delivery):
 
     media_type = "application/json"
 
-    def __init__(self, groups: list[InflightRequest], context: ApiContext) -> None:
+    def __init__(self, groups: list[InflightRequest], context: ApiContext, *, model: str | None = None) -> None:
         super().__init__(groups[0], metrics=context.metrics, finish=context.engine_client.finish)
+        self.model = model
         self._groups = groups
         self._context = context
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Texts of all groups."""
+        return [choice for group in self._groups for choice in group.choices]
 
     @abstractmethod
     def _receive(self, choice: Choice, delta: TokenDelta) -> None:
@@ -129,7 +135,7 @@ class EmbeddingBody(GroupedBody):
     """Response to an embeddings request."""
 
     def __init__(self, groups: list[InflightRequest], asked: EmbeddingRequest, context: ApiContext) -> None:
-        super().__init__(groups, context)
+        super().__init__(groups, context, model=asked.model)
         self._asked = asked
         self._vectors: dict[int, bytes] = {}
 

@@ -51,7 +51,7 @@ class ResponseBuilder(ABC):
         self._parsers: dict[int, OutputParser] = {}  # by the choice's index
         self._num_logprobs = asked.num_logprobs
         self._shows_ids = bool(asked.return_token_ids)
-        self._id = response_id
+        self._id = self.response_id = response_id
         self._created = created
         self._model = model
         self._logprob_format = LogprobFormat(

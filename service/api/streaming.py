@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET
@@ -32,13 +32,18 @@ from service.requests.inflight import Choice, Deltas, InflightRequest
 
 # Number of logprob entries that take about as long to encode as a step takes: 20 µs each, with 20 alternatives.
 MAX_INLINE_LOGPROBS = 500
+DELIVERY: Final = "delivery"  # attribute of `request.state`: the response that delivers the engine's output
 
 
 class Delivery(Response, ABC):
     """ASGI response to one inflight request. Calls `finish` with the request when the response ends for any reason.
 
     num_sent_tokens: completion tokens in the events built so far, which are sent or are sent next.
+    model, response_id: name of the model in the request, and id in the response; None without one.
     """
+
+    model: str | None = None
+    response_id: str | None = None
 
     def __init__(
         self, request: InflightRequest, *, metrics: Metrics, finish: Callable[[InflightRequest], object]
@@ -57,6 +62,7 @@ class Delivery(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises an `ApiError` if the request failed before anything was sent."""
+        scope.setdefault("state", {})[DELIVERY] = self
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._deliver(send, chunked_body(scope))
@@ -70,6 +76,22 @@ class Delivery(Response, ABC):
         finally:
             watcher.cancel()
             self._finish(self._request)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Choices of the request, finished or not."""
+        return self._request.choices
+
+    @property
+    def failure(self) -> ApiError | None:
+        """Error that ended the request, even if its stream had begun."""
+        return self._request.failure
+
+    @property
+    def token_seconds(self) -> tuple[float, float] | None:
+        """Times at which the first and the last token of all choices left the server; None without a token."""
+        firsts, lasts = self._first_token_seconds.values(), self._last_token_seconds.values()
+        return (min(firsts), max(lasts, default=min(firsts))) if firsts else None
 
     @abstractmethod
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None: ...
@@ -126,6 +148,7 @@ class CompletionDelivery(Delivery):
     def __init__(self, request: InflightRequest, builder: ResponseBuilder, **delivery: Any) -> None:
         super().__init__(request, **delivery)
         self._builder = builder
+        self.model, self.response_id = builder.asked.model, builder.response_id
         self._num_unfinished = len(request.choices)
         self._first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
         self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)

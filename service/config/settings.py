@@ -24,8 +24,12 @@ Settings = TypeVar("Settings", bound=CommandSettings)
 CacheDtype = Literal["auto", "float16"]
 # Origin as browsers send it (https://fetch.spec.whatwg.org/#origin-header).
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
+# URL of an OTLP collector. The printed settings show it, so it holds no user name and password.
+_COLLECTOR = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
+# Environment variables of other projects' standards that set a field, unless Kvasir's own variable does.
+_STANDARD_VARIABLES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 # Environment variables of torch's libraries, set before torch is imported. A value of the environment takes precedence.
 LIBRARY_ENVIRONMENT = {
     # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
@@ -186,6 +190,13 @@ class ServeSettings(ModelSettings):
     """replace a worker that sends no heartbeat for this long; 0: never"""
     log_level: Literal["debug", "info", "warning", "error"] = option("operation", "info")
     """minimum level of log lines"""
+    log_format: Literal["text", "json"] = option("operation", "text")
+    """format of log lines; json: one object per line, and one line per request at its end"""
+    log_prompts: bool = option("operation", False)
+    """write the prompts and completions of requests to the log; needs --log-format json"""
+    otlp_endpoint: str | None = option("operation", None, metavar="URL")
+    """collector of OpenTelemetry traces, over HTTP, such as http://127.0.0.1:4318; OTEL_EXPORTER_OTLP_ENDPOINT sets it
+    too (default: no traces)"""
 
     @field_validator("host", mode="before")
     @classmethod
@@ -208,6 +219,21 @@ class ServeSettings(ModelSettings):
         if not all(origin == "*" or _ORIGIN.fullmatch(origin) for origin in origins):
             raise ValueError("must be web origins such as https://example.com:8443, without a path, or *")
         return origins
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_otlp_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and not _COLLECTOR.fullmatch(value):
+            raise ValueError(
+                "must be a URL such as http://127.0.0.1:4318, without credentials (set OTEL_EXPORTER_OTLP_HEADERS)"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_log_prompts(self) -> Self:
+        if self.log_prompts and self.log_format != "json":
+            raise ValueError("--log-prompts needs --log-format json, which writes a line per request")
+        return self
 
     @field_validator("hang_seconds")
     @classmethod
@@ -437,9 +463,9 @@ def _field_names(kind: type[CommandSettings]) -> set[str]:
 
 
 def _given_variable(name: str) -> str | None:
-    """Return the environment variable that sets a field, under the field's present or former name; None if unset."""
+    """Return the environment variable that sets a field, by its present, former or standard name; None if unset."""
     variables = [flags.variable_of(each) for each in (name, flags.FORMER_NAMES.get(name)) if each is not None]
-    return next(filter(os.environ.get, variables), None)
+    return next(filter(os.environ.get, [*variables, _STANDARD_VARIABLES.get(name, "")]), None)
 
 
 def _first_problem(kind: type[CommandSettings], sources: Mapping[str, str], error: ValidationError) -> str:
@@ -467,10 +493,17 @@ def find_default_checkpoint() -> Path | None:
 
 def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> Iterable[str]:
     """Return a line per setting with its effective value. `found`: values for "auto" and None, and further facts."""
-    values = {**dict(settings), **found}
-    values = {name: value.human_readable() if isinstance(value, ByteSize) else value for name, value in values.items()}
+    values = effective_settings(settings, found)
     width = max(map(len, values))
     return (f"{name:<{width}}  {value}" for name, value in values.items())
+
+
+def effective_settings(settings: CommandSettings, found: Mapping[str, object]) -> dict[str, str]:
+    """Return the effective value of each setting, as text. `found`: as for `effective_values`."""
+    values = {**dict(settings), **found}
+    return {
+        name: value.human_readable() if isinstance(value, ByteSize) else str(value) for name, value in values.items()
+    }
 
 
 def context_length(settings: ModelSettings, config: ModelConfig) -> int:

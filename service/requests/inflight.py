@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -45,6 +46,7 @@ class Choice:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     has_started: bool = False  # the first delta has arrived
+    retry_seconds: tuple[float, ...] = ()  # times of the resubmissions to a worker
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -67,6 +69,7 @@ class Choice:
 
     def retry(self) -> None:
         """Prepare `submit` for another submission to a worker, which continues after the tokens received so far."""
+        self.retry_seconds += (time.monotonic(),)
         # Each sample of a prompt requests incomplete prompt logprobs again, because any sample may run first.
         num_prompt_logprobs = None
         if len(self.prompt_logprobs) < self.num_prompt_tokens:
@@ -175,6 +178,11 @@ class InflightRequest:
     def wake(self) -> None:
         """Wake the task of the response to send a keep-alive."""
         self._wake.set()
+
+    @property
+    def failure(self) -> ApiError | None:
+        """Error that ends the request, even if the error is not sent yet."""
+        return self._failure
 
     @property
     def has_failed(self) -> bool:
