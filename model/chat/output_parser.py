@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from model.chat.reasoning import ReasoningFormat
-from model.chat.tool_formats.tool_format import Part, PartKind, ToolFormat, ToolSchema
+from model.chat.tool_formats.tool_format import Part, PartKind, ToolFormat, ToolSchema, safe_length
 
 
 class _State(Enum):
@@ -110,7 +110,7 @@ class OutputParser:
         closing = self._reasoning.closing
         held = self._held if self._has_shown_reasoning else self._held.lstrip()
         end = held.find(closing)
-        shown = held[: end if end >= 0 else _safe_length(held, closing)].rstrip()
+        shown = held[: end if end >= 0 else safe_length(held, closing)].rstrip()
         if shown:
             self._has_shown_reasoning = True
             parts.append(Part(PartKind.REASONING, shown))
@@ -139,7 +139,7 @@ class OutputParser:
             return False
         opening = self._tools.opening
         found = held.find(opening)
-        end = found if found >= 0 else _safe_length(held, opening)
+        end = found if found >= 0 else safe_length(held, opening)
         if end:
             parts.append(Part(PartKind.TEXT, held[:end]))
         if found < 0:
@@ -151,11 +151,3 @@ class OutputParser:
     def _counted(self, parts: list[Part]) -> list[Part]:
         self.num_calls += sum(part.kind is PartKind.CALL for part in parts)
         return parts
-
-
-def _safe_length(text: str, mark: str) -> int:
-    """Return the length of a text without its longest end that is a beginning of `mark`."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-length:]):
-            return len(text) - length
-    return len(text)

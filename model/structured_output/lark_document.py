@@ -8,7 +8,9 @@ from typing import Any
 from model.structured_output.grammar import json_grammar
 
 # Free text: any valid UTF-8. Special tokens and marks have no bytes in the grammar's vocabulary, so they never match.
-_ANY_TEXT = r"/(.|\n)*/"
+ANY_TEXT = r"/(.|\n)*/"
+# Characters that str.strip() removes: Unicode's whitespace, and four separators.
+_SPACES = r"[\s\x1c-\x1f]*"
 
 
 class LarkDocument:
@@ -34,24 +36,45 @@ class LarkDocument:
         pieces.append(_quote(text[start:]))
         return " ".join(piece for piece in pieces if piece) or '""'
 
-    def until(self, text: str) -> str:
-        """Return an expression for any text up to and including the first occurrence of `text`."""
-        if self._split and self._split.match(text):
-            return f"{self.text()} {self.literal(text)}"
-        return self.terminal(rf"/(.|\n)*{_escape(text)}/", lazy=True)
+    def until(self, text: str, regex: str = ANY_TEXT) -> str:
+        """Return an expression for text up to and including the first occurrence of `text`.
+
+        regex: regular expressions of the text before, as for `terminal`.
+        """
+        if self._begins_with_mark(text):
+            return f"{self.text_without(text, regex)} {self.literal(text)}"
+        end = escape(text)
+        return self.terminal(rf"(({regex}) /{end}/) & ~/(.|\n)*{end}(.|\n)+/")
+
+    def text_without(self, text: str, regex: str = ANY_TEXT) -> str:
+        """Return an expression for text without `text`. `regex`: its regular expressions, as for `terminal`."""
+        return self.terminal(rf"({regex}) & ~/(.|\n)*{escape(text)}(.|\n)*/")
+
+    def begun_by(self, text: str) -> str:
+        """Return an expression for whitespace and `text`."""
+        if self._begins_with_mark(text):
+            return f"{self.terminal(f'/{_SPACES}/')} {self.literal(text)}"
+        return self.terminal(f"/{_SPACES}{escape(text)}/")
+
+    def text_not_begun_by(self, text: str) -> str:
+        """Return an expression for any text that does not begin with `text` after whitespace."""
+        return self.terminal(rf"{ANY_TEXT} & ~/{_SPACES}{escape(text)}(.|\n)*/")
+
+    def _begins_with_mark(self, text: str) -> bool:
+        return self._split is not None and self._split.match(text) is not None
 
     def text(self) -> str:
         """Return an expression for any text without special tokens and marks. May be empty."""
-        return self.terminal(_ANY_TEXT)
+        return self.terminal(ANY_TEXT)
 
     def tokens(self, forbidden_ids: set[int], *, max_tokens: int) -> str:
         """Return an expression for up to `max_tokens` tokens, none of which is in `forbidden_ids`."""
         return self.rule(f"<[^{','.join(map(str, sorted(forbidden_ids)))}]>{{0,{max_tokens}}}")
 
-    def terminal(self, regex: str, *, lazy: bool = False) -> str:
-        """Return an expression for text that matches the regular expression `/…/`. `lazy`: the shortest match."""
-        name = f"t{len(self._rules)}" if lazy else f"T{len(self._rules)}"
-        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {regex}")
+    def terminal(self, regex: str) -> str:
+        """Return an expression for text that matches regular expressions `/…/`, joined by operators such as `&`."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {regex}")
         return name
 
     def rule(self, body: str) -> str:
@@ -81,6 +104,6 @@ def _quote(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Return a regular expression, inside slashes, for exactly this text."""
-    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+    return re.sub(r"[\\/.+*?()|\[\]{}^$&~#-]", r"\\\g<0>", text).replace("\n", r"\n")

@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, ToolFormat, ToolSchema
 from model.structured_output.lark_document import LarkDocument
@@ -43,18 +44,25 @@ class JsonEnd:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
 class JsonCalls(ToolFormat):
-    """Format whose call is `before_name`, the name, `after_name`, the arguments in JSON, and `after_arguments`."""
+    """Format whose call is `before_name`, the name, `after_name`, the arguments in JSON, and `after_arguments`.
 
-    before_name: ClassVar[str]
-    after_name: ClassVar[str]
-    after_arguments: ClassVar[str]
+    before_id: with `id_length`, text between the name and an id that the model writes, which the parser ignores.
+    """
+
+    before_name: str
+    after_name: str
+    after_arguments: str = ""
+    before_id: str = ""
 
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
         """Return the Lark expression of one call."""
-        head = document.literal(self.before_name + tool.name + self.after_name)
+        head = document.literal(f"{self.before_name}{tool.name}{self.before_id}")
+        if self.before_id:
+            head += f" {document.terminal(f'/[a-zA-Z0-9]{{{self.id_length}}}/')}"
         arguments = document.json(tool.parameters, lenient=tool.lenient)
-        return f"{head} {arguments} {document.literal(self.after_arguments)}"
+        return f"{head} {document.literal(self.after_name)} {arguments} {document.literal(self.after_arguments)}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
         """Return a parser for the calls of one completion."""
@@ -63,7 +71,8 @@ class JsonCalls(ToolFormat):
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a call."""
         written = json.dumps(arguments, ensure_ascii=False)
-        return f"{self.before_name}{name}{self.after_name}{written}{self.after_arguments}"
+        id_ = f"{self.before_id}{'0' * (self.id_length or 0)}" if self.before_id else ""
+        return f"{self.before_name}{name}{id_}{self.after_name}{written}{self.after_arguments}"
 
 
 class _JsonCallParser(CallParser):
@@ -92,7 +101,8 @@ class _JsonCallParser(CallParser):
         end = self._held.find(form.after_name, len(before))
         if end < 0:
             return ""
-        parts.append(Part(PartKind.CALL, self._held[len(before) : end]))
+        name = self._held[len(before) : end]
+        parts.append(Part(PartKind.CALL, name.split(form.before_id)[0] if form.before_id else name))
         rest, self._held = self._held[end + len(form.after_name) :], ""
         self._end, self._is_first = JsonEnd(), False
         return rest
@@ -106,19 +116,3 @@ class _JsonCallParser(CallParser):
         parts.append(Part(PartKind.ARGUMENTS, text[:position]))
         self._end = None
         return text[position:]
-
-
-class Hermes(JsonCalls):
-    """Hermes 2 and Qwen 2.5 / 3: a JSON object in `<tool_call>` for each call."""
-
-    name = "hermes"
-    opening = "<tool_call>"
-    before_name = '\n{"name": "'
-    after_name = '", "arguments": '
-    after_arguments = "}\n</tool_call>"
-    separator = "\n<tool_call>"
-    marks = ("<tool_call>", "</tool_call>")
-
-    def is_used_by(self, template: str) -> bool:
-        """Return True if a chat template writes `<tool_call>`."""
-        return "<tool_call>" in template

@@ -1,10 +1,11 @@
 """Interface of tool formats, and the parts of a completion that parsers return. Torch-free."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from model.structured_output.lark_document import LarkDocument
 
@@ -50,28 +51,31 @@ class CallParser(ABC):
         return []
 
 
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat(ABC):
     """Format of tool calls: its grammar, which makes every call valid, and its parser, which may rely on the grammar.
 
     name: value of --tool-format.
+    template_regex: regular expression that finds a chat template in Jinja that writes tool calls in this format.
     opening: text that begins the first call.
     separator, closing: text between two calls, and after the last call.
     marks: names of the tokens that models of this format use as marks. A name that a tokenizer lacks is plain text.
-    begins_text: calls are recognized only at the beginning of the text.
+    begins_text: calls are recognized only at the beginning of the text, after whitespace.
     id_length: number of letters and digits in a call's id; None: the id is `call_` and 24 characters.
     """
 
-    name: ClassVar[str]
-    opening: ClassVar[str]
-    separator: ClassVar[str] = ""
-    closing: ClassVar[str] = ""
-    marks: ClassVar[tuple[str, ...]] = ()
-    begins_text: ClassVar[bool] = False
-    id_length: ClassVar[int | None] = None
+    name: str
+    template_regex: str
+    opening: str
+    separator: str = ""
+    closing: str = ""
+    marks: tuple[str, ...] = ()
+    begins_text: bool = False
+    id_length: int | None = None
 
-    @abstractmethod
     def is_used_by(self, template: str) -> bool:
         """Return True if a chat template in Jinja writes tool calls in this format."""
+        return re.search(self.template_regex, template, re.DOTALL) is not None
 
     @abstractmethod
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
@@ -88,13 +92,23 @@ class ToolFormat(ABC):
         return f"{call} {more} {document.literal(self.closing)}"
 
     def auto(self, document: LarkDocument, calls: str) -> str:
-        """Return the Lark expression of any text, or any text, the opening and `calls`."""
-        return f"{document.text()} | {document.until(self.opening)} {calls}"
+        """Return the Lark expression of text in which no call begins, or of text, the opening and `calls`."""
+        if self.begins_text:
+            return f"{document.text_not_begun_by(self.opening)} | {document.begun_by(self.opening)} {calls}"
+        return f"{document.text_without(self.opening)} | {document.until(self.opening)} {calls}"
 
     @abstractmethod
     def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
-        """Return a parser for the calls of one completion."""
+        """Return a parser for the calls of one completion. `tools`: the tools that the grammar allows."""
 
     @abstractmethod
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a call between opening or separator and separator or closing, for a conversation."""
+
+
+def safe_length(text: str, mark: str) -> int:
+    """Return the length of a text without its longest end that is a beginning of `mark`."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-length:]):
+            return len(text) - length
+    return len(text)

@@ -1,0 +1,86 @@
+"""Schemas of single arguments, for tool formats that write arguments one by one and not as one JSON object."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model.chat.tool_formats.tool_format import ToolSchema
+from model.structured_output.grammar import GrammarError
+
+_ANNOTATIONS = {
+    "$comment",
+    "$defs",
+    "$id",
+    "$schema",
+    "default",
+    "definitions",
+    "deprecated",
+    "description",
+    "examples",
+}
+_ANNOTATIONS |= {"readOnly", "title", "writeOnly"}
+_OBJECT = ("type", "properties", "required", "additionalProperties")
+_MAX_REFERENCES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentSchemas:
+    """Schemas of a tool's arguments. Errors name the format and the tool.
+
+    format_name: format that is to enforce the schemas.
+    """
+
+    format_name: str
+    tool: ToolSchema
+
+    def properties(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+        """Return name, schema and "is required" of the named properties of an object's schema, in its order."""
+        self.check_keywords(schema, *_OBJECT)
+        named, required = self.read(schema, "properties", {}), self.read(schema, "required", [])
+        for name, part in named.items():
+            yield name, part, name in required
+        for name in required:
+            if name not in named:
+                yield str(name), schema.get("additionalProperties", True), True
+
+    def read(self, schema: Mapping[str, Any], key: str, default: Any) -> Any:
+        """Return a keyword's value. Raises GrammarError for a value whose type is not the default's."""
+        value = schema.get(key, default)
+        if not isinstance(value, type(default)):
+            raise GrammarError(f"{key} has the wrong type {type(value).__name__}; see the JSON Schema specification")
+        return value
+
+    def check_keywords(self, schema: Mapping[str, Any], *known: str) -> None:
+        """Raise GrammarError for a keyword that constrains values and is not known, unless the tool is lenient."""
+        if self.tool.lenient:
+            return
+        if found := next((key for key in schema if key not in known and key not in _ANNOTATIONS), None):
+            raise self.error(f"the keyword {found!r} here", "remove the keyword")
+
+    def resolve(self, schema: Any) -> Any:
+        """Return a schema without a `$ref` at its top. Raises GrammarError for a reference that leads nowhere."""
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            target: Any = self.tool.parameters
+            for key in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
+                target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+            if not isinstance(target, Mapping):
+                raise GrammarError(f"the reference {schema['$ref']!r} leads to no schema; correct the reference")
+            schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+        raise self.error("a reference to itself", "remove the reference")
+
+    def standalone(self, schema: Any) -> dict[str, Any]:
+        """Return a schema with the definitions of the whole schema, so that references in it stay valid."""
+        if not isinstance(schema, Mapping):
+            return {} if schema else {"not": {}}
+        definitions = {
+            key: self.tool.parameters[key] for key in ("$defs", "definitions") if key in self.tool.parameters
+        }
+        return {**definitions, **schema}
+
+    def error(self, fact: str, remedy: str) -> GrammarError:
+        """Return the error of a schema that the format cannot enforce."""
+        return GrammarError(
+            f"{fact} cannot be enforced in the {self.format_name} format for the tool {self.tool.name!r}; {remedy}"
+        )

@@ -1,0 +1,217 @@
+"""Tool formats that write each argument in tags of its own: strings as they are, other values in JSON."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from model.chat.tool_formats.argument_schema import ArgumentSchemas
+from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, ToolFormat, ToolSchema, safe_length
+from model.structured_output.lark_document import ANY_TEXT, LarkDocument, escape
+
+_BOOLEANS = {"True": "true", "False": "false"}
+
+
+class _Kind(Enum):
+    """Spelling of an argument's value. NULLABLE: a string as it is, or null: the text `null` is never a string."""
+
+    STRING = auto()
+    NULLABLE = auto()
+    JSON = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class XmlCalls(ToolFormat):
+    """Format whose call is `before_name`, the name, `after_name`, arguments in the schema's order, `after_arguments`.
+
+    An argument is `before_key`, its name, `after_key`, its value and `after_value`.
+    """
+
+    before_name: str
+    after_name: str
+    before_key: str
+    after_key: str
+    after_value: str
+    after_arguments: str
+
+    def call(self, tool: ToolSchema, document: LarkDocument) -> str:
+        """Return the Lark expression of one call."""
+        schemas = ArgumentSchemas(self.name, tool)
+        arguments = []
+        for name, schema, is_required in schemas.properties(tool.parameters):
+            if not name or self.after_key[0] in name or "\n" in name:
+                raise schemas.error(f"the property {name!r}", "rename it")
+            key = document.literal(f"{self.before_key}{name}{self.after_key}")
+            argument = document.rule(f"{key} {self._value(schema, schemas, document)}")
+            arguments.append(argument if is_required else f"({argument})?")
+        head = document.literal(f"{self.before_name}{tool.name}{self.after_name}")
+        return f"{head} {' '.join(arguments)} {document.literal(self.after_arguments)}"
+
+    def _value(self, schema: Any, schemas: ArgumentSchemas, document: LarkDocument) -> str:
+        """Return the Lark expression of a value and `after_value`."""
+        kind, string = _kind(schema, schemas)
+        if kind is not _Kind.JSON:
+            regex = _string_regex(string, schemas)
+            return document.until(self.after_value, f"/null/ | ({regex})" if kind is _Kind.NULLABLE else regex)
+        value = document.json(schemas.standalone(schema), lenient=schemas.tool.lenient)
+        resolved = schemas.resolve(schema)
+        if isinstance(resolved, Mapping) and resolved.get("type") == "boolean" and "enum" not in resolved:
+            value = f'({value} | "True" | "False")'  # templates in Jinja write booleans as Python does
+        return f"{value} {document.literal(self.after_value)}"
+
+    def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
+        """Return a parser for the calls of one completion."""
+        kinds = {}
+        for tool in tools:
+            schemas = ArgumentSchemas(self.name, tool)
+            kinds[tool.name] = {name: _kind(part, schemas)[0] for name, part, _ in schemas.properties(tool.parameters)}
+        return _XmlCallParser(self, kinds)
+
+    def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the text of a call."""
+        written = [
+            f"{self.before_key}{key}{self.after_key}"
+            f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}{self.after_value}"
+            for key, value in arguments.items()
+        ]
+        return f"{self.before_name}{name}{self.after_name}{''.join(written)}{self.after_arguments}"
+
+
+def _kind(schema: Any, schemas: ArgumentSchemas) -> tuple[_Kind, Mapping[str, Any]]:
+    """Return the kind of an argument, and the schema of its strings, empty for JSON."""
+    schema = schemas.resolve(schema)
+    if not isinstance(schema, Mapping):
+        return _Kind.JSON, {}
+    if isinstance(schema.get("anyOf"), list):
+        branches = [branch for branch in map(schemas.resolve, schema["anyOf"]) if branch != {"type": "null"}]
+        if len(branches) == 1 and len(schema["anyOf"]) == 2 and _kind(branches[0], schemas)[0] is _Kind.STRING:
+            return _Kind.NULLABLE, branches[0]
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if schema.get("type") == "string" or ("type" not in schema and _are_strings(values)):
+        return _Kind.STRING, schema
+    if schema.get("type") in (["string", "null"], ["null", "string"]) and (values is None or _are_strings(values)):
+        return _Kind.NULLABLE, schema
+    return _Kind.JSON, {}
+
+
+def _are_strings(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas) -> str:
+    """Return the regular expressions of a schema's strings, in the form of `LarkDocument.terminal`."""
+    schemas.check_keywords(schema, "type", "enum", "const", "minLength", "maxLength", "pattern")
+    regexes = [ANY_TEXT]
+    if "enum" in schema or "const" in schema:
+        values = [value for value in schemas.read(schema, "enum", [schema.get("const")]) if isinstance(value, str)]
+        regexes = [f"/{'|'.join(map(escape, values))}/"]
+    if "minLength" in schema or "maxLength" in schema:
+        most = schemas.read(schema, "maxLength", 0) if "maxLength" in schema else ""
+        regexes.append(rf"/(.|\n){{{schemas.read(schema, 'minLength', 0)},{most}}}/")
+    if "pattern" in schema:
+        regexes.append(_pattern_regex(schemas.read(schema, "pattern", "")))
+    return " & ".join(regexes)
+
+
+def _pattern_regex(pattern: str) -> str:
+    """Return a regular expression of whole texts in which a JSON Schema's pattern is found."""
+    is_anchored = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    inner = pattern[is_anchored[0] : len(pattern) - is_anchored[1]]
+    inner = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", inner).replace("\n", r"\n")
+    before, after = (r"" if anchored else r"(.|\n)*" for anchored in is_anchored)
+    return f"/{before}({inner}){after}/"
+
+
+class _State(Enum):
+    NAME = auto()
+    KEY = auto()
+    VALUE = auto()
+
+
+class _XmlCallParser(CallParser):
+    def __init__(self, form: XmlCalls, kinds: Mapping[str, Mapping[str, _Kind]]) -> None:
+        self._form = form
+        self._kinds = kinds
+        self._held = ""
+        self._state = _State.NAME
+        self._before_name = form.before_name
+        self._tool = ""
+        self._kind = _Kind.JSON  # of the current value
+        self._has_arguments = self._has_begun = False  # begun: a piece of the current value was passed
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._held and self._advance(parts):
+            pass
+        return parts
+
+    def _advance(self, parts: list[Part]) -> bool:
+        """Process held text in the current state. Return False if more text is needed."""
+        match self._state:
+            case _State.NAME:
+                return self._begin_call(parts)
+            case _State.KEY:
+                return self._begin_argument(parts)
+            case _State.VALUE:
+                return self._pass_value(parts)
+
+    def _between(self, before: str, after: str) -> str | None:
+        """Return the held text between two texts and remove all three; None: the held text has another form."""
+        end = self._held.find(after, len(before)) if self._held.startswith(before) else -1
+        if end < 0:
+            return None
+        found, self._held = self._held[len(before) : end], self._held[end + len(after) :]
+        return found
+
+    def _begin_call(self, parts: list[Part]) -> bool:
+        name = self._between(self._before_name, self._form.after_name)
+        if name is None:
+            return False
+        parts.append(Part(PartKind.CALL, name))
+        self._tool, self._state, self._has_arguments = name, _State.KEY, False
+        self._before_name = self._form.separator + self._form.before_name
+        return True
+
+    def _begin_argument(self, parts: list[Part]) -> bool:
+        if self._held.startswith(self._form.after_arguments):
+            parts.append(Part(PartKind.ARGUMENTS, "}" if self._has_arguments else "{}"))
+            self._held, self._state = self._held[len(self._form.after_arguments) :], _State.NAME
+            return True
+        key = self._between(self._form.before_key, self._form.after_key)
+        if key is None:
+            return False
+        separator = ", " if self._has_arguments else "{"
+        parts.append(Part(PartKind.ARGUMENTS, f"{separator}{json.dumps(key, ensure_ascii=False)}: "))
+        self._state, self._has_arguments, self._has_begun = _State.VALUE, True, False
+        self._kind = self._kinds.get(self._tool, {}).get(key, _Kind.JSON)
+        return True
+
+    def _pass_value(self, parts: list[Part]) -> bool:
+        after = self._form.after_value
+        end = self._held.find(after)
+        passed = self._held[: end if end >= 0 else safe_length(self._held, after)]
+        is_whole = end >= 0 and not self._has_begun
+        specials = {"null": "null"} if self._kind is _Kind.NULLABLE else _BOOLEANS if self._kind is _Kind.JSON else {}
+        if is_whole and passed in specials:
+            parts.append(Part(PartKind.ARGUMENTS, specials[passed]))
+        elif end >= 0 or self._has_begun or not any(special.startswith(passed) for special in specials):
+            self._pass_piece(passed, parts, is_last=end >= 0)
+        else:
+            return False
+        if end >= 0:
+            self._held, self._state = self._held[end + len(after) :], _State.KEY
+            return True
+        self._held = self._held[len(passed) :]
+        return False
+
+    def _pass_piece(self, text: str, parts: list[Part], *, is_last: bool) -> None:
+        """Add a piece of a value that is no special word."""
+        if self._kind is not _Kind.JSON:
+            begun, end = "" if self._has_begun else '"', '"' if is_last else ""
+            text = f"{begun}{json.dumps(text, ensure_ascii=False)[1:-1]}{end}"
+        self._has_begun = True
+        if text:
+            parts.append(Part(PartKind.ARGUMENTS, text))

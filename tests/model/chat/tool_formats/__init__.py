@@ -1,0 +1,1 @@
+"""Tool formats: grammar, parser, and chat templates of published models."""

@@ -1,0 +1,61 @@
+"""Every tool format: written calls are accepted by its grammar and parsed, and random calls of its grammar are valid."""
+
+import random
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.chat.tool_formats.table import TOOL_FORMATS
+from model.chat.tool_formats.tool_format import ToolSchema
+from tests.model.chat.tool_formats.samples import (
+    CUTS,
+    Calls,
+    byte_tokens,
+    calls_of,
+    joined,
+    pieces,
+    tool_lists,
+    tools_and_calls,
+    written,
+)
+
+each_format = pytest.mark.parametrize("name", TOOL_FORMATS)
+each_tokenizer = pytest.mark.parametrize("has_marks", [True, False], ids=["marks", "plain"])
+
+
+@each_tokenizer
+@each_format
+@settings(max_examples=30)
+@given(case=tools_and_calls(), cuts=CUTS)
+def test_written_calls_are_accepted_and_parsed(
+    name: str, has_marks: bool, case: tuple[list[ToolSchema], Calls], cuts: list[int]
+) -> None:
+    form, (tools, calls) = TOOL_FORMATS[name], case
+    tokens, text = byte_tokens(has_marks=has_marks), written(form, calls)
+    assert tokens.rejected(tokens.matcher(form, tools), form.opening + text) is None
+    parser = form.parser(tools)
+    parts = [part for piece in pieces(text, cuts) for part in parser.push(piece)]
+    assert calls_of(parts) == calls
+    assert joined(parts) == joined(form.parser(tools).push(text))
+    assert parser.flush() == []
+
+
+@each_tokenizer
+@each_format
+@settings(max_examples=30)
+@given(tools=tool_lists(), seed=st.integers(0, 2**32))
+def test_random_calls_of_the_grammar_are_valid(
+    name: str, has_marks: bool, tools: list[ToolSchema], seed: int
+) -> None:
+    form, tokens = TOOL_FORMATS[name], byte_tokens(has_marks=has_marks)
+    text = tokens.walk(tokens.matcher(form, tools), random.Random(seed))
+    if text is None:
+        return
+    assert text.startswith(form.opening)
+    calls = calls_of(form.parser(tools).push(text.removeprefix(form.opening)))
+    assert calls
+    schemas = {tool.name: tool.parameters for tool in tools}
+    for called, arguments in calls:
+        jsonschema.validate(arguments, schemas[called])
