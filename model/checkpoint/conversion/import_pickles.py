@@ -95,7 +95,7 @@ def _pickle_names(directory: Path) -> list[str]:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, with copies of those that share memory (a tied head and its embedding), for safetensors."""
+    """Copy tensors that share memory (a tied head and its embedding), which safetensors rejects. Return all tensors."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
