@@ -111,7 +111,7 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         print(f"kvasir {name}: needs {needed}, which is not installed; run `pip install {needed}`", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        logger.debug("the command failed", exc_info=True)
+        logger.debug("kvasir %s failed with this exception", name, exc_info=True)
         print(f"kvasir {name}: {error_line(first_line(error))}", file=sys.stderr)
         return 2 if isinstance(error, config.SettingsError) else 1
     finally:

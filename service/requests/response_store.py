@@ -134,7 +134,7 @@ class BufferedResponse:
         except ApiError as error:
             self.failure = error
         except Exception as error:
-            logger.exception("the generation of a buffered response failed")
+            logger.exception("unexpected error while generating a response that is kept for retries")
             self.failure = error
         finally:
             self.has_failed |= self.failure is not None

@@ -212,7 +212,7 @@ class Supervisor:
         return False
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Drain at the first SIGTERM or SIGINT, stop at the second. A forked child inherits this but ignores both."""
+        """Drain at the first SIGTERM or SIGINT, stop at the second. In a forked child, ignore both signals."""
         if os.getpid() != self._lifecycle.main_pid:
             return
         if self._lifecycle.phase.value >= Phase.DRAINING:
