@@ -35,6 +35,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("serve a checkpoint over HTTP, in OpenAI's protocol", config.ServeSettings, "serve:main"),
+    "batch": Command("answer a file of requests in OpenAI's batch format", config.BatchSettings, "batch:main"),
     "generate": Command("complete a text in this process, without a server", config.GenerateSettings, "generate:main"),
     "train": Command("train a model and write its checkpoint", config.TrainSettings, "train:main"),
     "eval": Command("evaluate a model on held-out texts, minimal pairs, samples", config.EvalSettings, "eval:main"),

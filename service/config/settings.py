@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import ByteSize, SecretStr, ValidationError, field_validator, model_validator
 
@@ -243,6 +243,41 @@ class ServeSettings(ModelSettings):
         return value
 
 
+class BatchSettings(CommandSettings):
+    """Answer a file of requests in OpenAI's batch format, one JSON object per line: custom_id, method, url and body.
+    Each line of the output file is one response. The same command continues an interrupted batch. Without --url it
+    starts a server for --checkpoint, which KVASIR_* variables configure as they do `kvasir serve`, and stops it at the
+    end.
+    """
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("input", "output")
+
+    input: Path = option("files", metavar="FILE")
+    """file of requests"""
+    output: OutputFile = option("files", metavar="FILE")
+    """file of responses; a custom_id that it contains is not requested again"""
+    url: str | None = option("server", None, pattern=r"^https?://[!-~]+$")
+    """base URL of a running server, such as http://127.0.0.1:8000 (default: start a server)"""
+    checkpoint: Path | None = option("server", None, default_text="the shipped model, without --url")
+    """checkpoint directory to start a server for"""
+    api_key: SecretStr | None = option("server", None)
+    """API key of the server"""
+    concurrency: int = option("requests", 64, ge=1, le=4096)
+    """maximum requests at a time; the default is that of --max-num-running of `kvasir serve`"""
+    max_retries: int = option("requests", 20, ge=0, le=1000)
+    """retries of a request that a busy server rejects, or whose connection is lost"""
+
+    @model_validator(mode="after")
+    def _check_server(self) -> Self:
+        if self.url is not None and self.checkpoint is not None:
+            raise ValueError("give either --url (a running server) or --checkpoint (a server to start)")
+        if self.url is None and self.checkpoint is None:
+            raise ValueError("--checkpoint is needed, or --url of a running server")
+        if self.input.exists() and self.output.exists() and self.input.samefile(self.output):
+            raise ValueError("the input file and the output file are the same; choose another output file")
+        return self
+
+
 class GenerateSettings(ModelSettings):
     """Continue a text in this process. The completion is streamed to stdout, its statistics to stderr."""
 
@@ -444,7 +479,7 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     variables = {name: variable for name in kind.model_fields if (variable := _given_variable(name)) is not None}
     values = {name: os.environ[variable] for name, variable in variables.items()} | given
     default = None
-    if "checkpoint" in kind.model_fields and "checkpoint" not in values:
+    if "checkpoint" in kind.model_fields and not {"checkpoint", "url"} & values.keys():
         default = values["checkpoint"] = find_default_checkpoint()
     try:
         settings = kind(**{name: value for name, value in values.items() if value is not None})
