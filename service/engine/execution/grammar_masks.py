@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from model.chat.tool_formats.table import all_marks, mark_ids
+from model.chat.reasoning import all_marks, mark_ids
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar
 from model.tokenizer.interface import Tokenizer
 from service.engine.scheduling.sequence import SequenceState

@@ -1,5 +1,6 @@
 """Random tools and arguments, grammars over a tokenizer of bytes and marks, and calls as parsed from text."""
 
+import itertools
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from model.chat.tool_formats.table import all_marks, mark_ids
+from model.chat.reasoning import all_marks, mark_ids
 from model.chat.tool_formats.tool_format import Part, PartKind, ToolFormat, ToolSchema
 from model.structured_output.grammar import Vocabulary, compile_grammar
 from model.structured_output.lark_document import LarkDocument
@@ -28,7 +29,9 @@ class Bytes:
     masks: LLTokenizer
     mark_ids: Mapping[str, int]
 
-    def matcher(self, form: ToolFormat, tools: Sequence[ToolSchema], *, parallel: bool = True, auto: bool = False) -> Any:
+    def matcher(
+        self, form: ToolFormat, tools: Sequence[ToolSchema], *, parallel: bool = True, auto: bool = False
+    ) -> Any:
         """Return a matcher of the calls of tools, or with `auto` of text or calls."""
         document = LarkDocument(self.mark_ids)
         calls = form.calls(tools, document, is_parallel=parallel)
@@ -97,7 +100,7 @@ def calls_of(parts: Iterable[Part]) -> Calls:
 def pieces(text: str, cuts: Iterable[int]) -> list[str]:
     """Return a text cut at some positions."""
     bounds = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 CUTS = st.lists(st.integers(0, 5000), max_size=20)

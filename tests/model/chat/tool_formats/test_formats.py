@@ -1,4 +1,4 @@
-"""Every tool format: written calls are accepted by its grammar and parsed, and random calls of its grammar are valid."""
+"""Every tool format: its grammar accepts written calls, which parse back, and random calls of it are valid."""
 
 import random
 
@@ -46,9 +46,7 @@ def test_written_calls_are_accepted_and_parsed(
 @each_format
 @settings(max_examples=30)
 @given(tools=tool_lists(), seed=st.integers(0, 2**32))
-def test_random_calls_of_the_grammar_are_valid(
-    name: str, has_marks: bool, tools: list[ToolSchema], seed: int
-) -> None:
+def test_random_calls_of_the_grammar_are_valid(name: str, has_marks: bool, tools: list[ToolSchema], seed: int) -> None:
     form, tokens = TOOL_FORMATS[name], byte_tokens(has_marks=has_marks)
     text = tokens.walk(tokens.matcher(form, tools), random.Random(seed))
     if text is None:
