@@ -81,8 +81,9 @@ class Vocabulary:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
         # llguidance does not distinguish special tokens of equal bytes.
-        names = {token_id: name.encode() for name, token_id in tokenizer.special_tokens.items()}
-        token_bytes = [tokenizer.token_bytes(i) or names.get(i, b"") for i in range(tokenizer.vocab_size)]
+        token_bytes = [
+            tokenizer.token_bytes(i) or tokenizer.format_token_name(i).encode() for i in range(tokenizer.vocab_size)
+        ]
         return cls(token_bytes, tokenizer.special_tokens.values(), tokenizer.eos_token_ids, tokenizer)
 
     def for_masks(self) -> LLTokenizer:

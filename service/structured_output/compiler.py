@@ -81,8 +81,11 @@ class GrammarChecker:
 
     def _opening(self) -> dict[str, Any]:
         tokenizer = self._tokenizer
+        tokens = (
+            tokenizer.token_bytes(i) or tokenizer.format_token_name(i).encode() for i in range(tokenizer.vocab_size)
+        )
         return {
-            "tokens": [tokenizer.token_bytes(i).decode("latin-1") for i in range(tokenizer.vocab_size)],
+            "tokens": [token.decode("latin-1") for token in tokens],
             "special_token_ids": [*tokenizer.special_tokens.values()],
             "eos_token_ids": [*tokenizer.eos_token_ids],
         }
