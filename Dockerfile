@@ -15,7 +15,8 @@ FROM base AS requirements
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    lists = {'service': project['dependencies'], 'loadtest': project['optional-dependencies']['loadtest']}; \
+    extras = project['optional-dependencies']; \
+    lists = {'service': project['dependencies'] + extras['traces'], 'loadtest': extras['loadtest']}; \
     [open(name + '.txt', 'w').write('\n'.join(lines) + '\n') for name, lines in lists.items()]"
 
 FROM base AS build-loadtest

@@ -31,7 +31,7 @@ MAX_LAYERS = 10_000
 class ModelConfig:
     """Complete description of a decoder-only transformer. Raises ValueError for invalid or contradictory fields.
 
-    num_kv_heads: number of key/value heads. num_heads: multi-head attention; 1: multi-query; between: grouped-query.
+    num_kv_heads: key/value heads: as many as num_heads (multi-head), one (multi-query) or fewer (grouped-query).
     rope_theta: base of rotary frequencies.
     rotary_dim: rotated dimensions of a head; None: the whole head.
     num_relative_buckets: number of buckets of token distances in a relative bias (T5).
@@ -120,7 +120,7 @@ class ModelConfig:
         in_scores = rotary or self.position in SCORED_POSITIONS
         if self.attention is AttentionKind.AVERAGE and (in_scores or self.qk_norm or self.score_scale is not None):
             raise ValueError(
-                "attention=average has no scores; remove qk_norm and score_scale, and use another position"
+                "attention=average has no scores; remove qk_norm and score_scale, and choose a position without scores"
             )
         needed = {
             "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,

@@ -3,10 +3,12 @@
 import logging
 import os
 import pickle
+import pkgutil
+from typing import TYPE_CHECKING
 
 from model.checkpoint.manifest import read_manifest
 from service.api.app import Frontend
-from service.config.settings import ServeSettings
+from service.config.settings import ServeSettings, SettingsError
 from service.http.api_keys import read_api_keys
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle
@@ -15,7 +17,11 @@ from service.preprocess.served_model import read_served_model
 from service.supervisor.api_process import ApiServer
 from service.supervisor.supervisor import StartError, Supervisor, check_port
 from service.supervisor.worker_process import WorkerProcess
+from service.telemetry.request_record import RequestLog
 from service.worker.worker import Worker, WorkerOrder, importable_name, stamps_of
+
+if TYPE_CHECKING:
+    from service.telemetry.traces import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +47,27 @@ def build_server(
     served = read_served_model(settings, manifest, manifest.verify())
     for warning in (*keys.warnings, *served.warnings()):
         logger.warning("%s", warning)
+    if settings.log_prompts:
+        logger.warning(
+            "--log-prompts: the log contains the prompts and completions of all clients; restrict its readers"
+        )
+    tracer = None if settings.otlp_endpoint is None else load_tracer(settings.otlp_endpoint, served.model_name)
+    observers = [] if tracer is None else [tracer.record]
+    if settings.log_format == "json":
+        observers.append(RequestLog(served.model_name, served.tokenizer.decode if settings.log_prompts else None).write)
     lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
     frontend = Frontend(
         settings, served=served, channel=channel, lifecycle=lifecycle, metrics=Metrics(served.model_name)
     )
-    api = ApiServer(settings, frontend=frontend, channel=channel, keys=keys, lifecycle=lifecycle)
+    api = ApiServer(
+        settings,
+        frontend=frontend,
+        channel=channel,
+        keys=keys,
+        lifecycle=lifecycle,
+        observers=observers,
+        tracer=tracer,
+    )
     order = pickle.dumps(
         WorkerOrder(
             worker_class=importable_name(worker_class),
@@ -64,6 +86,17 @@ def build_server(
         start_api=api.start,
         settings=settings,
     )
+
+
+def load_tracer(endpoint: str, model_name: str) -> "RequestTracer":
+    """Import OpenTelemetry, which is an optional dependency, and return a tracer that is not started yet."""
+    try:
+        return pkgutil.resolve_name("service.telemetry.traces:RequestTracer")(endpoint, model_name)  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"--otlp-endpoint needs {error.name}, which is not installed; run pip install 'kvasir[traces]', "
+            "or unset OTEL_EXPORTER_OTLP_ENDPOINT"
+        ) from None
 
 
 def _start_worker(settings: ServeSettings) -> WorkerProcess:

@@ -16,10 +16,13 @@ EOS = "<|endoftext|>"
 _WORDS = (b" the", b" a", b"th", b"he", b"in", b"er", b"an", b"\xf0\x9f", b"\x98\x80", b"\xe2\x80", b" once", b"\n\n")
 
 
-def tiny_tokenizer() -> ByteLevelTokenizer:
-    """Return a tokenizer of all bytes, a few merges (some of them parts of characters), and an end-of-text token."""
+def tiny_tokenizer(*words: bytes) -> ByteLevelTokenizer:
+    """Return a tokenizer of all bytes, a few merges (some of them parts of characters), and an end-of-text token.
+
+    words: further tokens.
+    """
     ranks = {bytes([byte]): byte for byte in range(256)}
-    for token in _WORDS:
+    for token in (*_WORDS, *words):
         # tiktoken merges pairs, so a token is reachable only if all its prefixes are tokens.
         for length in range(2, len(token) + 1):
             ranks.setdefault(token[:length], len(ranks))
@@ -55,13 +58,15 @@ def tiny_config(vocab_size: int, *, max_context_length: int = 256) -> ModelConfi
     )
 
 
-def save_tiny_checkpoint(directory: Path, *, max_context_length: int = 256, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny_checkpoint(
+    directory: Path, *words: bytes, max_context_length: int = 256, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write a complete checkpoint with reproducible random weights; return the directory.
 
     The weights have a wide spread, so that the model's distribution is far from uniform, and greedy text is not
-    one token repeated.
+    one token repeated. `words` are further tokens.
     """
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(*words)
     config = tiny_config(tokenizer.vocab_size, max_context_length=max_context_length)
     model = Transformer(config, ATTENTION_BACKENDS["eager"])
     generator = torch.Generator().manual_seed(0)

@@ -92,7 +92,7 @@ class LoadRun:
 
     @classmethod
     def ended_now(cls, outcomes: Sequence[Outcome], began_seconds: float, began_cpu_seconds: float) -> Self:
-        """Return the load of these finished requests. `began_...`: wall-clock and CPU seconds at their start."""
+        """Return the `LoadRun` of finished requests. `began_...`: wall-clock and CPU seconds when the load began."""
         cpu_share = (time.process_time() - began_cpu_seconds) / max(time.perf_counter() - began_seconds, 1e-9)
         first = min((outcome.intended_seconds for outcome in outcomes), default=began_seconds)
         last = max([first + 1e-9, *(outcome.end_seconds for outcome in outcomes)])

@@ -35,7 +35,7 @@ _SLO_HELP = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Service level objectives of a load test; None: no limit. A latency that no request has counts as missed."""
+    """Service level objectives of a load test; None: no limit. A limited latency without any value is missed."""
 
     ttft_p95_ms: float | None = None
     tpot_p95_ms: float | None = None
@@ -51,7 +51,7 @@ class Slo:
         return cls(**{name: getattr(arguments, f"slo_{name}") for name in _SLO_HELP})
 
     def is_good(self, outcome: Outcome) -> bool:
-        """Return True if a request succeeded within the limits of TTFT, TPOT and E2E: goodput, as in vLLM."""
+        """Return True if a request counts as goodput, as in vLLM: a success within the limits of TTFT, TPOT, E2E."""
         limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.e2e_p95_ms)
         seconds = (outcome.ttft_seconds, outcome.tpot_seconds, outcome.e2e_seconds)
         pairs = zip(limits, seconds, strict=True)

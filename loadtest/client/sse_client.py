@@ -30,7 +30,7 @@ _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of the service under test, and the API key to send: not a flag, because the process list shows flags."""
+    """Address of the service under test, and the API key to send, from the environment: process lists show flags."""
 
     host: str
     port: int
@@ -146,7 +146,7 @@ class CompletionReader:
             self.is_reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header of the response. httptools calls all `on_` methods."""
+        """Store a header of the response. httptools calls this method and all other `on_` methods."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:

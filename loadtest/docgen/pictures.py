@@ -67,7 +67,7 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw the factor by which a long prompt raises other streams' ITL p99, over the TTFT: a point per flag value."""
+    """Plot the factor by which a long prompt raises other streams' ITL p99 against the prompt's TTFT, by flag value."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for number, (name, label) in enumerate(

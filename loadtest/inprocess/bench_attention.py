@@ -288,7 +288,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="training seeds; `speed` uses the first")
     add("--rounds", type=int, default=7, metavar="N", help="repeats of each measurement of `speed` (default: 7)")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads of `speed` (default: 1)")
-    add("--runs", type=Path, default=Path("runs/attention"), metavar="DIR", help="training runs (default: %(default)s)")
+    add(
+        "--runs",
+        type=Path,
+        default=Path("runs/attention"),
+        metavar="DIR",
+        help="directory of the training runs (default: %(default)s)",
+    )
     parser.set_defaults(out=ROOT / "docs" / "results" / "attention.json")
     arguments = read_arguments(parser, argv)
 

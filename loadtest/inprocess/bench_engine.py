@@ -147,7 +147,9 @@ def make_points(
                 f"context of {max_context_tokens} tokens; choose other --context or --steps"
             )
     if not points:
-        raise ValueError(f"--steps {arguments.steps} does not fit the model's context of {max_context_tokens} tokens")
+        raise ValueError(
+            f"--steps {arguments.steps} does not fit the model's context of {max_context_tokens} tokens; choose fewer"
+        )
     for prompt in arguments.prompt_tokens:
         if prompt < max_context_tokens:
             work = formula.prompt(num_tokens=prompt, tokens_per_step=settings.max_batched_tokens)

@@ -104,7 +104,7 @@ class Roofline:
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
-    """Return a function for each way to multiply square matrices of a type (float32, float64, bfloat16, int8, fp8)."""
+    """Return functions that each multiply two square matrices of `weight_type`, in different layouts."""
     if weight_type == "int8":
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]

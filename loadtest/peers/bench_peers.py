@@ -122,7 +122,7 @@ def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Return True if a peer has figures in a cell of the results, and none of their pairs was disturbed."""
+    """Return True if a peer has figures in a cell of the results, and their pairs were measured undisturbed."""
     return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 
@@ -226,7 +226,8 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     add = parser.add_argument
     names = [peer.name for peer in PEERS]
     add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="model shapes (default: S M)")
-    text = f"precisions (default: all except {engines.DEFAULTS}: a bfloat16 file, served without flags)"
+    defaults = f"`{engines.DEFAULTS}`, which is a bfloat16 file, and servers without flags"
+    text = f"precisions (default: all except {defaults})"
     add(
         "--precisions",
         nargs="+",

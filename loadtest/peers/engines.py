@@ -21,7 +21,7 @@ from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.model_shapes import SHAPE_SIZES, write_random_checkpoint
 from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, kvasir_serve
-from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 from service.config.settings import LIBRARY_ENVIRONMENT
 
 ROOT, PINS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent

@@ -130,7 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {
         "checkpoint": (Path, "checkpoint directory, for tokenizer and name"),
         "streams": ([1, 16, 64], "concurrent streams"),
-        "step-ms": ([0.0, 4.0], "milliseconds between steps; 0: instant, several tokens are written at a time"),
+        "step-ms": (
+            [0.0, 4.0],
+            "milliseconds between engine steps; 0: no pause, so that one write holds several tokens",
+        ),
         "requests-per-stream": (8, "requests per stream"),
         "output-tokens": (200, "number of tokens in a completion"),
         "repeats": (3, "repeats of each measurement"),

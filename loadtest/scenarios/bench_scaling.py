@@ -32,7 +32,7 @@ from model.config import ModelConfig
 from service.config.settings import ServeSettings, read_settings
 
 _BATCHES, _CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 960)
-_BATCH, _CONTEXT = 8, 256  # of the curve over contexts, and over batches
+_BATCH, _CONTEXT = 8, 256  # the batch size of the curve over contexts, the context of the curve over batch sizes
 _STEPS = 16  # steps per timed run of a batch
 _PROMPT, _SHARED = 768, (0, 128, 256, 384, 512, 640, 704)
 _KV_TOKENS, _BLOCK = (32_768, 65_536, 131_072, 262_144), 16

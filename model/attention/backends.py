@@ -97,7 +97,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {"eager": EagerAttention(), "s
 
 @dataclass(frozen=True, slots=True)
 class RoundedAttention:
-    """Wrapper of an attention backend, without a KV-cache: rounds keys and values as one of `cache_dtype` would."""
+    """Wrapper of an attention backend: rounds keys and values to `cache_dtype`, as a KV-cache would."""
 
     backend: AttentionBackend
     cache_dtype: torch.dtype

@@ -46,6 +46,11 @@ class OutputParser:
         self._has_shown_reasoning = False
         self.num_calls = 0
 
+    @property
+    def may_reason(self) -> bool:
+        """True until the reasoning has ended, or the completion has begun with other text."""
+        return self._state in (_State.UNDECIDED, _State.REASONING)
+
     def push(self, text: str) -> list[Part]:
         """Return the parts that the next text of the completion completes."""
         if (

@@ -29,12 +29,16 @@ def find_reasoning_format(template: str) -> ReasoningFormat | None:
     return next((form for form in REASONING_FORMATS.values() if form.closing in template), None)
 
 
-def begins_in_reasoning(prompt: str, form: ReasoningFormat) -> bool | None:
+def begins_in_reasoning(prompt: str, form: ReasoningFormat, prefill: str = "") -> bool | None:
     """Return True if a rendered prompt ends inside reasoning, False if it has ended it; None: the model decides.
 
     A template of a model that always reasons ends the prompt with the opening mark. A template whose reasoning is
     switched off ends it with an empty reasoning.
+
+    prefill: beginning of the completion that the prompt already contains.
     """
+    if begun := prefill.strip():
+        return begun.startswith(form.opening) and form.closing not in begun
     end = prompt.rstrip()
     if end.endswith(form.opening):
         return True

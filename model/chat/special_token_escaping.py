@@ -8,7 +8,7 @@ message is not detected.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from model.tokenizer.interface import Tokenizer
@@ -41,9 +41,12 @@ class SpecialTokenEscaper:
 
         Raises:
             ForbiddenText: a text contains a special token of one character, or every possible breaker is in the texts.
+                A key of an object, such as a tool's parameter, contains a special token.
         """
         texts: list[str] = []
         _map_texts(messages, texts.append)
+        if found := next((name for key in _keys(messages) for name in self._ids if name in key), None):
+            raise ForbiddenText(f"a name in tools or messages contains the special token {found!r}; change the name")
         if found := next((name for name in self._single if any(name in text for text in texts)), None):
             raise ForbiddenText(f"a message contains the special token {found!r}; remove it")
         free = next((char for char in _BREAKERS if not any(char in text for text in texts)), None)
@@ -105,3 +108,14 @@ def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _map_texts(item, change) for key, item in value.items()}
     return [_map_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Return the keys of all objects in a JSON-like value."""
+    if isinstance(value, Mapping):
+        yield from value
+        for item in value.values():
+            yield from _keys(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _keys(item)

@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.chat.template_sandbox import MAX_CHARACTERS, compile_template, render
+from model.chat.template_sandbox import MAX_CHARACTERS, TemplateFailure, compile_template, render
 from model.io.files import CheckpointError, read_json, read_text
 from model.tokenizer.bos_eos import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_tokenizer_config
 
 DEFAULT_NAME = "default"
+
+# Written after the content of a final message that is to be continued, as transformers does. A template that trims the
+# content removes the space.
+_CONTINUATION_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 # For base models, which have no roles: messages become paragraphs, and the completion continues the last message.
 PLAIN_SOURCE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n\\n') }}"
@@ -40,12 +44,18 @@ class ChatTemplate:
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
-    def variables(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> dict[str, Any]:
+    def variables(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
         """Return the template's variables for rendering a conversation, without message keys whose value is None."""
         return {
             **self.special_tokens,
             "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -59,6 +69,32 @@ class ChatTemplate:
         """
         variables = self.variables(messages, add_generation_prompt=add_generation_prompt)
         return render(compile_template(self.source), variables, max_characters=MAX_CHARACTERS)
+
+
+def mark_continuation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with a mark at the end of the final message's content, for `cut_at_continuation`.
+
+    Raises:
+        TemplateFailure: the final message has no text.
+    """
+    *others, final = messages
+    if not isinstance(content := final.get("content"), str):
+        raise TemplateFailure("the final message has no text to continue", by_template=True)
+    return [*others, {**final, "content": content + _CONTINUATION_MARK}]
+
+
+def cut_at_continuation(text: str) -> str:
+    """Return a conversation rendered from marked messages, up to the end of the final message's content.
+
+    A template that trims the content trims the end of the result too.
+
+    Raises:
+        TemplateFailure: the template has not written the content of the final message.
+    """
+    before, mark, after = text.rpartition(_CONTINUATION_MARK.strip())
+    if not mark:
+        raise TemplateFailure("the template does not write the content of the final message", by_template=True)
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:

@@ -48,7 +48,10 @@ def load_model(
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Torch mode that skips torch.nn.init, since a checkpoint replaces the initial weights. Saves 79 MB of imports."""
+    """Torch mode that makes torch.nn.init do nothing, since the checkpoint replaces all initial weights.
+
+    Without this mode, torch.nn.init on the meta device imports 800 modules (79 MB).
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -96,7 +96,7 @@ def _is_mappable(place: Placement, dtype: torch.dtype) -> bool:
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return views of one model tensor (qkv), one for each checkpoint tensor (q, k, v); `rows`: the rows of each."""
+    """Return a view of a model tensor (qkv) for each checkpoint tensor (q, k, v); `rows`: number of rows of each."""
     match layout:
         case Layout.AS_IS:
             return (tensor,)

@@ -146,7 +146,7 @@ def build(level: CpuLevel, directory: Path) -> Path:
 
 
 def _remove_stale_scratch(directory: Path, now: float) -> None:
-    """Remove temporary directories of builds that were killed over an hour before `now`, a file's time in seconds."""
+    """Remove temporary directories of killed builds: last modified over an hour before `now`, in seconds since 1970."""
     for scratch in directory.glob(f"{_SCRATCH}*"):
         if scratch.stat().st_mtime < now - 3600:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -89,7 +89,8 @@ class Decoded(NamedTuple):
 class _PreparedDecode(NamedTuple):
     """Arguments of the C call for a decode step, reused by later steps with the same tensors, updated in place.
 
-    inputs: the tensors and the KV-cache that the arguments point to. held: other objects whose memory they point to.
+    inputs: the tensors and the KV-cache that the arguments point to.
+    held: other owners of memory that the arguments point to.
     """
 
     inputs: tuple[object, ...]
@@ -193,7 +194,7 @@ class NativeTransformer:
 
         Pass the same tensors in every step, updated in place: the prepared arguments are then reused. Returns None,
         having computed nothing, if the caller must use `hidden` and `logits` instead: for metadata without
-        `contexts_B`, for attention that is not native, and for tensors with a number out of range.
+        `contexts_B`, for attention that is not native, and for a token id, position, slot or block out of range.
         num_ids: number of token ids, from 0 on, whose logits are returned.
 
         Raises:

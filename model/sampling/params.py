@@ -93,7 +93,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Return whether the most likely token is always sampled: temperatures under 1e-5 would overflow float32."""
+        """Return whether the temperature is under 1e-5, which means greedy: dividing logits by it could overflow."""
         return self.temperature < 1e-5
 
     def hidden_token_ids(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:

@@ -36,7 +36,7 @@ class TokenRules:
 
     @property
     def counted(self) -> tuple[Ids, NDArray[np.float32]]:
-        """Return the ids of tokens with penalties, and each token's count in the completion; 0: only in the prompt."""
+        """Return the ids of tokens with penalties, and each token's count in the completion (0: only in the prompt)."""
         return self._counts.known
 
     @property
@@ -46,7 +46,7 @@ class TokenRules:
 
 
 class _Counts:
-    """Counts of a completion's tokens, in arrays that no step rebuilds. Tokens in `known` are present with count 0."""
+    """Counts of a completion's tokens, in arrays that no step rebuilds. The tokens of `known` begin with count 0."""
 
     def __init__(self, known: Sequence[int]) -> None:
         listed = np.unique(np.array(known, dtype=np.int64))

@@ -31,7 +31,7 @@ class HugePages:
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a CPU tensor's copy in small pages, which `enlarge` replaces later. Raises torch.OutOfMemoryError."""
+        """Return a copy of a CPU tensor, in small pages until `enlarge` is called. Raises torch.OutOfMemoryError."""
         size = tensor.nbytes
         if self._used + size > len(self._chunk):
             self._chunks.append(_map(max(size, _CHUNK)))

@@ -93,8 +93,8 @@ def read_bos_token_id(
 ) -> int | None:
     """Return the id of the BOS token that is put before every prompt; None if the files ask for none.
 
-    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. Kvasir reads this
-    key for all tokenizer classes (transformers 4: for some): models that have it were trained with the BOS token.
+    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. Kvasir obeys
+    `add_bos_token` for all tokenizer classes, transformers 4 for some: models with this key were trained with BOS.
 
     Raises:
         TokenizerError: the files put more than one special token before a text, or any after it, so that a model could

@@ -76,6 +76,10 @@ class Tokenizer(ABC):
             TokenizerError: the tokenizer cannot encode the text, for example a million spaces in a row.
         """
 
+    def find_token(self, name: str) -> int | None:
+        """Return the id of the special token with this name; None if there is none."""
+        return self.special_tokens.get(name)
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of token ids, with special tokens by name and invalid UTF-8 as U+FFFD."""
         return self._joined_bytes(token_ids).decode("utf-8", "replace")

@@ -197,6 +197,11 @@ class LibraryTokenizer(Tokenizer):
         token_ids: list[int] = _guarded(lambda: library.encode(text, add_special_tokens=False)).ids
         return token_ids
 
+    def find_token(self, name: str) -> int | None:
+        """Return the id of the token with this name, which need not be special; None if there is none."""
+        token_id: int | None = self._library.token_to_id(name)
+        return token_id
+
     def decode(self, token_ids: Iterable[int]) -> str:
         text = self._joined_bytes(token_ids)
         for _ in range(self._decoder.num_stripped):

@@ -60,7 +60,8 @@ class TrainConfig:
     matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all other parameters).
     weight_decay: decoupled, on matrices and embeddings.
     checkpoint_minutes: minutes between saves. evaluate_every: steps between evaluations of held-out texts.
-    sample_prompts: prompts that the model card completes; if empty, `PROMPTS`. description: text of the model card.
+    sample_prompts: prompts that the model card completes; if empty, `PROMPTS`.
+    description: sentences about the model, for its model card.
     mask_documents: pack whole documents side by side, with attention within each document. If false, sequences are cut
         from a stream of documents, and attention spans all documents of a sequence.
     chat_steps: number of last steps that train on conversations; if not 0, the tokenizer has ChatML's special tokens.

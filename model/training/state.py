@@ -86,7 +86,7 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
 
 
 def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
-    """Return the config as JSON values, with the SHA-256 of the corpora in use, to compare it with that of a save."""
+    """Return the config as JSON values, with the SHA-256 of the corpora in use, for comparison with a save's facts."""
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     hashed = list(zip(config.sources, corpora, strict=True))
     texts = [(s, corpus) for s, corpus in hashed if s.repeats or s.held_out or s.held_out_ids]
@@ -100,7 +100,7 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a run directory; raise ValueError if another process holds the lock."""
+    """Context manager: hold an exclusive lock on a run directory. Raises ValueError if another process holds it."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as file:
         try:

@@ -2,9 +2,8 @@
 
 Three limits apply: the number of admitted sequences, the tokens of waiting sequences, and the predicted wait until the
 engine starts the request. This wait is the number of sequences ahead in the queue, divided by the rate at which
-sequences recently ended (before 16 endings: started) while the server was full. A longer queue would add latency and no
-throughput. The rejected clients of a tenant form a virtual queue: each gets a later Retry-After than the clients
-rejected before.
+sequences recently ended while the server was full. Until every slot has had an ending, the rate of starts is used. The
+rejected clients of a tenant form a virtual queue: each gets a later Retry-After than the clients rejected before.
 """
 
 import ipaddress
@@ -59,10 +58,15 @@ class QueuePolicy:
 
 
 class Rate:
-    """Exponentially weighted average of a rate, such as tokens per second, over the time intervals given to `add`."""
+    """Exponentially weighted average of a rate, such as tokens per second, over the time intervals given to `add`.
 
-    def __init__(self) -> None:
-        self._amount = self._seconds = 0.0
+    min_events: number of events after which the rate is known.
+    amount: amount before the first interval.
+    """
+
+    def __init__(self, *, min_events: int = _MIN_EVENTS, amount: float = 0.0) -> None:
+        self._min_events = min_events
+        self._amount, self._seconds = amount, 0.0
         self._num_events = 0
 
     def add(self, amount: float, seconds: float) -> None:
@@ -76,7 +80,7 @@ class Rate:
     @property
     def is_known(self) -> bool:
         """True if enough events were added for a wait predicted from the rate to justify a rejection."""
-        return self._num_events >= _MIN_EVENTS and self._amount > 0.0 and self._seconds > 0.0
+        return self._num_events >= self._min_events and self._amount > 0.0 and self._seconds > 0.0
 
     def seconds_for(self, amount: float) -> float:
         """Return the seconds that `amount` takes at this rate; 1 s before the first event."""
@@ -155,8 +159,12 @@ class Admission:
         self._clock = clock
         self._random = draw
         self._last_seconds = clock()
-        self._ended = Rate()  # sequence endings, while the server is about full
-        self._started = Rate()  # sequence starts, while the server is about full: known before the first endings
+        # Sequence endings, while the server is about full. A burst that fills the slots has no ending for the time of a
+        # completion, which makes the mean rate too low until each slot has had an ending.
+        self._ended = Rate(min_events=max(_MIN_EVENTS, max_num_running))
+        # Sequence starts, while the server is about full: known before the first endings. The starts that filled the
+        # slots count, too.
+        self._started = Rate(amount=_FULL * max_num_running)
         self._started_tokens = Rate()  # tokens of sequences that start, while sequences wait
         self._holdings: dict[str, _Holding] = {}
         self._retry_queues: dict[str, _RetryQueue] = {}

@@ -23,6 +23,7 @@ from service.api.completions import Completions
 from service.api.context import ApiContext, call
 from service.api.embeddings import Embeddings
 from service.api.openapi import ROUTES
+from service.api.scores import Scores
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response
 from service.ipc.channel import Channel
@@ -77,6 +78,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.context = context = ApiContext(settings, served, admission, engine_client, lifecycle, metrics)
         self.completions = Completions(context)
         self.embeddings = Embeddings(context)
+        self.scores = Scores(context)
         self.inspection = Inspection(context)
 
     def pre_setup(self, lit_api: Any) -> None:
@@ -109,17 +111,17 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         processor, tokenizer = self.context.processor, self.context.served.tokenizer
         processor.check_model(asked.model)
         match asked.subject():
-            case str() as text if asked.add_special_tokens is False and text in tokenizer.special_tokens:
-                # lm-evaluation-harness requests the id of a special token from /tokenizer_info in this way.
-                token_ids = [tokenizer.special_tokens[text]]
             case str() as text:
-                encode = partial(processor.encode, text, begin=asked.add_special_tokens is not False)
+                parser = processor.parsing_special(asked.parse_special)
+                encode = partial(parser.encode, text, begin=asked.add_special_tokens is not False)
                 token_ids = await call(encode, in_thread=len(text) > MAX_INLINE_CHARACTERS)
             case messages:
                 token_ids = await self.context.chat.encode(
                     messages,
-                    add_generation_prompt=asked.add_generation_prompt is not False,
+                    add_generation_prompt=asked.adds_generation_prompt,
+                    continue_final_message=bool(asked.continue_final_message),
                     more=asked.chat_template_kwargs,
+                    tools=asked.tools or (),
                     add_special_tokens=asked.add_special_tokens is True,
                 )
         names = [format_token_name(tokenizer, i) for i in token_ids] if asked.return_token_strs else None

@@ -1,7 +1,10 @@
-"""Handlers of `/v1/completions` and `/v1/chat/completions`."""
+"""Handlers of `/v1/completions` and `/v1/chat/completions`, and of their `/render` routes."""
 
+import re
 import time
+from dataclasses import asdict
 from functools import partial
+from typing import Any, TypeAlias
 
 from fastapi import Request
 from starlette.responses import Response
@@ -10,10 +13,21 @@ from service.admission.controller import read_queue_policy
 from service.api.context import ApiContext, call
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from service.api.streaming import CompletionBody, CompletionStream
+from service.http.request_io import json_response
+from service.preprocess.chat_renderer import ChatPlan
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest
-from service.requests.inflight import InflightRequest
+from service.protocol.responses import RenderedPrompt
+from service.requests.inflight import Choice, InflightRequest
+
+_MAX_NAMED_FIELDS = 32  # in the header x-ignored-fields
+Asked: TypeAlias = CompletionRequest | ChatCompletionRequest
+
+
+def _header_list(names: list[str]) -> bytes:
+    """Return names as the value of a header, joined by commas. Characters that a header cannot have become `?`."""
+    return re.sub(r"[^!-~]", "?", ",".join(names[:_MAX_NAMED_FIELDS])).encode("ascii")
 
 
 class Completions:
@@ -28,41 +42,95 @@ class Completions:
     async def complete_chat(self, request: Request) -> Response:
         return await self._context.respond(request, partial(self._respond, ChatCompletionRequest, ChatBuilder))
 
+    async def render_prompt(self, request: Request) -> Response:
+        """Handle `POST /v1/completions/render`. Return what would be computed for each prompt, and compute nothing."""
+        return json_response(await self._render(CompletionRequest, CompletionBuilder, request))
+
+    async def render_chat(self, request: Request) -> Response:
+        """Handle `POST /v1/chat/completions/render`, as `render_prompt` for a conversation."""
+        (rendered,) = await self._render(ChatCompletionRequest, ChatBuilder, request)
+        return json_response(rendered)
+
+    async def _render(
+        self, model: type[Asked], builder: type[ResponseBuilder], request: Request
+    ) -> list[RenderedPrompt]:
+        body = await self._context.read_body(request)
+        asked = model.parse(body)
+        choices, _ = await self._plan(asked, time.monotonic(), size=len(body))
+        return [
+            RenderedPrompt(
+                request_id=builder.id_prefix + choice.submit.uid,
+                token_ids=choice.submit.prompt_token_ids,
+                model=self._context.served.model_name,
+                sampling_params={**asdict(choice.submit.params), "n": asked.value("n"), "seed": asked.seed},
+            )
+            for choice in choices[:: asked.num_samples]
+        ]
+
     async def _respond(
         self,
-        model: type[CompletionRequest | ChatCompletionRequest],
+        model: type[Asked],
         builder: type[ResponseBuilder],
         request: Request,
         body: bytes,
         arrival_seconds: float,
     ) -> Response:
-        """Parse a completion request, submit it to the engine, and return the response that delivers the tokens."""
+        return await self.complete(model.parse(body), builder, request, arrival_seconds=arrival_seconds, size=len(body))
+
+    async def _plan(
+        self, asked: CompletionRequest | ChatCompletionRequest, arrival_seconds: float, *, size: int
+    ) -> tuple[list[Choice], ChatPlan | None]:
+        """Return the choices to compute for a request, and for a chat request its plan. `size`: bytes of the body."""
         context, processor = self._context, self._context.processor
-        asked = model.parse(body)
         processor.check(asked)
-        conversation_ids = None
-        if isinstance(asked, ChatCompletionRequest):
-            conversation_ids = await context.chat.encode(
-                asked.messages,
-                add_generation_prompt=asked.value("add_generation_prompt"),
-                more=asked.chat_template_kwargs,
-            )
-        grammar = await context.grammar_checker.grammar(asked.output_constraint)
-        plan = partial(processor.plan, asked, conversation_ids, arrival_seconds=arrival_seconds, grammar=grammar)
-        choices = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
+        chat = await context.chat.plan(asked) if isinstance(asked, ChatCompletionRequest) else None
+        constraint = asked.output_constraint if chat is None else chat.constraint
+        grammar = await context.grammar_checker.grammar(constraint)
+        plan = partial(processor.plan, asked, chat, arrival_seconds=arrival_seconds, grammar=grammar)
+        return await call(plan, in_thread=size > MAX_INLINE_CHARACTERS), chat
+
+    async def complete(
+        self,
+        asked: CompletionRequest | ChatCompletionRequest,
+        builder: type[ResponseBuilder],
+        request: Request,
+        *,
+        arrival_seconds: float,
+        size: int,
+        **about: Any,
+    ) -> Response:
+        """Submit a completion request to the engine, and return the response that delivers the tokens.
+
+        All routes that generate text call this method. Their own request becomes a chat completion request, and their
+        builder writes the response in their own form.
+
+        Args:
+            size: bytes of the body. A thread encodes the prompts of a large one.
+            about: further arguments of the builder.
+        """
+        context = self._context
+        choices, chat = await self._plan(asked, arrival_seconds, size=size)
         live = InflightRequest(
             choices=choices,
             arrival_seconds=arrival_seconds,
             terms=read_queue_policy(request, asked.timeout, context.settings),
         )
+        params, eos_token_ids = choices[0].submit.params, context.served.tokenizer.eos_token_ids
         response_builder = builder(
             asked,
             response_id=builder.id_prefix + choices[0].submit.uid,
             created=int(time.time()),
             model=context.served.model_name,
             tokenizer=context.served.tokenizer,
+            visible_token_ids=frozenset(params.visible_token_ids) - params.hidden_token_ids(eos_token_ids),
+            chat=chat,
+            **about,
         )
         delivery = CompletionStream if asked.stream else CompletionBody
         response = delivery(live, response_builder, metrics=context.metrics, finish=context.engine_client.finish)
+        if ignored := asked.ignored_fields:
+            response.raw_headers.append((b"x-ignored-fields", _header_list(ignored)))
+            for name in {name.partition("[")[0] for name in ignored}:
+                context.metrics.count("ignored_fields", name)
         context.engine_client.submit(live)
         return response

@@ -57,8 +57,11 @@ class ApiContext:
             defaults=served.defaults,
             aliases=settings.model_alias,
             max_prompts=settings.max_prompts,
+            parse_special=settings.parse_special,
         )
-        self.chat = ChatPrompts(served.template, served.tokenizer, max_waiting=admission.max_num_sequences)
+        self.chat = ChatPrompts(
+            served.template, served.tokenizer, served.chat_format, max_waiting=admission.max_num_sequences
+        )
         self.grammar_checker = GrammarChecker(
             served.tokenizer, max_waiting=admission.max_num_sequences, observe=self.metrics.observe_structured
         )

@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from service.admission.controller import QueuePolicy, read_queue_policy
 from service.api.context import ApiContext, call
 from service.api.streaming import Delivery
 from service.http.connection import ChunkedBody
-from service.ipc.messages import Pooling, Submit
+from service.ipc.messages import Pooling, Submit, TokenDelta
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
 from service.protocol.errors import ClientGone, InvalidRequest, Overloaded
@@ -47,8 +48,9 @@ class Embeddings:
         return EmbeddingBody(groups, asked, self._context)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
-        """Split the texts of a request into groups to submit one by one. Only the first group has the queue timeout."""
-        processor, settings = self._context.processor, self._context.settings
+        """Return the sequences of a request's texts, in groups to submit one by one."""
+        settings = self._context.settings
+        processor = self._context.processor.parsing_special(asked.parse_special)
         processor.check_model(asked.model)
         inputs = split_prompts(asked.input, "input")
         processor.check_num_prompts(len(inputs), "input")
@@ -61,36 +63,38 @@ class Embeddings:
             token_ids = processor.encode_prompt(
                 text, "input", max_tokens=processor.max_context_length, num_kept=asked.truncate_prompt_tokens
             )
-            submit = Submit(
-                uid=uuid.uuid4().hex,
-                attempt=0,
-                prompt_token_ids=tuple(token_ids),
-                prior_token_ids=(),
-                params=SamplingParams(max_tokens=0),
-                arrival_seconds=arrival_seconds,
-                deadline_seconds=None,
-                pooling=Pooling(settings.embedding_pooling),
-            )
+            submit = embedding_submit(token_ids, arrival_seconds, Pooling(settings.embedding_pooling))
             choices.append(Choice(index=index, prompt_index=index, prompt_text="", submit=submit))
-        groups = group_choices(choices, settings.max_num_running)
-        later_terms = replace(terms, timeout_seconds=float("inf"))
-        return [
-            InflightRequest(choices=group, arrival_seconds=arrival_seconds, terms=later_terms if number else terms)
-            for number, group in enumerate(groups)
-        ]
+        return split_request(choices, terms, arrival_seconds, max_group=settings.max_num_running)
 
 
-class EmbeddingBody(Delivery):
-    """ASGI response to an embeddings request, sent as JSON when the engine has computed all vectors."""
+class GroupedBody(Delivery):
+    """ASGI response in JSON, sent when the engine has computed all groups of a request's sequences."""
 
     media_type = "application/json"
 
-    def __init__(self, groups: list[InflightRequest], asked: EmbeddingRequest, context: ApiContext) -> None:
+    def __init__(self, groups: list[InflightRequest], context: ApiContext, *, model: str | None = None) -> None:
         super().__init__(groups[0], metrics=context.metrics, finish=context.engine_client.finish)
+        self.model = model
         self._groups = groups
-        self._asked = asked
         self._context = context
-        self._vectors: dict[int, bytes] = {}
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Texts of all groups."""
+        return [choice for group in self._groups for choice in group.choices]
+
+    @abstractmethod
+    def _receive(self, choice: Choice, delta: TokenDelta) -> None:
+        """Keep the result in a sequence's only delta."""
+
+    def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
+        """Return a further group of sequences that the results of a group make necessary, if any."""
+        return None
+
+    @abstractmethod
+    def _encode(self) -> bytes:
+        """Return the body of the response."""
 
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None:
         for group in self._groups:
@@ -100,12 +104,13 @@ class EmbeddingBody(Delivery):
             while num_missing:
                 for choice, delta in await group.next_deltas():
                     assert delta.finish is not None
-                    assert delta.embedding is not None
-                    self._vectors[choice.index] = delta.embedding
+                    self._receive(choice, delta)
                     num_missing -= 1
-                    # The vector is the whole response, so the latency objective counts the vector as the first token.
+                    # The result is the whole response, so the latency objective counts the result as the first token.
                     self._first_token_seconds[choice.index] = time.monotonic()
                     self._observe_finish(choice, delta.finish)
+            if (further := self._follow_up(group)) is not None:
+                self._groups.append(further)
         # In a thread, because encoding is slow: a million numbers take 0.4 s.
         await self._send_body(send, await asyncio.to_thread(self._encode))
 
@@ -125,6 +130,19 @@ class EmbeddingBody(Delivery):
         self._finish(self._request)
         self._request = group
 
+
+class EmbeddingBody(GroupedBody):
+    """Response to an embeddings request."""
+
+    def __init__(self, groups: list[InflightRequest], asked: EmbeddingRequest, context: ApiContext) -> None:
+        super().__init__(groups, context, model=asked.model)
+        self._asked = asked
+        self._vectors: dict[int, bytes] = {}
+
+    def _receive(self, choice: Choice, delta: TokenDelta) -> None:
+        assert delta.embedding is not None
+        self._vectors[choice.index] = delta.embedding
+
     def _encode(self) -> bytes:
         vectors = [self._vectors[index] for index in range(len(self._vectors))]
         written = write_vectors(vectors, dimensions=self._asked.dimensions, as_text=self._asked.encoding_format)
@@ -138,6 +156,31 @@ class EmbeddingBody(Delivery):
                 usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
             )
         )
+
+
+def embedding_submit(token_ids: Sequence[int], arrival_seconds: float, pooling: Pooling) -> Submit:
+    """Return the command to compute the embedding of a text."""
+    return Submit(
+        uid=uuid.uuid4().hex,
+        attempt=0,
+        prompt_token_ids=tuple(token_ids),
+        prior_token_ids=(),
+        params=SamplingParams(max_tokens=0),
+        arrival_seconds=arrival_seconds,
+        deadline_seconds=None,
+        pooling=pooling,
+    )
+
+
+def split_request(
+    choices: Sequence[Choice], terms: QueuePolicy, arrival_seconds: float, *, max_group: int
+) -> list[InflightRequest]:
+    """Split a request into groups to submit one by one. Only the first group has the queue timeout."""
+    later_terms = replace(terms, timeout_seconds=float("inf"))
+    return [
+        InflightRequest(choices=group, arrival_seconds=arrival_seconds, terms=later_terms if number else terms)
+        for number, group in enumerate(group_choices(choices, max_group))
+    ]
 
 
 def group_choices(choices: Sequence[Choice], max_group: int) -> list[list[Choice]]:

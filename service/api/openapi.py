@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from service.api import attention
 from service.http.middleware import ALWAYS_OPEN
-from service.protocol import chat, completions, embeddings, errors, responses
+from service.protocol import chat, completions, embeddings, errors, responses, scores
 
 Errors = tuple[type[errors.ApiError], ...]
 _REF = "#/components/schemas/"
@@ -34,8 +34,11 @@ _ENGINE: Errors = (
 )
 _RESUMABLE: Errors = (*_ENGINE, errors.WaitTooLong, errors.ResponseGone, errors.IdempotencyKeyReused)
 
+_RENDER: Errors = (*_BODY, errors.ContextLengthExceeded, errors.Overloaded, errors.EngineFailed)
+
 _PROMPT = "Once upon a time"
 _MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+_RANKED = {"query": "Where is the dog?", "documents": ["The dog slept.", "The dog is in the hat."], "top_n": 1}
 _GREEDY = {"max_tokens": 8, "temperature": 0}
 
 
@@ -45,6 +48,7 @@ class RouteEntry:
 
     handler: attribute path from `Frontend` to the handler ("completions.complete_chat"); "": FastAPI handles the route.
     content: struct of the JSON response; for a response that is not JSON, its media type.
+    is_list: the response is a JSON list of `content`.
     event: struct of each event's data, if the response can be a stream.
     errors: classes of error responses, besides the errors that every route can return.
     examples: example request bodies by name.
@@ -58,6 +62,7 @@ class RouteEntry:
     request: type[BaseModel] | None = None
     event: type[msgspec.Struct] | None = None
     errors: Errors = ()
+    is_list: bool = False
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -81,12 +86,38 @@ ROUTES = (
         },
     ),
     RouteEntry(
+        *("POST", "/v1/completions/render", "completions.render_prompt", "Get the token ids of each prompt"),
+        *(responses.RenderedPrompt, completions.CompletionRequest, None, _RENDER),
+        is_list=True,
+        examples={"prompts": {"prompt": [_PROMPT, "The dog"]}},
+    ),
+    RouteEntry(
+        *("POST", "/v1/chat/completions/render", "completions.render_chat", "Get the token ids of a conversation"),
+        *(responses.RenderedPrompt, chat.ChatCompletionRequest, None, _RENDER),
+        examples={"conversation": {"messages": _MESSAGES}},
+    ),
+    RouteEntry(
         *("POST", "/v1/embeddings", "embeddings.embed", "Compute embeddings of texts"),
         *(embeddings.EmbeddingList, embeddings.EmbeddingRequest, None, _RESUMABLE),
         examples={
             "texts": {"input": [_PROMPT, "The dog"]},
             "short": {"input": _PROMPT, "dimensions": 16, "encoding_format": "base64"},
         },
+    ),
+    RouteEntry(
+        *("POST", "/v1/score", "scores.score", "Score pairs of texts"),
+        *(scores.ScoreList, scores.ScoreRequest, None, _RESUMABLE),
+        examples={
+            "one to many": {"text_1": "Where is the dog?", "text_2": ["The dog slept.", "The dog is in the hat."]}
+        },
+    ),
+    *(
+        RouteEntry(
+            *("POST", path, "scores.rerank", "Rank documents by their relevance to a query"),
+            *(scores.Ranking, scores.RerankRequest, None, _RESUMABLE),
+            examples={"the best": _RANKED},
+        )
+        for path in ("/v1/rerank", "/rerank")
     ),
     RouteEntry("GET", "/v1/models", "models", "List the served model and its aliases", responses.ModelList),
     RouteEntry(
@@ -222,6 +253,8 @@ def _content(route: RouteEntry) -> dict[str, Any]:
     if isinstance(route.content, str):
         return {route.content: {"schema": {"type": "object" if route.content == "application/json" else "string"}}}
     content = _json(route.content)
+    if route.is_list:
+        content["application/json"]["schema"] = {"type": "array", "items": content["application/json"]["schema"]}
     if route.event is not None:
         # The schema describes one event, because OpenAPI before 3.2 has no streams.
         data = [{"$ref": _REF + kind.__name__} for kind in (route.event, responses.ErrorBody)]

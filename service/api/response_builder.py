@@ -1,24 +1,30 @@
 """Builders of the responses of `/v1/completions` and `/v1/chat/completions` from token deltas."""
 
+import hashlib
+import uuid
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, TypeAlias
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET
 
-from model.tokenizer.interface import Tokenizer
+from model.chat.output_parser import OutputParser
+from model.chat.tool_formats.tool_format import Part, PartKind
+from model.tokenizer.interface import StreamDecoder, Tokenizer
 from service.ipc.messages import Finish, FinishReason, TokenDelta
+from service.preprocess.chat_renderer import ChatPlan
 from service.protocol import responses
 from service.protocol.completions import GenerationRequest
+from service.protocol.errors import ApiError
 from service.protocol.logprobs import LogprobFormat, LogprobWriter, chat_logprobs, prompt_logprobs
-from service.protocol.responses import encode_event
+from service.protocol.responses import DONE, encode_event
 from service.requests.inflight import Choice, Deltas
 
 Event: TypeAlias = responses.Completion | responses.ChatCompletionChunk
+ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Body: TypeAlias = responses.Completion | responses.ChatCompletion
-# Delta of the event that serves as a template for events that differ only in their text.
-_ANY_DELTA = TokenDelta(
-    uid="", attempt=0, index=0, token_ids=(), text="\0text\0", logprobs=None, prompt_logprobs=None, finish=None
-)
+# Text of the events from which events that differ only in their text are made. No model's name contains it.
+_ANY_TEXT = uuid.uuid4().hex
 
 
 class ResponseBuilder(ABC):
@@ -28,20 +34,35 @@ class ResponseBuilder(ABC):
     _event_type: ClassVar[type[responses.Completion] | type[responses.ChatCompletionChunk]]
 
     def __init__(
-        self, asked: GenerationRequest, *, response_id: str, created: int, model: str, tokenizer: Tokenizer
+        self,
+        asked: GenerationRequest,
+        *,
+        response_id: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        visible_token_ids: frozenset[int] = frozenset(),
+        chat: ChatPlan | None = None,
     ) -> None:
         self.asked = asked
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._new_parser = None if chat is None else chat.new_parser
+        self._parsers: dict[int, OutputParser] = {}  # by the choice's index
         self._num_logprobs = asked.num_logprobs
         self._shows_ids = bool(asked.return_token_ids)
-        self._id = response_id
+        self._id = self.response_id = response_id
         self._created = created
         self._model = model
         self._logprob_format = LogprobFormat(
-            tokenizer=tokenizer, num_top=self._num_logprobs or 0, names_are_ids=bool(asked.return_tokens_as_token_ids)
+            tokenizer=tokenizer,
+            num_top=self._num_logprobs or 0,
+            names_are_ids=bool(asked.return_tokens_as_token_ids),
+            visible_token_ids=visible_token_ids,
         )
         self._prompt_format = LogprobFormat(tokenizer=tokenizer, num_top=asked.prompt_logprobs or 0)
         self._writers: dict[int, LogprobWriter] = {}  # by the choice's index
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  # event before and after its text
+        self._frames: dict[tuple[int, PartKind, int], list[bytes]] = {}  # event before and after each of its texts
         self._has_opened = False
 
     @abstractmethod
@@ -52,17 +73,71 @@ class ResponseBuilder(ABC):
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the stream events of a token delta; with `is_first`, also the requested data of the prompt."""
 
-    def summary(self) -> Event:
-        """Return a stream event without choices, for the usage after the last choice has finished."""
-        return self._event_type(id=self._id, created=self._created, model=self._model, choices=[])
+    def add_timings(self, event: Event, timings: responses.Timings) -> None:
+        """Add the times of the request to the event that ends its last choice."""
+        event.timings = timings
+
+    def encode(self, event: Event) -> bytes:
+        """Return an event as bytes of the stream."""
+        return encode_event(event)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event of an error that ends a stream which has begun."""
+        return encode_event(error.body())
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
-        """Return the encoded stream event of a token delta that is only text, from a cached event with another text."""
-        if (frame := self._frames.get(choice.index)) is None:
-            (event,) = self.events(choice, _ANY_DELTA, is_first=False)
-            before, _, after = encode_event(event).rpartition(encode_event(_ANY_DELTA.text, b"", b""))
-            frame = self._frames[choice.index] = before, after
-        return encode_event(text, *frame)
+        """Return the encoded stream events of a token delta that is only text, from cached events with another text."""
+        if self._new_parser is None:
+            return self._framed(choice, PartKind.TEXT, text)
+        return b"".join(self._part_event(choice, part) for part in self.parser_of(choice).push(text))
+
+    def _part_event(self, choice: Choice, part: Part) -> bytes:
+        return self._framed(choice, part.kind, part.text)
+
+    def _framed(self, choice: Choice, kind: PartKind, text: str, number: int = 0) -> bytes:
+        """Return the encoded event of a part that is only text, from a cached event of this `number` of call."""
+        key = (choice.index, kind, number)
+        if (frame := self._frames.get(key)) is None:
+            event = encode_event(self._text_event(choice, kind, _ANY_TEXT))
+            frame = self._frames[key] = event.split(encode_event(_ANY_TEXT, b"", b""))
+        return encode_event(text, b"", b"").join(frame)
+
+    @abstractmethod
+    def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
+        """Return the stream event of a part of this kind, other than the beginning of a call."""
+
+    def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
+        """Return the encoded events after the last choice has ended. `usage`: None if the client did not ask for it."""
+        events = [DONE]
+        if usage is not None:
+            summary = self._event_type(id=self._id, created=self._created, model=self._model, choices=[])
+            summary.usage, summary.timings = usage, timings
+            events.insert(0, encode_event(summary))
+        return events
+
+    def parser_of(self, choice: Choice) -> OutputParser:
+        """Return the parser of a choice's text, for a chat completion that is not only text."""
+        assert self._new_parser is not None
+        if (parser := self._parsers.get(choice.index)) is None:
+            parser = self._parsers[choice.index] = self._new_parser()
+        return parser
+
+    def num_reasoning_tokens(self, choices: Iterable[Choice]) -> int | None:
+        """Return the number of reasoning tokens in the choices; None for a response without parsed reasoning."""
+        if self._new_parser is None or self._chat is None:
+            return None
+        total, found = 0, False
+        for choice in choices:
+            parser = self._new_parser()
+            found = found or parser.may_reason
+            decoder = StreamDecoder(self._tokenizer, self._chat.visible_token_ids)
+            number = 0
+            for number, token_id in enumerate(choice.token_ids, 1):  # noqa: B007 (used after the loop)
+                parser.push(decoder.push_one(token_id))
+                if not parser.may_reason:
+                    break
+            total += number if parser.has_reasoned else 0
+        return total if found else None
 
     def _prompt_logprobs(self, choice: Choice) -> responses.PromptLogprobs:
         return prompt_logprobs(choice.prompt_logprobs, self._prompt_format)
@@ -97,7 +172,9 @@ class CompletionBuilder(ResponseBuilder):
             if choice.index not in self._writers:
                 self._writers[choice.index] = LogprobWriter(self._logprob_format)
             prompt = choice.prompt_logprobs if is_first and self.asked.echoes else ()
-            built.logprobs = self._writers[choice.index].write(delta.logprobs or (), prompt=prompt)
+            built.logprobs = self._writers[choice.index].write(
+                delta.logprobs or (), prompt=prompt, num_hidden=choice.num_hidden_prompt_tokens
+            )
         if self._shows_ids:
             built.token_ids = delta.token_ids
             if is_first:
@@ -106,6 +183,12 @@ class CompletionBuilder(ResponseBuilder):
             built.prompt_logprobs = self._prompt_logprobs(choice)
         return [responses.Completion(id=self._id, created=self._created, model=self._model, choices=[built])]
 
+    def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
+        built = responses.CompletionChoice(
+            index=choice.index, text=text, logprobs=None, finish_reason=None, stop_reason=None
+        )
+        return responses.Completion(id=self._id, created=self._created, model=self._model, choices=[built])
+
 
 class ChatBuilder(ResponseBuilder):
     """Builder of the response to a `/v1/chat/completions` request. In a stream, choice 0 has the prompt's logprobs."""
@@ -113,16 +196,21 @@ class ChatBuilder(ResponseBuilder):
     id_prefix = "chatcmpl-"
     _event_type = responses.ChatCompletionChunk
 
+    def __init__(self, asked: GenerationRequest, **about: Any) -> None:
+        super().__init__(asked, **about)
+        self._num_calls: dict[int, int] = {}  # number of the last call, by the choice's index
+
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.ChatCompletion:
         """Return the JSON body: one assistant message per choice."""
         first, _ = wholes[0]
         choices = []
         for choice, delta in wholes:
-            reason, stop = _finish_fields(delta.finish)
+            message = self._message(choice, self._parts(choice, delta))
+            reason, stop = self._finish_fields(choice, delta.finish)
             choices.append(
                 responses.ChatChoice(
                     index=choice.index,
-                    message=responses.ChatMessage(content=delta.text),
+                    message=message,
                     logprobs=self._logprobs(delta),
                     finish_reason=reason,
                     stop_reason=stop,
@@ -141,28 +229,116 @@ class ChatBuilder(ResponseBuilder):
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return the stream event of a token delta; with `is_first`, an event with the role `assistant` before it."""
-        reason, stop = _finish_fields(delta.finish)
-        built = responses.ChatChunkChoice(
-            index=choice.index,
-            delta=responses.ChatDelta(content=delta.text) if delta.text else responses.ChatDelta(),
-            logprobs=self._logprobs(delta) if delta.logprobs else None,
-            finish_reason=reason,
-            stop_reason=stop,
-            token_ids=delta.token_ids if self._shows_ids else UNSET,
-        )
-        event = responses.ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[built])
+        """Return the stream events of a token delta; with `is_first`, an event with the role `assistant` before them.
+
+        The last event has the delta's logprobs, token ids and ending. Without such data and new parts, there is none.
+        """
+        deltas = [shown for part in self._parts(choice, delta) if (shown := self._delta(choice, part)) is not None]
+        shows_tokens = self._shows_ids or self._num_logprobs is not None
+        if not deltas and (delta.finish is not None or (shows_tokens and delta.token_ids)):
+            deltas.append(responses.ChatDelta())
+        built = [responses.ChatChunkChoice(index=choice.index, delta=shown) for shown in deltas]
+        if built:
+            last = built[-1]
+            last.logprobs = self._logprobs(delta) if delta.logprobs else None
+            last.finish_reason, last.stop_reason = self._finish_fields(choice, delta.finish)
+            last.token_ids = delta.token_ids if self._shows_ids else UNSET
+        events: list[Event] = [self._chunk(each) for each in built]
         if not is_first:
-            return [event]
+            return events
         role = responses.ChatDelta(role="assistant", content="")
-        begin = responses.ChatChunkChoice(index=choice.index, delta=role)
-        opening = responses.ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[begin])
+        opening = self._chunk(responses.ChatChunkChoice(index=choice.index, delta=role))
         if self._shows_ids and not self._has_opened:
             opening.prompt_token_ids = choice.submit.prompt_token_ids
         if self.asked.prompt_logprobs is not None and choice.index == 0:
             opening.prompt_logprobs = self._prompt_logprobs(choice)
         self._has_opened = True
-        return [opening, event]
+        return [opening, *events]
+
+    def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
+        delta = self._delta(choice, Part(kind, text))
+        assert delta is not None
+        return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta))
+
+    def _part_event(self, choice: Choice, part: Part) -> bytes:
+        if part.kind is PartKind.REASONING and not self._shows_reasoning:
+            return b""
+        if part.kind is PartKind.CALL:
+            delta = self._delta(choice, part)
+            assert delta is not None
+            return encode_event(self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta)))
+        number = self._num_calls[choice.index] if part.kind is PartKind.ARGUMENTS else 0
+        return self._framed(choice, part.kind, part.text, number)
+
+    def _chunk(self, choice: responses.ChatChunkChoice) -> responses.ChatCompletionChunk:
+        return responses.ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[choice])
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return getattr(self.asked, "include_reasoning", True) is not False
+
+    def _parts(self, choice: Choice, delta: TokenDelta) -> list[Part]:
+        """Return the parts of the message that a token delta completes."""
+        if self._new_parser is None:
+            return [Part(PartKind.TEXT, delta.text)] if delta.text else []
+        parser = self.parser_of(choice)
+        return [*parser.push(delta.text), *(parser.flush() if delta.finish is not None else ())]
+
+    def _delta(self, choice: Choice, part: Part) -> responses.ChatDelta | None:
+        """Return the stream delta of a part; None for reasoning that the client does not want."""
+        match part.kind:
+            case PartKind.TEXT:
+                return responses.ChatDelta(content=part.text)
+            case PartKind.REASONING:
+                if not self._shows_reasoning:
+                    return None
+                return responses.ChatDelta(reasoning_content=part.text, reasoning=part.text)
+            case PartKind.CALL:
+                number = self._num_calls[choice.index] = self._num_calls.get(choice.index, -1) + 1
+                call = responses.ToolCallDelta(
+                    index=number,
+                    id=self._call_id(choice, number),
+                    type="function",
+                    function=responses.FunctionDelta(name=part.text, arguments=""),
+                )
+                return responses.ChatDelta(tool_calls=[call])
+            case PartKind.ARGUMENTS:
+                number = self._num_calls[choice.index]
+                piece = responses.FunctionDelta(arguments=part.text)
+                return responses.ChatDelta(tool_calls=[responses.ToolCallDelta(index=number, function=piece)])
+
+    def _message(self, choice: Choice, parts: list[Part]) -> responses.ChatMessage:
+        """Return the message of all parts of a completion."""
+        calls: list[responses.ToolCall] = []
+        texts = {PartKind.TEXT: "", PartKind.REASONING: ""}
+        for kind, text in parts:
+            if kind is PartKind.CALL:
+                function = responses.FunctionCall(name=text, arguments="")
+                calls.append(responses.ToolCall(id=self._call_id(choice, len(calls)), function=function))
+            elif kind is PartKind.ARGUMENTS:
+                calls[-1].function.arguments += text
+            else:
+                texts[kind] += text
+        content, reasoning = texts[PartKind.TEXT], texts[PartKind.REASONING]
+        message = responses.ChatMessage(content=None if calls and not content else content)
+        if reasoning and self._shows_reasoning:
+            message.reasoning_content = message.reasoning = reasoning
+        if calls:
+            message.tool_calls = calls
+        return message
+
+    def _call_id(self, choice: Choice, number: int) -> str:
+        """Return the id of a choice's tool call. It depends on the choice alone, so a repeated response is equal."""
+        digest = hashlib.blake2b(f"{choice.submit.uid}:{number}".encode(), digest_size=12).hexdigest()
+        length = None if self._chat is None else self._chat.call_id_length
+        return f"call_{digest}" if length is None else digest[:length]
+
+    def _finish_fields(self, choice: Choice, finish: Finish | None) -> tuple[ChatFinishReason | None, str | int | None]:
+        """Return the fields `finish_reason` and `stop_reason`. Complete tool calls end with `tool_calls`."""
+        reason, stop = _finish_fields(finish)
+        parser = self._parsers.get(choice.index)
+        is_whole = reason == "stop" and not isinstance(stop, str)
+        return ("tool_calls" if is_whole and parser is not None and parser.num_calls else reason), stop
 
     def _logprobs(self, delta: TokenDelta) -> responses.ChatLogprobs | None:
         return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._logprob_format)

@@ -6,10 +6,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,18 +20,30 @@ from service.http.request_io import wait_for_disconnect
 from service.ipc.messages import Finish, FinishReason, TokenDelta
 from service.metrics.recorder import Metrics
 from service.protocol.errors import ApiError, ClientGone
-from service.protocol.responses import DONE, KEEP_ALIVE, PromptTokensDetails, Timings, Usage, encode, encode_event
+from service.protocol.responses import (
+    KEEP_ALIVE,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Timings,
+    Usage,
+    encode,
+)
 from service.requests.inflight import Choice, Deltas, InflightRequest
 
 # Number of logprob entries that take about as long to encode as a step takes: 20 µs each, with 20 alternatives.
 MAX_INLINE_LOGPROBS = 500
+DELIVERY: Final = "delivery"  # attribute of `request.state`: the response that delivers the engine's output
 
 
 class Delivery(Response, ABC):
     """ASGI response to one inflight request. Calls `finish` with the request when the response ends for any reason.
 
     num_sent_tokens: completion tokens in the events built so far, which are sent or are sent next.
+    model, response_id: name of the model in the request, and id in the response; None without one.
     """
+
+    model: str | None = None
+    response_id: str | None = None
 
     def __init__(
         self, request: InflightRequest, *, metrics: Metrics, finish: Callable[[InflightRequest], object]
@@ -50,6 +62,7 @@ class Delivery(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises an `ApiError` if the request failed before anything was sent."""
+        scope.setdefault("state", {})[DELIVERY] = self
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._deliver(send, chunked_body(scope))
@@ -63,6 +76,22 @@ class Delivery(Response, ABC):
         finally:
             watcher.cancel()
             self._finish(self._request)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Choices of the request, finished or not."""
+        return self._request.choices
+
+    @property
+    def failure(self) -> ApiError | None:
+        """Error that ended the request, even if its stream had begun."""
+        return self._request.failure
+
+    @property
+    def token_seconds(self) -> tuple[float, float] | None:
+        """Times at which the first and the last token of all choices left the server; None without a token."""
+        firsts, lasts = self._first_token_seconds.values(), self._last_token_seconds.values()
+        return (min(firsts), max(lasts, default=min(firsts))) if firsts else None
 
     @abstractmethod
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None: ...
@@ -119,6 +148,7 @@ class CompletionDelivery(Delivery):
     def __init__(self, request: InflightRequest, builder: ResponseBuilder, **delivery: Any) -> None:
         super().__init__(request, **delivery)
         self._builder = builder
+        self.model, self.response_id = builder.asked.model, builder.response_id
         self._num_unfinished = len(request.choices)
         self._first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
         self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)
@@ -133,6 +163,8 @@ class CompletionDelivery(Delivery):
         if not self._num_unfinished:
             cached = sum(choice.finish.num_cached_tokens for choice in self._first_samples if choice.finish)
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
+            if (num_reasoning := self._builder.num_reasoning_tokens(self._request.choices)) is not None:
+                usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=num_reasoning)
         return usage
 
     def _timings(self) -> Timings:
@@ -199,7 +231,7 @@ class CompletionStream(CompletionDelivery):
                 raise
             self._record_failure()
             self._metrics.count("request_failures", str(error.status), error.type)
-            await send({"type": "http.response.body", "body": encode_event(error.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": self._builder.error_event(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _write_at_once(self, body: ChunkedBody, arrived: Deltas) -> Callable[[], None] | None:
@@ -223,7 +255,7 @@ class CompletionStream(CompletionDelivery):
     def _events(self, arrived: Deltas) -> bytes:
         """Encode token deltas as events. After the last choice's end, add the usage event, if requested, and [DONE]."""
         events: list[bytes] = []
-        times: Timings | UnsetType = UNSET
+        times: Timings | None = None
         for choice, delta in arrived:
             is_first = choice.index in self._unbegun
             if self._is_plain and delta.text and delta.finish is None and not is_first:
@@ -239,21 +271,20 @@ class CompletionStream(CompletionDelivery):
             self._num_unfinished -= delta.finish is not None
             self._unbegun.discard(choice.index)
             built = self._builder.events(choice, delta, is_first=is_first)
-            event = built.pop()
-            for opening in built:
-                opening.usage = before
-                events.append(encode_event(opening))
+            if not built:
+                continue  # such as the beginning of a mark, or of a tool's name
             if self._sends_running_usage:
-                event.usage = self._usage()
+                for opening in built[:-1]:
+                    opening.usage = before
+                built[-1].usage = self._usage()
             if not self._num_unfinished:
-                times = event.timings = self._timings()
-            events.append(encode_event(event))
+                times = self._timings()
+                self._builder.add_timings(built[-1], times)
+            events += map(self._builder.encode, built)
         if not self._num_unfinished:
-            if self._sends_usage:
-                summary = self._builder.summary()
-                summary.usage, summary.timings = self._usage(), times
-                events.append(encode_event(summary))
-            events.append(DONE)
+            events += self._builder.end_of_stream(
+                self._usage() if self._sends_usage else None, times or self._timings()
+            )
         return b"".join(events)
 
 

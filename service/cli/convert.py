@@ -1,7 +1,8 @@
 """Command `kvasir convert`."""
 
-from model.checkpoint.conversion.hugging_face import convert_pickles, export_checkpoint
-from model.checkpoint.conversion.nanogpt import convert_nanogpt
+from model.checkpoint.conversion.export_hugging_face import export_checkpoint
+from model.checkpoint.conversion.import_nanogpt import convert_nanogpt
+from model.checkpoint.conversion.import_pickles import convert_pickles
 from service.cli.main import program
 from service.config.settings import ConvertSettings
 

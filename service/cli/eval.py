@@ -103,7 +103,9 @@ def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
     for text in settings.texts:
         name, _, path = text.partition("=")
         if any(source.name == name for source in sources):
-            raise SettingsError(f"--texts {text}: the recipe has a source named {name}; choose another name")
+            raise SettingsError(
+                f"--texts {text}: another text or a source of the recipe has the name {name}; choose another name"
+            )
         sources.append(SourceConfig(name=name, path=Path(path), repeats=0, held_out=1.0, licence=""))
     check_sources(sources)
     splits = {source.name: read_source(source).held_out for source in sources}
@@ -140,14 +142,14 @@ def _evaluate_unquantized(
 
 
 def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, torch.dtype]:
-    """Return the quantization of the weights and the dtype of the KV-cache. Raises SettingsError: unsupported."""
+    """Return the quantization of the weights and the dtype of the KV-cache. Raises SettingsError if not supported."""
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
     return find_quantization(settings.quantize, device, dtype), cache_dtype
 
 
 def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
-    """Print the tables of an evaluation. `plain`: evaluation of the unquantized model, for the changes, or None."""
+    """Print the tables of an evaluation. `plain`: evaluation of the unquantized model, to show the change, or None."""
     title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
     rows = []
     for name, held_out in evaluation.held_out.items():

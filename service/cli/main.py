@@ -35,6 +35,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("serve a checkpoint over HTTP, in OpenAI's protocol", config.ServeSettings, "serve:main"),
+    "batch": Command("answer a file of requests in OpenAI's batch format", config.BatchSettings, "batch:main"),
     "generate": Command("complete a text in this process, without a server", config.GenerateSettings, "generate:main"),
     "train": Command("train a model and write its checkpoint", config.TrainSettings, "train:main"),
     "eval": Command("evaluate a model on held-out texts, minimal pairs, samples", config.EvalSettings, "eval:main"),
@@ -111,7 +112,7 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         print(f"kvasir {name}: needs {needed}, which is not installed; run `pip install {needed}`", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        logger.debug("the command failed", exc_info=True)
+        logger.debug("kvasir %s failed with this exception", name, exc_info=True)
         print(f"kvasir {name}: {error_line(first_line(error))}", file=sys.stderr)
         return 2 if isinstance(error, config.SettingsError) else 1
     finally:

@@ -13,7 +13,7 @@ from service.supervisor.worker_process import WorkerProcess
 def main(settings: ServeSettings, worker: WorkerProcess | None = None) -> int:
     """Run `kvasir serve` until a signal or failure, with `worker` as the first worker process. Return the exit code."""
     multiprocessing.current_process().name = "kvasir-main"  # for log lines
-    log_setup.configure(settings.log_level)
+    log_setup.configure(settings.log_level, settings.log_format)
     try:
         return build_server(settings, worker=worker).run()
     except StartError as error:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
@@ -29,8 +29,12 @@ class SettingsError(ValueError):
 
 
 class CommandSettings(BaseModel):
-    """Base class of the settings of a command: immutable; an unknown field is an error."""
+    """Base class of the settings of a command: immutable; an unknown field is an error.
 
+    POSITIONAL: fields that may also be given without their flags, in this order.
+    """
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ()
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
@@ -93,7 +97,7 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
         prog=f"kvasir {command}",
         description=summary,
         formatter_class=HELP_FORMATTER,
-        usage=f"kvasir {command} [flags]",
+        usage=" ".join([f"kvasir {command} [flags]", *map(str.upper, kind.POSITIONAL)]),
         allow_abbrev=False,
     )
     epilog = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
@@ -123,6 +127,9 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
         )
     parser.epilog = epilog
     given, unknown = parser.parse_known_args(argv)
+    for name in kind.POSITIONAL:
+        if unknown and not unknown[0].startswith("-") and name not in given:
+            setattr(given, name, unknown.pop(0))
     if unknown:
         # A single unknown argument that is a directory is probably a checkpoint without `--checkpoint`.
         is_checkpoint = "checkpoint" in kind.model_fields and len(unknown) == 1 and Path(unknown[0]).is_dir()

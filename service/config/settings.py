@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import ByteSize, SecretStr, ValidationError, field_validator, model_validator
 
@@ -24,8 +24,12 @@ Settings = TypeVar("Settings", bound=CommandSettings)
 CacheDtype = Literal["auto", "float16"]
 # Origin as browsers send it (https://fetch.spec.whatwg.org/#origin-header).
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
+# URL of an OTLP collector. The printed settings show it, so it holds no user name and password.
+_COLLECTOR = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
+# Environment variables of other projects' standards that set a field, unless Kvasir's own variable does.
+_STANDARD_VARIABLES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 # Environment variables of torch's libraries, set before torch is imported. A value of the environment takes precedence.
 LIBRARY_ENVIRONMENT = {
     # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
@@ -126,9 +130,16 @@ class ServeSettings(ModelSettings):
     chat_template: str = option("http", "auto", metavar="auto|plain|none|FILE", min_length=1)
     """chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), or a
     Jinja file"""
+    tool_format: str = option("http", "auto", metavar="auto|NAME")
+    """format in which the model writes tool calls; auto: the chat template's, else hermes"""
+    reasoning_format: str = option("http", "auto", metavar="auto|none|NAME")
+    """marks of the model's reasoning, which responses separate from the content; auto: the chat template's"""
+    parse_special: bool = option("http", True)
+    """parse names of special tokens in the prompts of completions as these tokens, unless a request sets parse_special;
+    messages of chat completions are always plain text"""
     max_body_size: Size = option("http", "2MiB")
     """largest request body, 1KiB to 1GiB; a number alone is in MiB"""
-    max_connections: int = option("http", 1024, ge=1, le=65_536)
+    max_connections: int = option("http", 1280, ge=1, le=65_536)
     """maximum client connections; a further connection closes the one that is idle longest"""
     client_seconds: float = option("http", 30.0, ge=0.1, le=3600)
     """timeout for slow clients, in seconds: to send a request's headers, to send its body (plus 1 s per 10 kB), and to
@@ -149,13 +160,13 @@ class ServeSettings(ModelSettings):
     """web origin allowed by CORS, such as https://example.com, or * for all; may be repeated (default: none)"""
     max_prompts: int = option("admission", 4096, ge=1, le=4096)
     """maximum prompts, or texts to embed, in one request"""
-    max_waiting_requests: int = option("admission", 256, ge=0)
+    max_waiting_requests: int = option("admission", 1024, ge=0)
     """maximum sequences waiting to run; further requests get a 429"""
-    max_waiting_tokens: int = option("admission", 200_000, ge=1)
+    max_waiting_tokens: int = option("admission", 1_000_000, ge=1)
     """maximum prompt and completion tokens of all waiting requests together; further requests get a 429"""
-    target_queue_seconds: float = option("admission", 0.05, ge=0, le=86_400)
+    target_queue_seconds: float = option("admission", 30.0, ge=0, le=86_400)
     """longest predicted wait in the queue; a request predicted to wait longer gets a 429; the request's timeout may
-    allow a longer wait; 0: no limit"""
+    allow a longer wait; 0.05: first tokens stay fast under overload; 0: no limit"""
     max_queue_seconds: float = option("admission", 60.0, ge=0, le=86_400)
     """a request that has waited this long without starting gets a 408; caps every timeout; 0: no limit"""
     resume_seconds: float = option("http", 15.0, ge=0, le=3600)
@@ -163,6 +174,12 @@ class ServeSettings(ModelSettings):
     Idempotency-Key; 0: responses are not kept"""
     embedding_pooling: Literal["mean", "last"] = option("http", "mean")
     """pooling of embeddings: mean of all tokens' hidden states, or the last token's hidden state"""
+    score_method: Literal["auto", "embedding", "yes-no"] = option("http", "auto")
+    """scores of /v1/score and /v1/rerank: cosine similarity of embeddings, or the probability that the model says yes
+    and not no; auto: yes-no if there is a rerank template, and yes and no are one token each, else embedding"""
+    rerank_template: str = option("http", "auto", metavar="auto|none|FILE", min_length=1)
+    """prompt of yes-no scores: auto (that of Qwen3-Reranker, if the directory has this name), none, or a text file with
+    {query} and {document}"""
     max_inspect_tokens: int = option("admission", 128, ge=0, le=512)
     """maximum prompt tokens of an attention inspection; 0: inspection is off"""
     drain_seconds: float = option("operation", 30.0, ge=0, le=3600)
@@ -173,6 +190,13 @@ class ServeSettings(ModelSettings):
     """replace a worker that sends no heartbeat for this long; 0: never"""
     log_level: Literal["debug", "info", "warning", "error"] = option("operation", "info")
     """minimum level of log lines"""
+    log_format: Literal["text", "json"] = option("operation", "text")
+    """format of log lines; json: one object per line, and one line per request at its end"""
+    log_prompts: bool = option("operation", False)
+    """write the prompts and completions of requests to the log; needs --log-format json"""
+    otlp_endpoint: str | None = option("operation", None, metavar="URL")
+    """collector of OpenTelemetry traces, over HTTP, such as http://127.0.0.1:4318; OTEL_EXPORTER_OTLP_ENDPOINT sets it
+    too (default: no traces)"""
 
     @field_validator("host", mode="before")
     @classmethod
@@ -196,12 +220,62 @@ class ServeSettings(ModelSettings):
             raise ValueError("must be web origins such as https://example.com:8443, without a path, or *")
         return origins
 
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_otlp_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and not _COLLECTOR.fullmatch(value):
+            raise ValueError(
+                "must be a URL such as http://127.0.0.1:4318, without credentials (set OTEL_EXPORTER_OTLP_HEADERS)"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_log_prompts(self) -> Self:
+        if self.log_prompts and self.log_format != "json":
+            raise ValueError("--log-prompts needs --log-format json, which writes a line per request")
+        return self
+
     @field_validator("hang_seconds")
     @classmethod
     def _check_hang_seconds(cls, value: float) -> float:
         if 0 < value < 3:
             raise ValueError("must be 0 (never replace a worker), or at least 3 seconds (heartbeats come every second)")
         return value
+
+
+class BatchSettings(CommandSettings):
+    """Answer a file of requests in OpenAI's batch format, one JSON object per line: custom_id, method, url and body.
+    Each line of the output file is one response. The same command continues an interrupted batch. Without --url it
+    starts a server for --checkpoint, which KVASIR_* variables configure as they do `kvasir serve`, and stops it at the
+    end.
+    """
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("input", "output")
+
+    input: Path = option("files", metavar="FILE")
+    """file of requests"""
+    output: OutputFile = option("files", metavar="FILE")
+    """file of responses; a custom_id that it contains is not requested again"""
+    url: str | None = option("server", None, pattern=r"^https?://[!-~]+$")
+    """base URL of a running server, such as http://127.0.0.1:8000 (default: start a server)"""
+    checkpoint: Path | None = option("server", None, default_text="the shipped model, without --url")
+    """checkpoint directory to start a server for"""
+    api_key: SecretStr | None = option("server", None)
+    """API key of the server"""
+    concurrency: int = option("requests", 64, ge=1, le=4096)
+    """maximum requests at a time; the default is that of --max-num-running of `kvasir serve`"""
+    max_retries: int = option("requests", 20, ge=0, le=1000)
+    """retries of a request that a busy server rejects, or whose connection is lost"""
+
+    @model_validator(mode="after")
+    def _check_server(self) -> Self:
+        if self.url is not None and self.checkpoint is not None:
+            raise ValueError("give either --url (a running server) or --checkpoint (a server to start)")
+        if self.url is None and self.checkpoint is None:
+            raise ValueError("--checkpoint is needed, or --url of a running server")
+        if self.input.exists() and self.output.exists() and self.input.samefile(self.output):
+            raise ValueError("the input file and the output file are the same; choose another output file")
+        return self
 
 
 class GenerateSettings(ModelSettings):
@@ -405,7 +479,7 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     variables = {name: variable for name in kind.model_fields if (variable := _given_variable(name)) is not None}
     values = {name: os.environ[variable] for name, variable in variables.items()} | given
     default = None
-    if "checkpoint" in kind.model_fields and "checkpoint" not in values:
+    if "checkpoint" in kind.model_fields and not {"checkpoint", "url"} & values.keys():
         default = values["checkpoint"] = find_default_checkpoint()
     try:
         settings = kind(**{name: value for name, value in values.items() if value is not None})
@@ -424,9 +498,9 @@ def _field_names(kind: type[CommandSettings]) -> set[str]:
 
 
 def _given_variable(name: str) -> str | None:
-    """Return the environment variable that sets a field, under the field's present or former name; None if unset."""
+    """Return the environment variable that sets a field, by its present, former or standard name; None if unset."""
     variables = [flags.variable_of(each) for each in (name, flags.FORMER_NAMES.get(name)) if each is not None]
-    return next(filter(os.environ.get, variables), None)
+    return next(filter(os.environ.get, [*variables, _STANDARD_VARIABLES.get(name, "")]), None)
 
 
 def _first_problem(kind: type[CommandSettings], sources: Mapping[str, str], error: ValidationError) -> str:
@@ -454,10 +528,17 @@ def find_default_checkpoint() -> Path | None:
 
 def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> Iterable[str]:
     """Return a line per setting with its effective value. `found`: values for "auto" and None, and further facts."""
-    values = {**dict(settings), **found}
-    values = {name: value.human_readable() if isinstance(value, ByteSize) else value for name, value in values.items()}
+    values = effective_settings(settings, found)
     width = max(map(len, values))
     return (f"{name:<{width}}  {value}" for name, value in values.items())
+
+
+def effective_settings(settings: CommandSettings, found: Mapping[str, object]) -> dict[str, str]:
+    """Return the effective value of each setting, as text. `found`: as for `effective_values`."""
+    values = {**dict(settings), **found}
+    return {
+        name: value.human_readable() if isinstance(value, ByteSize) else str(value) for name, value in values.items()
+    }
 
 
 def context_length(settings: ModelSettings, config: ModelConfig) -> int:

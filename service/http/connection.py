@@ -18,7 +18,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.config.settings import SettingsError
-from service.http.request_io import TIMEOUT_HEADER
+from service.http.request_io import TIMEOUT_HEADER, keep_error
 from service.protocol.errors import (
     ApiError,
     HeadTooLarge,
@@ -62,7 +62,7 @@ _BODY_EXTENSION: Final = "kvasir.chunked_body"
 class ConnectionLimits:
     """Limits of the client connections of the server."""
 
-    max_connections: int = 1024  # a further connection closes the longest-idle connection
+    max_connections: int = 1280  # a further connection closes the longest-idle connection
     client_seconds: float = 30.0  # time limit for a head, a body (plus 1 s per 10 kB), each 16 KiB of a response
     max_body_bytes: int = 2 * 2**20  # above this size, a body gets no additional time
 
@@ -183,12 +183,23 @@ class _HeldFlow(FlowControl):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol of one client connection, with limits. `count` gets the error of each request it rejects."""
+    """uvicorn's protocol of one client connection, with limits.
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, count: Callable[[ApiError], None], **kwargs: Any) -> None:
+    count: gets the error of each request that the protocol rejects.
+    report: gets the error of each rejected request that no route has seen.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: ConnectionLimits,
+        count: Callable[[ApiError], None],
+        report: Callable[[ApiError], None] = lambda error: None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
-        self._count = count
+        self._count, self._report = count, report
         self._is_in_head = self._is_in_body = False  # part of the request that is being received
         self._num_head_bytes = 0  # received of an incomplete head
         self._num_body_bytes = 0  # received of this request's body
@@ -384,6 +395,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._count(error)
         unanswered = self._unanswered()
         is_one_incomplete = bool(unanswered) and unanswered[-1].more_body
+        if len(unanswered) == is_one_incomplete == 1:
+            keep_error(unanswered[0].scope, error)  # type: ignore[arg-type]  # uvicorn's TypedDict
+        else:
+            self._report(error)
         if len(unanswered) > is_one_incomplete:
             self._due = error
             self._unparsed.clear()

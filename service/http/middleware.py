@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.config.settings import ServeSettings
 from service.http.api_keys import ApiKeys
-from service.http.request_io import error_response
+from service.http.request_io import error_response, keep_error
 from service.protocol.errors import ApiError, Unauthorized
 
 logger = logging.getLogger(__name__)
@@ -21,12 +21,14 @@ logger = logging.getLogger(__name__)
 # The playground, where the user types an API key, and the OpenAPI document. Neither contains a secret.
 ALWAYS_OPEN: Final = frozenset({"/", "/playground", "/openapi.json"})
 KEY_NAME: Final = "api_key_name"  # attribute of `request.state`: the name of the request's API key
-REQUEST_ID: Final = "x-request-id"
+REQUEST_ID: Final = "x-request-id"  # response header, and attribute of `request.state`
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # safe to echo into a header and a log line
 # Response headers that scripts of allowed origins may read: the request id for support, and the retry hints.
 _EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry", "idempotent-replayed")
 # Routes whose requests wait for the engine.
-SHED_ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
+SHED_ROUTES: Final = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank"}
+)
 # With the first two headers, a response may already be buffered. A compressed body cannot be searched for `timeout`.
 _UNSHED_HEADERS: Final = frozenset({b"idempotency-key", b"last-event-id", b"content-encoding"})
 
@@ -72,6 +74,7 @@ class RequestId:
             return
         given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
         request_id = given if _SAFE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        scope.setdefault("state", {})[REQUEST_ID] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -115,6 +118,7 @@ class EarlyRejection:
                     self.reject(scope)
         except ApiError as error:
             self.count(error)
+            keep_error(scope, error)
             await error_response(error)(scope, receive, send)
             return
         await self.app(scope, receive_again, send)

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from service.protocol.errors import (
     ApiError,
@@ -25,6 +25,7 @@ MAX_CONTAINERS = 20_000
 # Matches one more opening bracket than the limit, outside strings. Possessive quantifiers prevent backtracking.
 _TOO_MANY = re.compile(rb'(?:(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+"?)*+[\[{]){%d}+' % (MAX_CONTAINERS + 1), re.DOTALL)
 TIMEOUT_HEADER = "x-request-timeout"
+ERROR = "error"  # attribute of `request.state`: the error that the request's response reports
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
@@ -67,6 +68,11 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body(), error.status, error.headers())
 
 
+def keep_error(scope: Scope, error: ApiError) -> None:
+    """Store the error of a request's response in the request's state, for the request log and traces."""
+    scope.setdefault("state", {})[ERROR] = error
+
+
 def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> None:
     """Make `app` count every error and send it in OpenAI's format, including those of unknown routes and bugs."""
 
@@ -83,6 +89,7 @@ def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> N
             else:
                 reported = InvalidRequest(str(error.detail))
         count(reported)
+        keep_error(request.scope, reported)
         response = error_response(reported)
         if isinstance(reported, MethodNotAllowed):
             # Several routes may share a path, each with its own methods.

@@ -115,7 +115,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
     logprobs: tuple[TokenLogprob, ...] | None
     prompt_logprobs: tuple[TokenLogprob, ...] | None
     finish: Finish | None
-    embedding: bytes | None = None  # float32 in native byte order, of length 1; with `finish`, after `Submit.pooling`
+    embedding: bytes | None = (
+        None  # float32 in native byte order, Euclidean norm 1; sent with `finish` if `Submit.pooling` is set
+    )
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

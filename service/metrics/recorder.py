@@ -50,7 +50,7 @@ _MAX_BUFFERED = 1000
 
 
 class HistogramBuffer:
-    """Buffer of a histogram's observations: one costs 0.25 µs, instead of prometheus_client's 1.0 µs (AMD EPYC)."""
+    """Buffer of a histogram's observations: `observe` takes 0.25 µs, in prometheus_client 1.0 µs (AMD EPYC)."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram

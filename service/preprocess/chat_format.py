@@ -1,8 +1,9 @@
 """Formats of a served model's chat completions: tool calls and reasoning, found from its chat template."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from model.chat.output_parser import OutputParser
@@ -12,6 +13,7 @@ from model.chat.template_sandbox import TemplateFailure
 from model.chat.tool_formats.table import DEFAULT_FORMAT, TOOL_FORMATS, all_marks, find_tool_format, mark_ids
 from model.chat.tool_formats.tool_format import ToolFormat, ToolSchema
 from model.tokenizer.interface import Tokenizer
+from service.config.flags import SettingsError
 from service.preprocess.template_process import TemplateProcess
 
 _VARIABLE_TOOLS = re.compile(r"\btools\b")
@@ -40,15 +42,16 @@ class ChatFormat:
     variables: frozenset[str] = frozenset()
     mark_ids: Mapping[str, int] = field(default_factory=dict)
 
-    def parser(self, schemas: Sequence[ToolSchema], is_reasoning: bool | None) -> OutputParser | None:
-        """Return a parser of one completion; None if the whole completion is text.
+    def new_parser(self, schemas: Sequence[ToolSchema], is_reasoning: bool | None) -> Callable[[], OutputParser] | None:
+        """Return a function that returns a parser of one completion; None if whole completions are text.
 
         schemas: tools that the completion may call.
         is_reasoning: see `OutputParser`.
         """
         if not schemas and self.reasoning is None:
             return None
-        return OutputParser(
+        return partial(
+            OutputParser,
             reasoning=self.reasoning,
             is_reasoning=is_reasoning,
             tools=self.tools if schemas else None,
@@ -73,8 +76,18 @@ class ChatFormat:
 def read_chat_format(
     template: ChatTemplate, process: TemplateProcess, tokenizer: Tokenizer, *, tool_format: str, reasoning_format: str
 ) -> ChatFormat:
-    """Return the formats of a chat template's model. `tool_format`, `reasoning_format`: a name, or auto, or none."""
+    """Return the formats of a chat template's model.
+
+    tool_format, reasoning_format: name of a format, or auto, or none.
+    Raises SettingsError for an unknown name, and TemplateFailure if the template cannot be compiled.
+    """
     source = template.source
+    for flag, name, names in (
+        ("--tool-format", tool_format, ["auto", *TOOL_FORMATS]),
+        ("--reasoning-format", reasoning_format, ["auto", "none", *REASONING_FORMATS]),
+    ):
+        if name not in names:
+            raise SettingsError(f"{flag} {name}: there is no such format; choose one of {', '.join(names)}")
     found = find_tool_format(source) if tool_format == "auto" else TOOL_FORMATS[tool_format]
     reasoning = REASONING_FORMATS.get(reasoning_format)
     if reasoning_format == "auto":
@@ -97,7 +110,7 @@ def _wants_text(template: ChatTemplate, process: TemplateProcess) -> bool:
     joins the arguments with other text.
     """
     function = {"name": "probe", "arguments": _PROBE}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "probe"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "a" * 9, "type": "function", "function": function}]},
     ]

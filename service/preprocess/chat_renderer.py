@@ -1,21 +1,50 @@
 """Conversion of chat conversations into prompt token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from model.chat.output_parser import OutputParser
+from model.chat.reasoning import begins_in_reasoning
 from model.chat.special_token_escaping import ForbiddenText, SpecialTokenEscaper
-from model.chat.template import ChatTemplate
+from model.chat.template import ChatTemplate, cut_at_continuation, mark_continuation
 from model.chat.template_sandbox import TemplateFailure
+from model.chat.tool_formats.tool_format import ToolSchema
+from model.chat.tool_prompt import write_tools_as_text
 from model.tokenizer.interface import Tokenizer, TokenizerError
+from service.preprocess.chat_format import ChatFormat
 from service.preprocess.template_process import TemplateProcess
-from service.protocol.chat import Message
+from service.protocol.chat import ChatCompletionRequest, Message, messages_for_template
 from service.protocol.errors import EngineFailed, InvalidRequest
+from service.protocol.response_format import OutputConstraint
+from service.protocol.tools import ToolDefinition
 from service.sandbox.serial_executor import SerialExecutor
 
 # Longest wait of a conversation for the template process. Rendering takes milliseconds, but a template that hangs takes
 # up to the CPU time limit of `TEMPLATE_LIMITS`.
 WAIT_SECONDS = 5.0
+# Limit of reasoning tokens by the field `reasoning_effort`, for templates that do not read the field themselves. Levels
+# above have no limit.
+_EFFORT_TOKENS = {"none": 0, "minimal": 128, "low": 1024, "medium": 4096}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatPlan:
+    """Chat request, prepared for the engine.
+
+    token_ids: prompt.
+    constraint: grammar of the completion: output format, tool calls and limit of reasoning tokens; None: any text.
+    visible_token_ids: special tokens that the parser must see in the completion's text.
+    new_parser: returns a parser of one completion; None: the whole completion is text.
+    call_id_length: see `ToolFormat.id_length`.
+    """
+
+    token_ids: list[int]
+    constraint: OutputConstraint | None = None
+    visible_token_ids: tuple[int, ...] = ()
+    new_parser: Callable[[], OutputParser] | None = None
+    call_id_length: int | None = None
 
 
 class ChatPrompts:
@@ -23,6 +52,7 @@ class ChatPrompts:
 
     Args:
         template: chat template of the server; None: every conversation is rejected.
+        form: formats of tool calls and reasoning.
         max_waiting: maximum number of conversations that wait for the thread; others are rejected.
         wait_seconds: maximum wait of a conversation for the thread, after which it is rejected.
     """
@@ -31,16 +61,57 @@ class ChatPrompts:
         self,
         template: ChatTemplate | None,
         tokenizer: Tokenizer,
+        form: ChatFormat,
         *,
         max_waiting: int = 256,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self._template = template
         self._tokenizer = tokenizer
+        self._form = form
         self._escaper = SpecialTokenEscaper(tokenizer)
         self._process = TemplateProcess("" if template is None else template.source)
         self._executor = SerialExecutor(
             "conversations", "the chat template", max_waiting=max_waiting, wait_seconds=wait_seconds
+        )
+
+    async def plan(self, asked: ChatCompletionRequest) -> ChatPlan:
+        """Prepare a chat request for the engine. Raises an `ApiError`, as `encode`."""
+        form = self._form
+        tools, must_call = asked.callable_tools
+        strict = next((tool.function.name for tool in tools if tool.function.strict), None)
+        if strict is not None and not (form.template_knows_tools or form.is_chosen):
+            raise InvalidRequest(
+                f"tools: {strict!r} is strict, but this model's chat template has no tools; leave out strict, or start "
+                "the server with --tool-format",
+                param="tools",
+            )
+        more = dict(asked.chat_template_kwargs or {})
+        effort = asked.reasoning_effort
+        for name, value in (("reasoning_effort", effort), ("enable_thinking", effort != "none")):
+            if effort is not None and name in form.variables:
+                more.setdefault(name, value)
+        token_ids, is_reasoning = await self._render(
+            asked.messages,
+            tools=tools,
+            add_generation_prompt=asked.adds_generation_prompt,
+            continue_final_message=bool(asked.continue_final_message),
+            more=more,
+        )
+        schemas = [
+            ToolSchema(
+                name=tool.function.name,
+                parameters=tool.function.schema_of_arguments(),
+                lenient=not tool.function.strict,
+            )
+            for tool in tools
+        ]
+        return ChatPlan(
+            token_ids=token_ids,
+            constraint=self._constraint(asked, schemas, must_call=must_call, is_reasoning=is_reasoning),
+            visible_token_ids=form.visible_token_ids(self._tokenizer, has_tools=bool(tools)),
+            new_parser=form.new_parser(schemas, is_reasoning),
+            call_id_length=form.tools.id_length,
         )
 
     async def encode(
@@ -49,46 +120,116 @@ class ChatPrompts:
         *,
         add_generation_prompt: bool,
         more: Mapping[str, Any] | None,
+        tools: Sequence[ToolDefinition] = (),
         add_special_tokens: bool = False,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Return the prompt token ids of a conversation.
 
         Args:
             add_generation_prompt: end the prompt with the header of an assistant message.
             more: additional template variables from the client.
+            tools: tools that the template describes.
             add_special_tokens: begin with the begin-of-text token, unless the template has written one.
+            continue_final_message: end the prompt with the content of the final message.
 
         Raises:
             InvalidRequest: the server has no template, or the template or tokenizer rejects the conversation.
             EngineFailed: the template failed, and the client passed no variables that may be the cause.
             Overloaded: too many conversations wait for the thread, or this conversation waited too long.
         """
+        ids, _ = await self._render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            more=more or {},
+        )
+        begin = self._tokenizer.bos_token_id
+        return [begin, *ids] if add_special_tokens and begin is not None and ids[:1] != [begin] else ids
+
+    async def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolDefinition],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        more: Mapping[str, Any],
+    ) -> tuple[list[int], bool | None]:
+        """Return the prompt token ids of a conversation, and whether it ends in reasoning, as for `OutputParser`."""
         if self._template is None:
             raise InvalidRequest(
                 "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
             )
+        is_text = self._form.template_knows_tools and self._form.arguments_are_text
         variables = self._template.variables(
-            [message.for_template() for message in messages], add_generation_prompt=add_generation_prompt
+            messages_for_template(messages, arguments_are_text=is_text),
+            add_generation_prompt=add_generation_prompt,
+            tools=[tool.for_template() for tool in tools] or None,
         )
-        more = more or {}
         if taken := [name for name in more if name in variables]:
             raise InvalidRequest(
                 f"chat_template_kwargs: the variable {taken[0]} is set by the server; leave it out",
                 param="chat_template_kwargs",
             )
-        ids = await self._executor.run(partial(self._encode, variables, more))
-        begin = self._tokenizer.bos_token_id
-        return [begin, *ids] if add_special_tokens and begin is not None and ids[:1] != [begin] else ids
+        return await self._executor.run(partial(self._encode, variables, more, continues=continue_final_message))
 
     def close(self) -> None:
         self._executor.close()
         self._process.close()
 
-    def _encode(self, variables: Mapping[str, Any], more: Mapping[str, Any]) -> list[int]:
+    def _constraint(
+        self, asked: ChatCompletionRequest, tools: list[ToolSchema], *, must_call: bool, is_reasoning: bool | None
+    ) -> OutputConstraint | None:
+        """Return the constraint of a completion: the client's output format, or the grammar of a chat completion."""
+        form, wanted = self._form, asked.output_constraint
+        reasons = form.reasoning is not None and is_reasoning is not False
+        max_tokens = self._max_reasoning_tokens(asked) if reasons else None
+        if not tools and max_tokens is None and (wanted is None or not reasons):
+            return wanted
+        body = None if wanted is None else {"kind": wanted.kind, "content": wanted.content, "lenient": wanted.lenient}
+        content = {
+            "reasoning": form.reasoning.name if reasons and form.reasoning is not None else None,
+            "is_reasoning": is_reasoning,
+            "max_reasoning_tokens": max_tokens,
+            "tool_format": form.tools.name,
+            "tools": [{"name": tool.name, "parameters": tool.parameters, "lenient": tool.lenient} for tool in tools],
+            "must_call": must_call,
+            "is_parallel": asked.value("parallel_tool_calls"),
+            "body": body,
+        }
+        param = "tools" if tools else "thinking_token_budget" if wanted is None else wanted.param
+        return OutputConstraint("chat", content, param)
+
+    def _max_reasoning_tokens(self, asked: ChatCompletionRequest) -> int | None:
+        """Return the maximum tokens of a completion's reasoning; None: no limit."""
+        if asked.thinking_token_budget is not None:
+            return asked.thinking_token_budget
+        form = self._form
+        assert form.reasoning is not None
+        if asked.reasoning_effort is None or "reasoning_effort" in form.variables:
+            return None
+        return _EFFORT_TOKENS.get(asked.reasoning_effort) if form.reasoning.closing in form.mark_ids else None
+
+    def _encode(
+        self, variables: Mapping[str, Any], more: Mapping[str, Any], *, continues: bool
+    ) -> tuple[list[int], bool | None]:
+        form, tools = self._form, variables["tools"] or []
         try:
-            (*messages, extra), breaker = self._escaper.escape([*variables["messages"], more])
-            text = self._process.render({**variables, "messages": messages, **extra})
-            return self._escaper.encode(text, breaker)
+            (*messages, extra), breaker = self._escaper.escape([*variables["messages"], {"tools": tools, "more": more}])
+            tools = extra["tools"]
+            if not form.template_knows_tools:
+                messages, tools = write_tools_as_text(messages, tools, form.tools), []
+            prefill = messages[-1].get("content", "") if continues else ""
+            if continues:
+                messages = mark_continuation(messages)
+            given = {**variables, "messages": messages, "tools": tools or None, **extra["more"]}
+            text = self._process.render(given)
+            if continues:
+                text = cut_at_continuation(text)
+            is_reasoning = None if form.reasoning is None else begins_in_reasoning(text, form.reasoning, prefill)
+            return self._escaper.encode(text, breaker), is_reasoning
         except TemplateFailure as failure:
             if failure.by_template:
                 raise InvalidRequest(f"the chat template rejects the messages: {failure}", param="messages") from None

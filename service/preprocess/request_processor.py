@@ -4,15 +4,18 @@ import dataclasses
 import hashlib
 import secrets
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import msgspec
 
-from model.sampling.params import SamplingParams
+from model.sampling.params import MAX_STOP_TOKEN_IDS, SamplingParams
+from model.tokenizer.fill_in_middle import FillInMiddle, describe_formats, encode_continuation, find_fill_in_middle
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.ipc.messages import Submit, TokenLogprob
+from service.preprocess.chat_renderer import ChatPlan
 from service.preprocess.served_model import RequestDefaults
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest, GenerationRequest
@@ -35,6 +38,7 @@ class RequestProcessor:
     max_context_length: maximum tokens of a sequence, prompt and completion together.
     max_num_choices: maximum number of choices of one request, over all its prompts.
     aliases: further names that requests may give as `model`.
+    parse_special: parse the names of special tokens in texts as these tokens, unless a request sets the field.
     """
 
     tokenizer: Tokenizer
@@ -44,6 +48,7 @@ class RequestProcessor:
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
     aliases: tuple[str, ...] = ()
     max_prompts: int = MAX_PROMPTS
+    parse_special: bool = True
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless `name` is the served model's name, an alias or None."""
@@ -55,7 +60,7 @@ class RequestProcessor:
     def plan(
         self,
         request: CompletionRequest | ChatCompletionRequest,
-        conversation_ids: list[int] | None = None,
+        chat: ChatPlan | None = None,
         *,
         arrival_seconds: float,
         grammar: str | None = None,
@@ -63,14 +68,14 @@ class RequestProcessor:
         """Convert a request that has passed `check` to choices: all samples of the first prompt, then of the next.
 
         Args:
-            conversation_ids: prompt token ids of a chat request; None for a request with prompts.
+            chat: prompt and parsing of a chat request; None for a request with prompts.
             grammar: compiled grammar of the request's output constraint; None without one.
         """
-        prompts: Sequence[str | list[int]] = [conversation_ids or []]
+        prompts: Iterable[str | list[int]] = [[] if chat is None else chat.token_ids]
         prompt_param, length_param = "messages", "max_tokens"
         if isinstance(request, CompletionRequest):
             prompts, prompt_param = request.prompts, "prompt"
-        elif not conversation_ids:
+        elif not (chat and chat.token_ids):
             raise InvalidRequest("messages: the rendered prompt is empty; add text to a message", param="messages")
         elif request.max_completion_tokens is not None:
             length_param = "max_completion_tokens"
@@ -80,8 +85,9 @@ class RequestProcessor:
         clause = ", which leaves no room for a completion"
         if max_tokens is not None:
             clause = f" and max_tokens is {max_tokens}{', its default' if asked is None else ''}"
+        processor = self.parsing_special(getattr(request, "parse_special", None))
         encode = partial(
-            self.encode_prompt,
+            processor.encode_prompt,
             param=prompt_param,
             # A completion without a length gets the rest of the context, so at least 1 token must fit.
             max_tokens=self.max_context_length - (1 if max_tokens is None else max_tokens),
@@ -90,7 +96,9 @@ class RequestProcessor:
             clause=clause,
             length_param=prompt_param if max_tokens is None else length_param,
         )
-        shared = self._sampling_params(request)
+        shared = self._sampling_params(request, chat)
+        if isinstance(request, CompletionRequest) and request.suffix:
+            prompts, shared = self._fill_in_middle(request, request.suffix, shared)
         choices: list[Choice] = []
         for prompt in prompts:
             token_ids = tuple(encode(prompt))
@@ -108,27 +116,89 @@ class RequestProcessor:
                 cache_salt=request.cache_salt or "",
                 grammar=grammar,
             )
-            choices += self._samples(request, prompt, submit, len(choices), has_length=max_tokens is not None)
+            choices += processor._samples(
+                *(request, prompt, submit, len(choices)), has_length=max_tokens is not None, chat=chat
+            )
         return choices
 
+    def _fill_in_middle(
+        self, request: CompletionRequest, suffix: str, params: SamplingParams
+    ) -> tuple[Iterator[list[int]], SamplingParams]:
+        """Return a request's prompts as token ids with the suffix, and `params` with the format's end tokens.
+
+        The prompts are made from token ids one by one, so no client's text can become a marker.
+        """
+        form = find_fill_in_middle(self.tokenizer)
+        if form is None:
+            raise InvalidRequest(
+                f"suffix needs a tokenizer with the tokens {describe_formats()}; this model's has none of these sets; "
+                "leave out suffix",
+                param="suffix",
+            )
+
+        suffix_ids = self._encode_beside_gap(suffix, "suffix", form)
+        begin = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        if not params.ignore_eos:
+            ends = tuple(dict.fromkeys((*params.stop_token_ids, *form.end_ids)))
+            if len(ends) > MAX_STOP_TOKEN_IDS:
+                raise InvalidRequest(
+                    f"stop_token_ids has {len(params.stop_token_ids)} ids, and suffix adds {len(form.end_ids)}, over "
+                    f"the limit of {MAX_STOP_TOKEN_IDS}; give fewer stop_token_ids",
+                    param="stop_token_ids",
+                )
+            params = dataclasses.replace(params, stop_token_ids=ends)
+        prompts = (
+            prompt if isinstance(prompt, list) else self._encode_beside_gap(prompt, "prompt", form)
+            for prompt in request.prompts
+        )
+        return (begin + form.join(prefix_ids, suffix_ids) for prefix_ids in prompts), params
+
+    def _encode_beside_gap(self, text: str, param: str, form: FillInMiddle) -> list[int]:
+        """Return the token ids of a prompt or suffix. Raises InvalidRequest if a marker is among them."""
+        if (at_least := self._least_tokens(text)) > self.max_context_length:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_context_length} tokens, but {param} has at least "
+                f"{at_least} tokens; shorten {param}",
+                param=param,
+            )
+        encode = self.tokenizer.encode if param == "prompt" else partial(encode_continuation, self.tokenizer)
+        try:
+            token_ids = encode(text)
+        except TokenizerError as error:
+            raise InvalidRequest(str(error), param=param) from None
+        if (marker := next(filter(form.marker_ids.__contains__, token_ids), None)) is not None:
+            message = f"{param} contains the token {form.marker_ids[marker]!r}, which only the server adds; remove it"
+            raise InvalidRequest(message, param=param)
+        return token_ids
+
     def _samples(
-        self, request: GenerationRequest, prompt: str | list[int], submit: Submit, first: int, *, has_length: bool
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        submit: Submit,
+        first: int,
+        *,
+        has_length: bool,
+        chat: ChatPlan | None,
     ) -> list[Choice]:
         """Return the choices of one prompt, one per sample, with indices from `first`, all made from `submit`."""
-        text = ""
+        text, num_hidden = "", 0
         if request.echoes:
-            is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
-            text = str(prompt) if is_whole else prompt_text(self.tokenizer, submit.prompt_token_ids)
+            num_hidden = self._num_hidden_tokens(request, prompt)
+            text = prompt_text(self.tokenizer, submit.prompt_token_ids, num_hidden=num_hidden)
+            if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
+                text = prompt
         num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
         num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
         logprobs = list[TokenLogprob]()
-        constraint = None if submit.grammar is None else request.output_constraint
+        constraint = request.output_constraint if chat is None else chat.constraint
         return [
             Choice(
                 index=first + sample,
                 prompt_index=first // request.num_samples,
                 prompt_text=text,
                 prompt_logprobs=logprobs,
+                num_hidden_prompt_tokens=num_hidden,
                 submit=msgspec.structs.replace(
                     submit,
                     uid=uuid.uuid4().hex,
@@ -144,6 +214,18 @@ class RequestProcessor:
             )
             for sample in range(request.num_samples)
         ]
+
+    def _num_hidden_tokens(self, request: GenerationRequest, prompt: str | list[int]) -> int:
+        """Return the number of first prompt tokens among which special tokens are not part of the echoed prompt.
+
+        A string has the names of its special tokens, but not the begin-of-text token that the server puts before it.
+        """
+        if not isinstance(prompt, str):
+            return len(prompt) if request.value("skip_special_tokens") else 0
+        bos_token_id = self.tokenizer.bos_token_id
+        if bos_token_id is None:
+            return 0
+        return int(not (self.parse_special and prompt.startswith(self.tokenizer.format_token_name(bos_token_id))))
 
     def check(self, request: GenerationRequest) -> None:
         """Raise an `ApiError` for an unknown model, too many prompts or choices, or a token id out of vocabulary."""
@@ -179,14 +261,22 @@ class RequestProcessor:
                 f"{param}: token id {wrong} is out of vocabulary; ids are 0 to {size - 1}", param=param
             )
 
+    def parsing_special(self, asked: bool | None) -> Self:
+        """Return this processor with the value of a request's field `parse_special`, unless it is None."""
+        return self if asked is None else dataclasses.replace(self, parse_special=asked)
+
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:
-        """Return a text's token ids, after a begin-of-text token if `begin`. Raises InvalidRequest on failure."""
+        """Return a text's token ids. Raises InvalidRequest on failure.
+
+        begin: put the begin-of-text token before the text, unless the text begins with it.
+        """
         try:
-            token_ids = self.tokenizer.encode(text)
+            token_ids = self.tokenizer.encode(text, parse_special=self.parse_special)
         except TokenizerError as error:
             raise InvalidRequest(str(error), param=param) from None
         bos_token_id = self.tokenizer.bos_token_id
-        return token_ids if bos_token_id is None or not begin else [bos_token_id, *token_ids]
+        has_bos = bos_token_id is None or token_ids[:1] == [bos_token_id]
+        return [bos_token_id, *token_ids] if begin and not has_bos else token_ids  # type: ignore[list-item]
 
     def encode_prompt(
         self,
@@ -214,9 +304,8 @@ class RequestProcessor:
         limit = limit or f"this model's maximum context length is {self.max_context_length} tokens"
         num_special_tokens = 0
         if isinstance(prompt, str):
-            longest = self.tokenizer.longest_token
             # Skip the cost of tokenizing a text that cannot fit.
-            at_least = 0 if longest is None else -(-len(prompt.encode(errors="replace")) // longest)
+            at_least = self._least_tokens(prompt)
             if num_kept is None and at_least > self.max_context_length:
                 raise ContextLengthExceeded(
                     f"{limit}, but the prompt has at least {at_least} tokens{clause}", param=param
@@ -235,6 +324,19 @@ class RequestProcessor:
             raise ContextLengthExceeded(f"{limit}, but the prompt has {num_tokens} tokens{clause}", param=named)
         return token_ids
 
+    def _least_tokens(self, text: str) -> int:
+        """Return a lower bound of a text's number of tokens, without tokenizing the text."""
+        longest, num_bytes = self.tokenizer.longest_token, len(text.encode(errors="replace"))
+        if longest is not None and num_bytes > longest * self.max_context_length:
+            longest = max([longest, *(len(name.encode()) for name in self.tokenizer.special_tokens)])
+        return 0 if longest is None else -(-num_bytes // longest)
+
+    def _visible_token_ids(self, request: GenerationRequest, chat: ChatPlan | None) -> tuple[int, ...]:
+        """Return the special tokens whose names are part of the completion's text."""
+        if not request.value("skip_special_tokens"):
+            return tuple(self.tokenizer.special_tokens.values())
+        return () if chat is None else chat.visible_token_ids
+
     def _length(self, num_prompt_tokens: int, max_tokens: int | None, min_tokens: int) -> int:
         """Return the maximum tokens of a completion: `max_tokens` of the request, if it is not None.
 
@@ -250,7 +352,7 @@ class RequestProcessor:
             raise InvalidRequest(message, param="min_tokens")
         return max_tokens
 
-    def _sampling_params(self, request: GenerationRequest) -> SamplingParams:
+    def _sampling_params(self, request: GenerationRequest, chat: ChatPlan | None) -> SamplingParams:
         """Return the sampling parameters for all prompts of a request. `plan` sets `max_tokens` for each prompt."""
         value, defaults = request.value, self.defaults.sampling
         return SamplingParams(
@@ -271,6 +373,7 @@ class RequestProcessor:
             logit_bias=tuple(_logit_bias(request).items()),
             allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
             bad_word_ids=_bad_word_ids(request.bad_words or (), self.tokenizer),
+            visible_token_ids=self._visible_token_ids(request, chat),
         )
 
 

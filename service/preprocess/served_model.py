@@ -17,6 +17,8 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.bos_eos import read_tokenizer_config
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import ModelSettings, ServeSettings, context_length
+from service.preprocess.chat_format import ChatFormat, read_chat_format
+from service.preprocess.rerank_prompt import RerankPrompt, read_rerank_prompt
 from service.preprocess.template_process import TemplateProcess
 
 # Sampling fields that a checkpoint may set defaults for.
@@ -45,6 +47,7 @@ class RequestDefaults:
 class ServedModel:
     """Facts about the model that the API process needs. `template`: None if chat completions are switched off.
 
+    rerank: prompt of yes-no scores; None if scores are similarities of embeddings.
     special_tokens: text by role, `bos_token`, `eos_token` or `pad_token`, for each role that the model has.
     """
 
@@ -54,7 +57,9 @@ class ServedModel:
     max_context_length: int
     defaults: RequestDefaults
     template: ChatTemplate | None
+    chat_format: ChatFormat
     special_tokens: Mapping[str, str]
+    rerank: RerankPrompt | None = None
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
         """Return the checkpoint's entries of the start-up listing by name: resolved settings and special tokens."""
@@ -68,6 +73,8 @@ class ServedModel:
             "model_name": self.model_name,
             "max_context_length": self.max_context_length,
             "chat_template": "none" if self.template is None else self.template.origin,
+            **self.chat_format.describe(),
+            "score_method": "embedding" if self.rerank is None else "yes-no",
             "generation_config": str(self.defaults) if settings.generation_config else "off",
             "begin_of_text": begin_names,
             "end_of_text": end_names,
@@ -92,14 +99,17 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
     texts |= read_tokenizer_config(manifest.directory).roles  # the files take precedence over the tokenizer
+    template, chat_format = _chat(settings, tokenizer, texts)
     return ServedModel(
         manifest=manifest,
         tokenizer=tokenizer,
         model_name=manifest.name if settings.model_name is None else settings.model_name,
         max_context_length=context_length(settings, manifest.config),
         defaults=read_defaults(settings, manifest.directory),
-        template=_template(settings, texts),
+        template=template,
+        chat_format=chat_format,
         special_tokens=texts,
+        rerank=read_rerank_prompt(settings, tokenizer),
     )
 
 
@@ -116,6 +126,28 @@ def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
     return RequestDefaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
 
 
+def _chat(
+    settings: ServeSettings, tokenizer: Tokenizer, special_tokens: Mapping[str, str]
+) -> tuple[ChatTemplate | None, ChatFormat]:
+    """Return the chat template and its formats of tool calls and reasoning. Raises CheckpointError."""
+    template = _template(settings, special_tokens)
+    if template is None:
+        return None, ChatFormat()
+    try:
+        with closing(TemplateProcess(template.source)) as process:
+            process.render(None)
+            form = read_chat_format(
+                *(template, process, tokenizer),
+                tool_format=settings.tool_format,
+                reasoning_format=settings.reasoning_format,
+            )
+    except TemplateFailure as failure:
+        raise CheckpointError(
+            f"{template.origin}: {failure}; correct this template, or set --chat-template to plain, none or a file"
+        ) from None
+    return template, form
+
+
 def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
     """Return the chat template that --chat-template selects; None for "none". Raises `CheckpointError`."""
     origin = settings.chat_template
@@ -129,12 +161,4 @@ def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> Cha
             raise CheckpointError(f"--chat-template {origin}: no such file; give auto, plain, none or a Jinja file")
         template = ChatTemplate(source=read_text(Path(origin)), origin=origin)
     template = template or ChatTemplate(source=PLAIN_SOURCE, origin=origin)
-    template = dataclasses.replace(template, special_tokens=special_tokens)
-    try:
-        with closing(TemplateProcess(template.source)) as process:
-            process.render(None)
-    except TemplateFailure as failure:
-        raise CheckpointError(
-            f"{template.origin}: {failure}; correct this template, or set --chat-template to plain, none or a file"
-        ) from None
-    return template
+    return dataclasses.replace(template, special_tokens=special_tokens)

@@ -1,47 +1,124 @@
 """Request bodies with conversations: `/v1/chat/completions` and `/tokenize`."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from service.protocol.completions import Count, GenerationRequest, NumLogprobs
 from service.protocol.errors import InvalidRequest
-from service.protocol.request_model import MAX_MESSAGES, RequestModel, Unsupported
+from service.protocol.request_model import IGNORED, MAX_MESSAGES, ParseSpecial, RequestModel, Unsupported
+from service.protocol.tools import (
+    MAX_TOOLS,
+    TOOL_CHOICE_ERROR,
+    PastToolCall,
+    ToolChoice,
+    ToolDefinition,
+    callable_tools,
+)
 
 MAX_PARTS = 256  # of one message
 _MESSAGE_ERRORS = {
     "content": f'must be a string, or a list of up to {MAX_PARTS} {{"type": "text", "text": …}}; '
     "this server reads text only",
+    "tool_choice": TOOL_CHOICE_ERROR,
     "chat_template_kwargs": "must be true, false, a number, a string or null",
 }
 
 
-class TextPart(RequestModel):
-    """A text part of a message."""
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-    type: Literal["text"]
+
+class TextPart(RequestModel):
+    """A text part of a message. The types other than `text` are those of the Responses API."""
+
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class Message(RequestModel):
-    """One message of a conversation. The role `developer` means `system`, and chat templates get it as `system`."""
+    """One message of a conversation. The role `developer` means `system`, and chat templates get it as `system`.
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    Other roles than system, user, assistant and tool are for templates that know them.
+    """
+
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
+    role: Annotated[str, Field(pattern=r"^[a-zA-Z0-9 _.-]{1,64}$")]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
-    # Fields of a response message, which clients send back in the next request. Only empty values are accepted.
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: Annotated[Any, Unsupported()] = None
+    # Fields of a response message, which clients send back in the next request.
+    refusal: IGNORED = None
+    annotations: IGNORED = None
+    audio: IGNORED = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return a message in the form that chat templates expect. Text parts are joined by newlines."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content, "name": self.name}
+    @property
+    def text(self) -> str:
+        """Content of the message as one text. Text parts are joined by newlines."""
+        if self.content is None:
+            return ""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise InvalidRequest for a message without content, and for a tool's result that answers no call before it."""
+    call_ids: set[str] = set()
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        if message.role == "tool" and message.tool_call_id not in call_ids:
+            problem = "is required" if message.tool_call_id is None else "names no tool call of an earlier message"
+            param = f"{place}.tool_call_id"
+            raise InvalidRequest(f"{param} {problem}; send the id of the call", param=param)
+        if message.tool_calls:
+            if message.role != "assistant":
+                param = f"{place}.tool_calls"
+                raise InvalidRequest(f"{param}: only assistant messages have tool calls; leave it out", param=param)
+            call_ids.update(call.id for call in message.tool_calls)
+        elif message.content is None and message.role != "assistant":
+            raise InvalidRequest(f"{place}.content is required", param=f"{place}.content")
+
+
+def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bool) -> list[dict[str, Any]]:
+    """Return messages in the form that chat templates expect. A tool's result gets the name of the called tool.
+
+    arguments_are_text: leave the arguments of past calls as JSON text, instead of as an object.
+    Raises InvalidRequest for arguments that are not a JSON object.
+    """
+    names: dict[str, str] = {}
+    rendered = []
+    for number, message in enumerate(messages):
+        calls = []
+        for call in message.tool_calls or ():
+            names[call.id] = call.function.name
+            arguments: Any = call.function.arguments
+            try:
+                parsed = from_json(arguments or "{}")
+            except ValueError:
+                parsed = None
+            if not isinstance(parsed, dict):
+                place = f"messages[{number}].tool_calls"
+                raise InvalidRequest(f"{place}: the arguments of a call must be a JSON object as text", param=place)
+            function = {"name": call.function.name, "arguments": arguments if arguments_are_text else parsed}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        rendered.append(
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": message.text,
+                "name": message.name or names.get(message.tool_call_id or ""),
+                "reasoning_content": message.reasoning_content or message.reasoning,
+                "tool_calls": calls or None,
+                "tool_call_id": message.tool_call_id,
+            }
+        )
+    return rendered
 
 
 # Additional template variables, such as Qwen3's `enable_thinking`.
@@ -55,37 +132,41 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
-    add_generation_prompt: bool | None = True
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    tools: Annotated[Any, Unsupported([])] = None
-    tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Count | None = None
+    include_reasoning: bool | None = True
     functions: Annotated[Any, Unsupported([])] = None
     function_call: Annotated[Any, Unsupported("none", "auto")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
     audio: Annotated[Any, Unsupported()] = None
-    prediction: Annotated[Any, Unsupported()] = None
-    reasoning_effort: Annotated[Any, Unsupported()] = None
-    verbosity: Annotated[Any, Unsupported()] = None
-    web_search_options: Annotated[Any, Unsupported()] = None
-    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
-    store: Annotated[Any, Unsupported(False)] = None
-    metadata: Annotated[Any, Unsupported({})] = None
+    web_search_options: Annotated[Any, Unsupported({})] = None
+    documents: Annotated[Any, Unsupported([])] = None
+    best_of: Annotated[Any, Unsupported(1)] = None
+    prediction: IGNORED = None
+    verbosity: IGNORED = None
+    service_tier: IGNORED = None
+    store: IGNORED = None
     echo: Annotated[Any, Unsupported(False)] = None
-    continue_final_message: Annotated[Any, Unsupported(False)] = None
     chat_template: Annotated[Any, Unsupported()] = None
 
     def check_fields(self) -> None:
         """Raise InvalidRequest for `top_logprobs` without `logprobs`, and for two different token limits."""
         super().check_fields()
+        check_messages(self.messages)
+        _ = self.callable_tools
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
                 "top_logprobs needs logprobs: true; set logprobs, or leave out top_logprobs", param="top_logprobs"
             )
+        _ = self.adds_generation_prompt
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
             raise InvalidRequest(
@@ -96,6 +177,26 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def callable_tools(self) -> tuple[list[ToolDefinition], bool]:
+        """Tools that the completion may call, and True if it must call one. Raises InvalidRequest."""
+        return callable_tools(self.tools, self.tool_choice)
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """True if the prompt ends with the beginning of an assistant message."""
+        return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
+
+
+def _adds_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
+    """Return `asked`; if it is None, True unless the final message is continued. Raises InvalidRequest for both."""
+    if asked and continue_final_message:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message must not both be true; leave out one of them",
+            param="continue_final_message",
+        )
+    return not continue_final_message if asked is None else asked
 
 
 class TokenizeRequest(RequestModel):
@@ -114,21 +215,36 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
+    parse_special: ParseSpecial = None
+    continue_final_message: bool | None = None
     # Fields that vLLM's clients send. Only values without effect are accepted.
-    continue_final_message: Literal[False] | None = None
     chat_template: None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
 
     def subject(self) -> str | list[Message]:
         """Return the text or the messages to tokenize. Raises InvalidRequest for missing or contradictory fields."""
         if (self.prompt is None) is (self.messages is None):
             raise InvalidRequest("the body needs either prompt or messages, and not both", param="prompt")
-        if self.messages is not None:
-            if not self.messages:
-                raise InvalidRequest("messages must not be empty", param="messages")
-            return self.messages
-        assert self.prompt is not None
-        for name in ("add_generation_prompt", "chat_template_kwargs"):
-            if getattr(self, name) is not None:
-                raise InvalidRequest(f"{name} applies only to messages, not to prompt; leave it out", param=name)
-        return self.prompt
+        others: dict[str, Any] = {"parse_special": self.parse_special}
+        if self.prompt is not None:
+            others = {
+                "add_generation_prompt": self.add_generation_prompt,
+                "continue_final_message": self.continue_final_message or None,
+                "chat_template_kwargs": self.chat_template_kwargs,
+            }
+        subject, other = ("messages", "prompt") if self.prompt is None else ("prompt", "messages")
+        for name, value in others.items():
+            if value is not None:
+                raise InvalidRequest(f"{name} applies only to {other}, not to {subject}; leave it out", param=name)
+        if self.messages is None:
+            assert self.prompt is not None
+            return self.prompt
+        if not self.messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        check_messages(self.messages)
+        return self.messages
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """True if the rendered messages end with the beginning of an assistant message."""
+        return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)

@@ -9,15 +9,27 @@ from pydantic import Field
 from model.sampling import params
 from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import (
+    IGNORED,
     NUM_KEPT_ERROR,
     PROMPTS_ERROR,
+    ParseSpecial,
     Prompts,
     RequestModel,
     TokenIds,
     Unsupported,
     split_prompts,
 )
-from service.protocol.response_format import OutputConstraint, ResponseFormat, StructuredOutputs
+from service.protocol.response_format import (
+    GUIDED,
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedRegex,
+    OutputConstraint,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    guided_constraint,
+)
 
 # Each token's text is searched for every stop string, so stop strings are bounded.
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -88,6 +100,33 @@ class GenerationRequest(RequestModel):
     priority: Priority | None = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     timeout: Timeout | None = None
+    skip_special_tokens: Annotated[bool | None, Field(description="false: special tokens add their names")] = True
+    spaces_between_special_tokens: Annotated[bool | None, Field(description="no effect")] = True
+    detokenize: Annotated[Any, Unsupported(True)] = None
+    # Older names of `structured_outputs` in vLLM.
+    guided_json: Schema | str | None = None
+    guided_regex: GuidedRegex | None = None
+    guided_choice: GuidedChoice | None = None
+    guided_grammar: GuidedGrammar | None = None
+    # Beam search is not served, and its fields are accepted without it.
+    use_beam_search: Annotated[Any, Unsupported(False)] = None
+    length_penalty: Annotated[Any, Unsupported(1, 1.0)] = None
+    early_stopping: IGNORED = None
+    logprob_token_ids: Annotated[Any, Unsupported([])] = None
+    vllm_xargs: Annotated[Any, Unsupported({})] = None
+    # Fields of OpenAI's, vLLM's, llama.cpp's and Ollama's clients that change nothing here.
+    metadata: IGNORED = None
+    safety_identifier: IGNORED = None
+    prompt_cache_key: IGNORED = None
+    prompt_cache_retention: IGNORED = None
+    request_id: IGNORED = None
+    cache_prompt: IGNORED = None
+    keep_alive: IGNORED = None
+    id_slot: IGNORED = None
+    timings_per_token: IGNORED = None
+    return_progress: IGNORED = None
+    guided_decoding_backend: IGNORED = None
+    guided_whitespace_pattern: IGNORED = None
 
     def check_fields(self) -> None:
         """Raise InvalidRequest for a field that needs another field, and for an invalid output constraint."""
@@ -109,11 +148,16 @@ class GenerationRequest(RequestModel):
     def output_constraint(self) -> OutputConstraint | None:
         """Output format that completions must follow; None: any text. Raises InvalidRequest for two formats."""
         wanted = None if self.response_format is None else self.response_format.constraint()
-        if self.structured_outputs is None:
+        guided = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
+        others = list(guided) if self.structured_outputs is None else ["structured_outputs", *guided]
+        if not others:
             return wanted
-        if wanted is not None:
-            raise InvalidRequest("give response_format or structured_outputs, not both", param="structured_outputs")
-        return self.structured_outputs.constraint()
+        if wanted is not None or len(others) > 1:
+            names = ["response_format"] * (wanted is not None) + others
+            raise InvalidRequest(f"give only one of {' and '.join(names)}", param=others[0])
+        if self.structured_outputs is not None:
+            return self.structured_outputs.constraint()
+        return guided_constraint(others[0], guided[others[0]])
 
     @property
     def num_samples(self) -> int:
@@ -144,15 +188,23 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = False
     logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: Annotated[Any, Unsupported("")] = None
+    parse_special: ParseSpecial = None
+    suffix: Annotated[str | None, Field(description="text after the completion, for models with FIM tokens")] = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for `best_of` under `n`, and for `best_of` over `n` in a stream."""
+        """Raise InvalidRequest for `best_of` under `n` or in a stream, and for fields that `suffix` excludes."""
         super().check_fields()
         if self.num_samples < self.value("n"):
             raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}; raise best_of", param="best_of")
         if self.stream and self.is_ranked:
             raise InvalidRequest(f"best_of={self.best_of} cannot be streamed; leave out stream", param="best_of")
+        if self.suffix and self.echo:
+            raise InvalidRequest("echo cannot be used with suffix; leave out echo", param="echo")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens cannot be used with suffix; shorten prompt and suffix",
+                param="truncate_prompt_tokens",
+            )
 
     @property
     def num_samples(self) -> int:
@@ -169,8 +221,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Prompts of a completion request, in order. Raises InvalidRequest for an empty list or an empty prompt."""
-        return split_prompts(self.prompt, "prompt")
+        """Prompts of a completion request, in order. Raises InvalidRequest for an empty list or an empty prompt.
+
+        Before a suffix, an empty prompt is allowed.
+        """
+        return split_prompts(self.prompt, "prompt", can_be_empty=bool(self.suffix))
 
 
 class DetokenizeRequest(RequestModel):

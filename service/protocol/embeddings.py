@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from service.protocol.completions import NumKept, Timeout
-from service.protocol.request_model import NUM_KEPT_ERROR, PROMPTS_ERROR, Prompts, RequestModel
+from service.protocol.request_model import NUM_KEPT_ERROR, PROMPTS_ERROR, ParseSpecial, Prompts, RequestModel
 
 # Decimals of a number in JSON: float32 has no more between 0.01 and 1.
 _DECIMALS = 9
@@ -29,6 +29,7 @@ class EmbeddingRequest(RequestModel):
         int | None, Field(ge=1, lt=2**31, description="leading dimensions to return, rescaled to length 1")
     ] = None
     truncate_prompt_tokens: NumKept | None = None
+    parse_special: ParseSpecial = None
     timeout: Timeout | None = None
     user: str | None = None
 

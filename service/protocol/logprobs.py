@@ -13,15 +13,24 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobFormat:
-    """Format of logprobs: `num_top` most likely tokens per position, named "token_id:N" if `names_are_ids`."""
+    """Format of logprobs: `num_top` most likely tokens per position, named "token_id:N" if `names_are_ids`.
+
+    visible_token_ids: special tokens that add their name to the completion's text.
+    """
 
     tokenizer: Tokenizer
     num_top: int
     names_are_ids: bool = False
+    visible_token_ids: frozenset[int] = frozenset()
 
     def name(self, token_id: int) -> str:
         """Return the string that stands for a token in logprobs: its text, or "token_id:N"."""
         return f"token_id:{token_id}" if self.names_are_ids else format_token_name(self.tokenizer, token_id)
+
+    def added_bytes(self, token_id: int) -> list[int] | None:
+        """Return the bytes that a token adds to the completion's text; None for a token that adds nothing."""
+        name = self.tokenizer.format_token_name(token_id).encode() if token_id in self.visible_token_ids else b""
+        return list(self.tokenizer.token_bytes(token_id) or name) or None
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
         """Return the `num_top` most likely token ids at a position with logprobs; -9999 stands for minus infinity."""
@@ -33,21 +42,33 @@ class LogprobWriter:
 
     def __init__(self, format: LogprobFormat) -> None:
         self._format = format
-        self._decoder = StreamDecoder(format.tokenizer)
         self._num_characters = 0
+        self._visible_token_ids = format.visible_token_ids
+        self._decoder = StreamDecoder(format.tokenizer, format.visible_token_ids)
 
-    def write(self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = ()) -> responses.Logprobs:
+    def write(
+        self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = (), num_hidden: int = 0
+    ) -> responses.Logprobs:
         """Return the logprobs of a completion's next tokens, and before them those of the tokens in `prompt`.
 
         An incomplete character at the end of the prompt stays incomplete, whatever the completion begins with.
+        `num_hidden`: number of first prompt tokens among which special tokens have no text, see `prompt_text`.
         """
         written = responses.Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if prompt:
-            self._append(written, prompt)
-            self._num_characters += len(self._decoder.flush())
-            self._decoder = StreamDecoder(self._format.tokenizer)
+            self._begin(frozenset())
+            self._append(written, prompt[:num_hidden])
+            self._begin(frozenset(self._format.tokenizer.special_tokens.values()))
+            self._append(written, prompt[num_hidden:])
+            self._begin(self._format.visible_token_ids)
         self._append(written, entries)
         return written
+
+    def _begin(self, visible_token_ids: frozenset[int]) -> None:
+        """Begin a part of the text, in which these special tokens add their names."""
+        self._num_characters += len(self._decoder.flush())
+        self._visible_token_ids = visible_token_ids
+        self._decoder = StreamDecoder(self._format.tokenizer, visible_token_ids)
 
     def _append(self, written: responses.Logprobs, entries: Sequence[TokenLogprob]) -> None:
         for entry in entries:
@@ -60,6 +81,8 @@ class LogprobWriter:
             written.token_logprobs.append(logprob)
             written.top_logprobs.append(top)
             before, text = self._num_characters, _whole_text(self._format.tokenizer, entry.token_id)
+            if entry.token_id in self._visible_token_ids:
+                text = self._format.tokenizer.format_token_name(entry.token_id)
             self._num_characters += len(self._decoder.push([entry.token_id]))
             # A token of whole characters also ends an incomplete character, which belongs to the earlier tokens.
             written.text_offset.append(before if text is None else self._num_characters - len(text))
@@ -71,9 +94,9 @@ def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> res
         responses.ChatTokenLogprob(
             token=format.name(entry.token_id),
             logprob=_IMPOSSIBLE if entry.logprob is None else max(entry.logprob, _IMPOSSIBLE),
-            bytes=_bytes(format.tokenizer, entry.token_id),
+            bytes=format.added_bytes(entry.token_id),
             top_logprobs=[
-                responses.ChatTopLogprob(token=format.name(i), logprob=value, bytes=_bytes(format.tokenizer, i))
+                responses.ChatTopLogprob(token=format.name(i), logprob=value, bytes=format.added_bytes(i))
                 for i, value in format.top(entry)
             ],
         )
@@ -110,14 +133,13 @@ def format_token_name(tokenizer: Tokenizer, token_id: int) -> str:
     return text or tokenizer.format_token_name(token_id)
 
 
-def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return the text of a prompt's token ids, for the request field `echo`. Special tokens add no text."""
+def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int], *, num_hidden: int) -> str:
+    """Return the text of a prompt's token ids, for the request field `echo`, with special tokens by name.
+
+    Special tokens among the first `num_hidden` tokens add no text.
+    """
     decoder = StreamDecoder(tokenizer)
-    return decoder.push(token_ids) + decoder.flush()
-
-
-def _bytes(tokenizer: Tokenizer, token_id: int) -> list[int] | None:
-    return list(tokenizer.token_bytes(token_id)) or None
+    return decoder.push(token_ids[:num_hidden]) + decoder.flush() + tokenizer.decode(token_ids[num_hidden:])
 
 
 def _whole_text(tokenizer: Tokenizer, token_id: int) -> str | None:

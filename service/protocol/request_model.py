@@ -1,6 +1,8 @@
 """Base class of request bodies: strict validation, with errors that name the field."""
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
@@ -9,6 +11,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from service.config.validation_messages import reword, unknown_field
 from service.protocol.errors import InvalidRequest
 
+# Similarity of two names, from 0 to 1, from which an unknown field is taken for a misspelt known one.
+_LEAST_SIMILARITY = 0.8
+_INDEX = re.compile(r"\[\d+\]")
 MAX_PROMPTS = MAX_MESSAGES = 4096
 # fail_fast: a million wrong items make one error. `RequestProcessor` checks the bounds of the vocabulary.
 TokenIds = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(fail_fast=True)]
@@ -16,6 +21,10 @@ Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 Prompts = Annotated[
     str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)],
     Field(description=f"a string or a list of token ids, or a list of up to {MAX_PROMPTS} such prompts"),
+]
+ParseSpecial = Annotated[
+    bool | None,
+    Field(description="parse names of special tokens in a text as these tokens (default: --parse-special)"),
 ]
 PROMPTS_ERROR = f"must be a string, a list of token ids, or a list of up to {MAX_PROMPTS} strings or token-id lists"
 NUM_KEPT_ERROR = "must be a whole number from 1, or -1 to keep as many tokens as the context allows"
@@ -39,6 +48,18 @@ class Unsupported:
         return value
 
 
+class Ignored:
+    """Annotation of a field that common clients send and that cannot change a response of this server. Any value is
+    accepted; the response names the field in the header `x-ignored-fields`.
+    """
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"description": "accepted and ignored"}
+
+
+IGNORED = Annotated[Any, Ignored()]
+
+
 class RequestModel(BaseModel):
     """Base class of request bodies. Immutable, and strict: "1" is not a number, and unknown fields are rejected."""
 
@@ -48,6 +69,13 @@ class RequestModel(BaseModel):
     )
     # Error messages of fields with a union type, for which pydantic reports one error per branch.
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {}
+    # Ignore unknown fields, unless a field's name is almost that of a known field.
+    IGNORES_UNKNOWN: ClassVar[bool] = False
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Names of the fields that the client sent and that are ignored, such as `messages[].cache_control`."""
+        return list(dict.fromkeys(_find_ignored_fields(self)))
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -57,7 +85,10 @@ class RequestModel(BaseModel):
         except ValidationError as error:
             raise cls._explain(error, body) from None
         if (unknown := _find_unknown_field(request)) is not None:
-            raise InvalidRequest(f"unknown field: {unknown}; leave it out", param=unknown)
+            *above, name = unknown.rpartition(".")
+            near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=_LEAST_SIMILARITY)
+            remedy = f"did you mean {near[0]}?" if near and not any(above) else "leave it out"
+            raise InvalidRequest(f"unknown field: {unknown}; {remedy}", param=unknown)
         request.check_fields()
         return request
 
@@ -85,19 +116,37 @@ class RequestModel(BaseModel):
 
 
 def _find_unknown_field(model: RequestModel, prefix: str = "") -> str | None:
-    if model.model_extra:
-        return prefix + next(iter(model.model_extra))[:100]
+    fields = type(model).model_fields
+    for name in model.model_extra or ():
+        if not model.IGNORES_UNKNOWN or difflib.get_close_matches(name, fields, n=1, cutoff=_LEAST_SIMILARITY):
+            return prefix + name[:100]
+    for place, part in _nested_models(model, prefix):
+        if (unknown := _find_unknown_field(part, place)) is not None:
+            return unknown
+    return None
+
+
+def _find_ignored_fields(model: RequestModel, prefix: str = "") -> Iterator[str]:
+    fields = type(model).model_fields
+    for name in model.model_extra or ():
+        yield prefix + name[:100]
+    for name in model.model_fields_set:
+        is_ignored = name in fields and any(isinstance(each, Ignored) for each in fields[name].metadata)
+        if is_ignored and getattr(model, name) is not None:
+            yield prefix + name
+    for place, part in _nested_models(model, prefix):
+        yield from _find_ignored_fields(part, _INDEX.sub("[]", place))
+
+
+def _nested_models(model: RequestModel, prefix: str) -> Iterator[tuple[str, "RequestModel"]]:
+    """Yield the request models inside a model's fields, each with the beginning of its fields' names."""
     for name in model.model_fields_set:
         value = getattr(model, name)
-        nested = {}
         if isinstance(value, RequestModel):
-            nested = {f"{prefix}{name}.": value}
+            yield f"{prefix}{name}.", value
         elif isinstance(value, list) and value and isinstance(value[0], RequestModel):
-            nested = {f"{prefix}{name}[{number}].": item for number, item in enumerate(value)}
-        for place, part in nested.items():
-            if (unknown := _find_unknown_field(part, place)) is not None:
-                return unknown
-    return None
+            for number, item in enumerate(value):
+                yield f"{prefix}{name}[{number}].", item
 
 
 def _field_name(place: tuple[int | str, ...]) -> str:
@@ -107,15 +156,22 @@ def _field_name(place: tuple[int | str, ...]) -> str:
         return ".".join(map(str, place[:depth]))
     if place[0] == "chat_template_kwargs":
         return ".".join(str(part)[:100] for part in place[:2])
+    if place[0] == "tools" and len(place) > 1:
+        return f"tools[{place[1]}]" + "".join(f".{part}" for part in place[2:4])
     if place[0] == "messages" and len(place) > 1:
         return f"messages[{place[1]}]" + "".join(f".{part}" for part in place[2:3])
     return str(place[0])
 
 
-def split_prompts(value: str | list[str] | list[int] | list[list[int]], name: str) -> list[str | list[int]]:
-    """Return the prompts in the request field `name` as a list. Raises InvalidRequest for no prompt or an empty one."""
+def split_prompts(
+    value: str | list[str] | list[int] | list[list[int]], name: str, *, can_be_empty: bool = False
+) -> list[str | list[int]]:
+    """Return the prompts in the request field `name` as a list. Raises InvalidRequest for no prompt or an empty one.
+
+    can_be_empty: accept empty prompts.
+    """
     is_single = isinstance(value, str) or (value and isinstance(value[0], int))
     prompts: list[str | list[int]] = [value] if is_single else value  # type: ignore[assignment, list-item]
-    if not prompts or not all(prompts):
+    if not prompts or not (can_be_empty or all(prompts)):
         raise InvalidRequest(f"{name} must not be empty, nor contain an empty prompt", param=name)
     return prompts

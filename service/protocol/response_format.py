@@ -14,7 +14,8 @@ MAX_SCHEMA_CHARACTERS = 256_000
 # Any JSON object: a schema has no fixed set of keys to validate here.
 Schema = Annotated[dict[str, Any], Field(description=f"a JSON Schema of up to {MAX_SCHEMA_CHARACTERS} characters")]
 Word = Annotated[str, Field(min_length=1, max_length=1000)]
-ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
+# chat: reasoning and tool calls, see `service.structured_output.chat_grammar`.
+ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar", "chat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +61,27 @@ class ResponseFormat(RequestModel):
         return OutputConstraint("json", schema, param, lenient=self.json_schema.strict is False)
 
 
+GuidedRegex = Annotated[str, Field(min_length=1, max_length=16_000)]
+GuidedChoice = Annotated[list[Word], Field(min_length=1, max_length=1024, fail_fast=True)]
+GuidedGrammar = Annotated[str, Field(min_length=1, max_length=64_000)]
+# Request fields with an older name of a field of `structured_outputs`, by kind of constraint.
+GUIDED: dict[str, ConstraintKind] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
 class StructuredOutputs(RequestModel):
     """Field `structured_outputs`: exactly one constraint. `grammar` is in Lark syntax or GBNF."""
 
     json_: Annotated[
         Schema | str | None, Field(alias="json", description="a JSON Schema, as an object or as a string of JSON")
     ] = None
-    regex: Annotated[str, Field(min_length=1, max_length=16_000)] | None = None
-    choice: Annotated[list[Word], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
-    grammar: Annotated[str, Field(min_length=1, max_length=64_000)] | None = None
+    regex: GuidedRegex | None = None
+    choice: GuidedChoice | None = None
+    grammar: GuidedGrammar | None = None
 
     def constraint(self) -> OutputConstraint:
         """Return the output constraint. Raises InvalidRequest unless exactly one field is set."""
@@ -82,6 +95,12 @@ class StructuredOutputs(RequestModel):
         ((kind, content),) = given.items()
         param = f"structured_outputs.{kind}"
         return OutputConstraint(kind, _checked_schema(content, param) if kind == "json" else content, param)
+
+
+def guided_constraint(param: str, content: Any) -> OutputConstraint:
+    """Return the output constraint in the request field `param` of `GUIDED`. Raises InvalidRequest for a bad schema."""
+    kind = GUIDED[param]
+    return OutputConstraint(kind, _checked_schema(content, param) if kind == "json" else content, param)
 
 
 def _checked_schema(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:

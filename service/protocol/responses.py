@@ -56,6 +56,12 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    """Details of `completion_tokens`. `reasoning_tokens` counts the tokens of reasoning, marks included."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Token counts of a request. Each prompt counts once, for any `n`. Details come with the final counts only."""
 
@@ -63,6 +69,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class Timings(msgspec.Struct, kw_only=True):
@@ -116,12 +123,49 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """Function of a tool call. `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """Tool call of the model."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    """Part of a tool call's function in a stream: first the name, then pieces of the arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """Part of a tool call in a stream. The first part of a call has `id`, `type` and the function's name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """Generated message, in the role of the assistant."""
+    """Generated message, in the role of the assistant. `content` is null if the message has only tool calls.
+
+    `reasoning_content` and `reasoning` are two names of the same text, which models that reason write first.
+    """
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -130,7 +174,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None
     token_ids: Sequence[int] | UnsetType = UNSET
 
@@ -154,6 +198,9 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -162,7 +209,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: str | int | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
 
@@ -208,6 +255,18 @@ class Tokenized(msgspec.Struct, kw_only=True):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class RenderedPrompt(msgspec.Struct, kw_only=True):
+    """Response of the `/render` routes: what a request computes for one prompt, in the shape of vLLM's.
+
+    `sampling_params.seed` is null if each completion gets a random seed.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    model: str
+    sampling_params: dict[str, Any]
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):

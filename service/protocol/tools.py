@@ -99,9 +99,7 @@ class PastToolCall(RequestModel):
     index: int | None = None  # in messages that clients joined from a stream
 
 
-def callable_tools(
-    tools: list[ToolDefinition] | None, choice: ToolChoice | None
-) -> tuple[list[ToolDefinition], bool]:
+def callable_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -> tuple[list[ToolDefinition], bool]:
     """Return the tools that a completion may call, and True if it must call one.
 
     Raises:

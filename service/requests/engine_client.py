@@ -120,7 +120,7 @@ class EngineClient:
             request.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """Fail requests past their queue deadline that have not begun; if the worker is stalled, that have no token."""
+        """Fail requests past their queue deadline that have not begun; with a stalled worker, all without a token."""
         for request in self._requests:
             deadline = request.terms.deadline(request.arrival_seconds)
             has_expired = deadline is not None and deadline < now and not (request.has_started or request.has_failed)
@@ -158,7 +158,7 @@ class EngineClient:
         if not self._detector.is_empty:
             again: list[str] = []
             if self._detector.record_progress(uid) and delta.finish is None:
-                # The choice leaves the worker, because the next poison candidate must run alone.
+                # The choice leaves the worker, because the next suspect must run alone.
                 self.send([Cancel(uid=uid)])
                 choice.retry()
                 again.append(uid)
@@ -174,7 +174,7 @@ class EngineClient:
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Resubmit unfinished requests, except a poison request, to a new worker; none to the first (epoch 0)."""
+        """Resubmit unfinished requests to a new worker, except to the first (epoch 0), and fail a poison request."""
         self.on_worker_ready(ready)
         self.admission.limit_running(None)
         if ready.epoch == 0:

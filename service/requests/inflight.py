@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -27,6 +28,8 @@ MAX_BACKLOG: Final = 8192
 class Choice:
     """One completion of a request: the `index`th of the response, for the `prompt_index`th prompt.
 
+    num_hidden_prompt_tokens: number of first prompt tokens among which special tokens add no text to `prompt_text`.
+
     prompt_logprobs: one list, shared by all samples of a prompt. The first sample fills the list before the first token
         of another sample, because the engine serves equal priorities in arrival order.
     """
@@ -35,6 +38,7 @@ class Choice:
     prompt_index: int
     prompt_text: str
     submit: Submit
+    num_hidden_prompt_tokens: int = 0
     has_requested_length: bool = True  # the client set a maximum length; else `max_tokens` is the rest of the context
     grammar_param: str | None = None  # request field of the grammar
     num_prompt_logprobs: int | None = None  # alternatives per prompt token that the first sample requests
@@ -42,6 +46,7 @@ class Choice:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     has_started: bool = False  # the first delta has arrived
+    retry_seconds: tuple[float, ...] = ()  # times of the resubmissions to a worker
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,6 +69,7 @@ class Choice:
 
     def retry(self) -> None:
         """Prepare `submit` for another submission to a worker, which continues after the tokens received so far."""
+        self.retry_seconds += (time.monotonic(),)
         # Each sample of a prompt requests incomplete prompt logprobs again, because any sample may run first.
         num_prompt_logprobs = None
         if len(self.prompt_logprobs) < self.num_prompt_tokens:
@@ -172,6 +178,11 @@ class InflightRequest:
     def wake(self) -> None:
         """Wake the task of the response to send a keep-alive."""
         self._wake.set()
+
+    @property
+    def failure(self) -> ApiError | None:
+        """Error that ends the request, even if the error is not sent yet."""
+        return self._failure
 
     @property
     def has_failed(self) -> bool:

@@ -1,8 +1,8 @@
 """Detection of poison requests, which crash the worker. A request here is one sequence or one attention query.
 
 A request that was running at a crash, without progress since its start, gets a strike. Any progress removes the
-strikes. A request with two strikes is tried alone: the worker gets no other work meanwhile. A crash during the trial
-identifies the request as poison.
+strikes. A request with two strikes (a suspect) is tried alone: the worker gets no other work meanwhile. A crash during
+the trial identifies the request as poison.
 """
 
 from collections.abc import Iterable

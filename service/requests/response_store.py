@@ -14,7 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,11 +60,13 @@ class BufferedResponse:
         *,
         on_change: Callable[["BufferedResponse"], None],  # called when the response ends, and when a reader leaves
         waste: Callable[[int], None],  # gets the number of tokens that were generated and sent to no client
+        state: dict[str, Any],  # of the request that starts the response
     ) -> None:
         self.id = uuid.uuid4().hex
         self.identity = identity
         self._on_change = on_change
         self._waste = waste
+        self._scope: Scope = {"type": "http", "state": state}
         self.head: Message | None = None
         self.failure: Exception | None = None
         self.has_failed = False
@@ -128,11 +130,11 @@ class BufferedResponse:
     async def _record(self, make: Make) -> None:
         try:
             self._response = await make()
-            await self._response({"type": "http"}, self._receive, self._send)
+            await self._response(self._scope, self._receive, self._send)
         except ApiError as error:
             self.failure = error
         except Exception as error:
-            logger.exception("the generation of a buffered response failed")
+            logger.exception("unexpected error while generating a response that is kept for retries")
             self.failure = error
         finally:
             self.has_failed |= self.failure is not None
@@ -268,7 +270,13 @@ class ResponseStore:
             return await make()
         if key and (buffered := self._by_key.get((identity.tenant, key))) is not None:
             return self._repeat(buffered, identity)
-        buffered = BufferedResponse(make, identity, on_change=self._discard_failed, waste=self._waste)
+        buffered = BufferedResponse(
+            make,
+            identity,
+            on_change=self._discard_failed,
+            waste=self._waste,
+            state=request.scope.setdefault("state", {}),
+        )
         self._by_id[buffered.id] = buffered
         if key:
             self._by_key[identity.tenant, key] = buffered

@@ -7,7 +7,7 @@ in one call that no thread can interrupt. A grammar that compiles in this child 
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import llguidance
@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from model.structured_output.grammar import LIMITS, GrammarError, Vocabulary, compile_grammar, json_grammar
 from service.sandbox.child_process import run_command_loop
+from service.structured_output.chat_grammar import chat_grammar
 from service.structured_output.json_schema import prepare_schema
 
 # Token masks computed as a trial. The first mask has most of the cost of a regular expression.
@@ -30,26 +31,19 @@ _PARTS = re.compile(
 _NO_VOCABULARY = "no tokenizer - can't validate "
 
 
-def check(vocabulary: LLTokenizer, kind: str, content: Any, *, lenient: bool = False) -> str:
-    """Return the grammar of an output constraint (see `OutputConstraint`) for the worker, after a trial compilation.
-
-    Raises:
-        GrammarError: the constraint cannot be enforced.
-    """
+def constraint_grammar(kind: str, content: Any, *, lenient: bool = False) -> str:
+    """Return the grammar of an output constraint (see `OutputConstraint`). Raises GrammarError if it is invalid."""
     if kind == "json":
-        grammar = json_grammar(prepare_schema(content, lenient=lenient), lenient=lenient)
-    elif kind == "regex":
-        grammar = LLMatcher.grammar_from_regex(content)
-    elif kind == "choice":
+        return json_grammar(prepare_schema(content, lenient=lenient), lenient=lenient)
+    if kind == "regex":
+        return str(LLMatcher.grammar_from_regex(content))
+    if kind == "choice":
         words = " | ".join(json.dumps(word) for word in content)
-        grammar = LLMatcher.grammar_from_lark(f"start: {words}")
-    else:
-        grammar = _lark_grammar(content)
-    _try_out(vocabulary, grammar)
-    return grammar
+        return str(LLMatcher.grammar_from_lark(f"start: {words}"))
+    return _lark_grammar(content)
 
 
-def _try_out(vocabulary: LLTokenizer, grammar: str) -> None:
+def try_out(vocabulary: LLTokenizer, grammar: str) -> None:
     """Compile a grammar and sample a few tokens with it, so that a grammar over a limit is rejected before it is used.
 
     Raises:
@@ -114,8 +108,9 @@ def _prepare_schemas(text: str) -> str:
 def main() -> None:
     """Run the child process: compile one output constraint per command of the API process.
 
-    The first command is `{"tokens", "special_token_ids", "eos_token_ids"}` and the limits, with each token's bytes
-    decoded as Latin-1. Each later command is `{"kind", "content", "lenient"}`. Its reply has a `grammar` or an `error`.
+    The first command is `{"tokens", "special_token_ids", "eos_token_ids", "mark_ids"}` and the limits, with each
+    token's bytes decoded as Latin-1. Each later command is `{"kind", "content", "lenient"}`. Its reply has a `grammar`
+    or an `error`.
     """
     run_command_loop(_prepare)
 
@@ -124,9 +119,16 @@ def _prepare(opening: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, An
     tokens = [token.encode("latin-1") for token in opening["tokens"]]
     vocabulary = Vocabulary(tokens, opening["special_token_ids"], opening["eos_token_ids"]).for_masks()
 
+    def grammar_of(command: Mapping[str, Any]) -> str:
+        if command["kind"] == "chat":
+            return chat_grammar(command["content"], opening["mark_ids"], opening["eos_token_ids"], grammar_of)
+        return constraint_grammar(command["kind"], command["content"], lenient=command["lenient"])
+
     def handle(command: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"grammar": check(vocabulary, command["kind"], command["content"], lenient=command["lenient"])}
+            grammar = grammar_of(command)
+            try_out(vocabulary, grammar)
+            return {"grammar": grammar}
         except ValueError as error:  # GrammarError, or text that is not valid Unicode
             return {"error": str(GrammarError(str(error)))}
 

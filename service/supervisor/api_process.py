@@ -7,11 +7,12 @@ import asyncio
 import logging
 import multiprocessing
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from litserve import LitAPI, LitServer
@@ -25,7 +26,12 @@ from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, Phase, name_thread
-from service.supervisor.supervisor import API_CLOSE_SECONDS, listen
+from service.protocol.errors import ApiError
+from service.supervisor.supervisor import API_CLOSE_SECONDS, TRACE_FLUSH_SECONDS, listen
+from service.telemetry.request_record import Observe, RequestObserver, rejection
+
+if TYPE_CHECKING:
+    from service.telemetry.traces import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +54,26 @@ class ApiServer(LitServer):  # type: ignore[misc]
     """LitServe application of the API process, which `start` forks from main."""
 
     def __init__(
-        self, settings: ServeSettings, *, frontend: Frontend, channel: Channel, keys: ApiKeys, lifecycle: Lifecycle
+        self,
+        settings: ServeSettings,
+        *,
+        frontend: Frontend,
+        channel: Channel,
+        keys: ApiKeys,
+        lifecycle: Lifecycle,
+        observers: Sequence[Observe] = (),
+        tracer: "RequestTracer | None" = None,
     ) -> None:
         super().__init__(
             _RouteOwner(spec=frontend, api_path=frontend.api_path),
             accelerator="cpu",
             timeout=False,
-            middlewares=middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers),
+            middlewares=[
+                *middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers),
+                *([(RequestObserver, {"observers": observers})] if observers else []),
+            ],
         )
+        self._observers, self._tracer = observers, tracer
         self.uvicorn_graceful_timeout = API_CLOSE_SECONDS
         self._settings, self._frontend, self._channel, self._lifecycle = settings, frontend, channel, lifecycle
         self._connection_limits = ConnectionLimits(
@@ -83,9 +101,19 @@ class ApiServer(LitServer):  # type: ignore[misc]
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                http=partial(BoundedHttpProtocol, limits=self._connection_limits, count=self._frontend.count_error),
+                http=partial(
+                    BoundedHttpProtocol,
+                    limits=self._connection_limits,
+                    count=self._frontend.count_error,
+                    report=self._report,
+                ),
+                **({"log_config": None} if self._settings.log_format == "json" else {}),  # uvicorn's own: text
             )
         return processes[0]
+
+    def _report(self, error: ApiError) -> None:
+        for observe in self._observers:
+            observe(rejection(error))
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -105,9 +133,13 @@ class ApiServer(LitServer):  # type: ignore[misc]
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._channel.deliver_to(self._frontend.receive)
+        if self._tracer is not None:
+            self._tracer.start()
         task = asyncio.create_task(self._frontend.run_periodic_work())
         logger.info("ready: http://%s:%d", self._settings.host, self._settings.port)
         yield
         task.cancel()
         self._frontend.close()
         self._channel.close()
+        if self._tracer is not None:
+            self._tracer.close(TRACE_FLUSH_SECONDS)

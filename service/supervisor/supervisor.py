@@ -35,6 +35,7 @@ _MAX_WORKER_DEATHS_A_MINUTE = 5
 _MAX_STANDBY_DEATHS = 3
 # Time limit for the API process to close its connections after the drain.
 API_CLOSE_SECONDS = 5
+TRACE_FLUSH_SECONDS = 2.0  # limit for sending the remaining spans, after the connections are closed
 
 
 class StartError(RuntimeError):
@@ -211,7 +212,7 @@ class Supervisor:
         return False
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Drain at the first SIGTERM or SIGINT, stop at the second. A forked child inherits this but ignores both."""
+        """Drain at the first SIGTERM or SIGINT, stop at the second. In a forked child, ignore both signals."""
         if os.getpid() != self._lifecycle.main_pid:
             return
         if self._lifecycle.phase.value >= Phase.DRAINING:
@@ -233,7 +234,7 @@ class Supervisor:
         self._lifecycle.enter(Phase.STOPPING)
         if self._api is not None:
             self._api.terminate()
-            self._api.join(API_CLOSE_SECONDS)
+            self._api.join(API_CLOSE_SECONDS + (TRACE_FLUSH_SECONDS if self._settings.otlp_endpoint else 0))
             self._api.kill()
             self._api.join()
         for worker in (self._worker, self._standby):

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 from model.checkpoint.manifest import Manifest
 from model.system.c_library import end_with_parent
 from service.config import log_setup
-from service.config.settings import ServeSettings, SettingsError, effective_values
+from service.config.log_setup import FIELDS
+from service.config.settings import ServeSettings, SettingsError, effective_settings, effective_values
 from service.ipc.channel import WorkerChannel
 from service.ipc.messages import Command, Event, WorkerReady, decode_commands, encode_events
 from service.ipc.shared_state import Lifecycle, name_thread
@@ -126,7 +127,7 @@ class Worker:
 
     def run(self) -> NoReturn:
         """Build the engine and serve requests until the process ends."""
-        log_setup.configure(self.settings.log_level)
+        log_setup.configure(self.settings.log_level, self.settings.log_format)
         started_seconds = self.lifecycle.epoch_seconds.value
         engine, facts = self._build_or_exit()
         ready = WorkerReady(
@@ -153,12 +154,18 @@ class Worker:
             check_unchanged(self.order.stamps)
             engine, facts = self.build()
             if self.lifecycle.epoch.value == 0:  # print the settings once, when all values are resolved
-                with suppress(OSError):  # a full disk behind stdout
-                    print("\n".join(effective_values(self.settings, {**self.order.found, **facts.found()})), flush=True)
+                self._show_settings({**self.order.found, **facts.found()})
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
             _end_start(error, is_memory=is_memory)
         return engine, facts
+
+    def _show_settings(self, found: Mapping[str, object]) -> None:
+        if self.settings.log_format == "json":
+            logger.info("settings", extra={FIELDS: {"settings": effective_settings(self.settings, found)}})
+            return
+        with suppress(OSError):  # a full disk behind stdout
+            print("\n".join(effective_values(self.settings, found)), flush=True)
 
     def build(self) -> "tuple[Engine, EngineFacts]":
         """Return a warmed-up engine and its resolved settings. Raises what `engine_factory.build_engine` raises."""

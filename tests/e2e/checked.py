@@ -40,5 +40,5 @@ class CheckedAPI(Worker):
 
 if __name__ == "__main__":
     settings = read_settings(ServeSettings, sys.argv[2:], command="serve", summary="")
-    log_setup.configure(settings.log_level)
+    log_setup.configure(settings.log_level, settings.log_format)
     raise SystemExit(build_server(settings, worker_class=CheckedAPI).run())

@@ -18,6 +18,7 @@ from tests.e2e.process import PATIENCE_SECONDS, Service, serving, wait_until
 pytestmark = pytest.mark.slow
 
 NUM_STREAMS = 64
+NUM_CLIENTS = 300
 # Limit of voluntary context switches per second of an idle process, over all its threads.
 _MOST_PAUSES_A_SECOND = 60
 
@@ -78,6 +79,32 @@ def test_disconnects_of_half_of_64_streams_do_not_change_the_other_streams(crowd
         if number not in leavers:
             assert texts[number] == crowded.text(**request(number)), f"request {number} alone"
     assert "Traceback" not in crowded.log.read_text()
+
+
+def test_300_clients_at_once_that_never_retry_are_all_served(crowded: Service) -> None:
+    """The worker is suspended until all requests wait, because a fast worker would serve some of them before."""
+
+    async def crowd() -> list[int]:
+        limits = httpx.Limits(max_connections=NUM_CLIENTS)
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as client:
+            bodies = ({"prompt": f"once {number}", "max_tokens": 4} for number in range(NUM_CLIENTS))
+            calls = [client.post(crowded.url + "/v1/completions", json=body) for body in bodies]
+            responses = asyncio.gather(*calls)
+            await asyncio.to_thread(wait_until, has_decided, what="all requests to be admitted or rejected")
+            worker.resume()
+            return [response.status_code for response in await responses]
+
+    def has_decided() -> bool:
+        num_rejected = crowded.metric("llm_admission_rejections_total")
+        return crowded.metric("llm_api_requests") + num_rejected == NUM_CLIENTS
+
+    worker = crowded.worker
+    worker.suspend()
+    try:
+        assert asyncio.run(crowd()) == [200] * NUM_CLIENTS
+    finally:
+        worker.resume()
+    wait_until(lambda: is_whole(crowded), what="all KV-cache blocks to be free")
 
 
 def test_a_disconnect_before_the_response_cancels_the_request(crowded: Service) -> None:

@@ -1,7 +1,7 @@
 """Results of an unmodified lm-evaluation-harness with a real server equal those of `kvasir eval` and the server.
 
-Some texts exceed the context, and some look like templates. The harness uses the server's tokenizer, which
-`local-completions` finds by itself, or the exported tokenizer.
+Some texts exceed the context, some look like templates, and some have special tokens. The harness uses the server's
+tokenizer, which `local-completions` finds by itself, or the exported tokenizer, or it sends texts.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from model.checkpoint.manifest import read_manifest
+from model.tokenizer.files import load_tokenizer
 from service.cli.main import main
 from tests.e2e.process import Service, clean_environment, serving
 
@@ -25,6 +26,7 @@ TEXTS = [
     *AESOP.split("\n\n")[:6],
     AESOP[:6000],
     "{{ 1 + 1 }} <|endoftext|> ['a', 'b']",
+    "<|endoftext|><|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\nA teller of tales.<|im_end|>\n",
     "42",
     "A 😀 in the café.\n\n\tDone.\n",
 ]
@@ -103,28 +105,33 @@ for words in json.load(sys.stdin):
     sys.argv = ["lm_eval", *words]
     cli_evaluate()
 """
-# Documents of the second run. It omits the text with a special token, which transformers does not encode as text.
-MARKED = next(number for number, text in enumerate(TEXTS) if "<|" in text)
-CHOSEN = {
-    "kvasir_fables_co": [number for number in range(len(TEXTS)) if number != MARKED],
-    "kvasir_minimal_pairs": list(range(len(PAIRS))),
-    "continuations": list(range(len(BEGINNINGS))),
-}
+# Documents with special tokens, which `kvasir eval` encodes as text and the harness does not.
+MARKED = [number for number, text in enumerate(TEXTS) if "<|" in text]
+# Documents that the harness can send as texts: text windows of a longer document would have other tokens.
+SHORT = [number for number, text in enumerate(TEXTS) if len(text) < 6000]
 
 
 @pytest.fixture(scope="module")
-def runs(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Run the harness twice, without other network access: with defaults, and with concurrent requests and an exported
-    tokenizer. Return the two output directories."""
+def runs(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Run the harness three times, without other network access, and return the output directories.
+
+    The runs are: defaults, concurrent requests with an exported tokenizer, and texts instead of token ids.
+    """
     directory = tmp_path_factory.mktemp("runs")
-    plain, many, tokenizer = directory / "plain", directory / "many", directory / "tokenizer"
+    plain, many, texts, tokenizer = (directory / name for name in ("plain", "many", "texts", "tokenizer"))
     assert main(["export-tokenizer", "--checkpoint", str(CHECKPOINT), "--out", str(tokenizer)]) == 0
-    crowd = ("--batch_size", "4", "--samples", json.dumps(CHOSEN))
+    others = {
+        "kvasir_minimal_pairs": list(range(len(PAIRS))),
+        "continuations": list(range(len(BEGINNINGS))),
+    }
+    crowd = ("--batch_size", "4")
+    short = ("--samples", json.dumps({"kvasir_fables_co": SHORT, **others}))
     lists = [
         harness_words(service, tasks, plain),
         harness_words(
             *(service, tasks, many, *crowd), num_concurrent=4, tokenizer_backend="huggingface", tokenizer=tokenizer
         ),
+        harness_words(service, tasks, texts, *short, tokenizer_backend="remote", tokenized_requests=False),
     ]
     environment = {
         **clean_environment(),
@@ -144,7 +151,7 @@ def runs(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    return plain, many
+    return plain, many, texts
 
 
 def harness_words(service: Service, tasks: Path, out: Path, *flags: str, **arguments: object) -> list[str]:
@@ -171,15 +178,23 @@ def samples(out: Path, task: str) -> list[Any]:
     return [row["resps"] for row in rows]
 
 
-def test_results_with_the_tokenizer_of_the_server_equal_kvasir_eval(measured: Path, runs: tuple[Path, Path]) -> None:
+def likelihoods(out: Path) -> list[float]:
+    """Return the harness' log-likelihoods of the documents, in order."""
+    return [float(responses[0][0]) for responses in samples(out, "kvasir_fables_co")]
+
+
+def test_results_with_the_tokenizer_of_the_server_equal_kvasir_eval(
+    measured: Path, runs: tuple[Path, Path, Path]
+) -> None:
     """Compare log-likelihoods of documents and sentences, the accuracy of the pairs, and the generated texts."""
-    out, _ = runs
+    out, _, _ = runs
     rows = [json.loads(line) for line in (measured / "documents.jsonl").read_text().splitlines()]
     texts, pairs = rows[: len(TEXTS)], rows[len(TEXTS) :]
-    theirs = samples(out, "kvasir_fables_co")
+    theirs = likelihoods(out)
     assert len(theirs) == len(texts) == len(TEXTS)
-    for row, responses in zip(texts, theirs, strict=True):
-        assert row["loglikelihood_rolling"] == pytest.approx(float(responses[0][0]), **MARGIN)
+    for number, row in enumerate(texts):
+        if number not in MARKED:
+            assert row["loglikelihood_rolling"] == pytest.approx(theirs[number], **MARGIN)
     for row, responses in zip(pairs, samples(out, "kvasir_minimal_pairs"), strict=True):
         good, bad = (float(response[0][0]) for response in responses)
         assert (row["good"], row["bad"]) == (pytest.approx(good, **MARGIN), pytest.approx(bad, **MARGIN))
@@ -193,11 +208,26 @@ def test_results_with_the_tokenizer_of_the_server_equal_kvasir_eval(measured: Pa
     assert not any(end in text for text in written for end in UNTIL)
 
 
-def test_results_with_concurrent_requests_and_an_exported_tokenizer_equal_kvasir_eval(
-    measured: Path, runs: tuple[Path, Path]
-) -> None:
-    _, out = runs
-    rows = [json.loads(line) for line in (measured / "documents.jsonl").read_text().splitlines()]
-    ours = [rows[number]["loglikelihood_rolling"] for number in CHOSEN["kvasir_fables_co"]]
-    theirs = [float(responses[0][0]) for responses in samples(out, "kvasir_fables_co")]
-    assert ours == pytest.approx(theirs, **MARGIN)
+def test_results_are_equal_with_an_exported_tokenizer_and_with_texts(runs: tuple[Path, Path, Path]) -> None:
+    plain, many, texts = map(likelihoods, runs)
+    assert many == pytest.approx(plain, **MARGIN)
+    assert texts == pytest.approx([plain[number] for number in SHORT], **MARGIN)
+    pairs = [
+        [float(response[0][0]) for responses in samples(out, "kvasir_minimal_pairs") for response in responses]
+        for out in runs
+    ]
+    assert pairs[1] == pytest.approx(pairs[0], **MARGIN)
+    assert pairs[2] == pytest.approx(pairs[0], **MARGIN)
+    # Token ids of a beginning have no begin-of-text token, and a text gets one.
+    assert samples(runs[1], "continuations") == samples(runs[0], "continuations")
+
+
+def test_the_harness_predicts_the_special_tokens_of_a_text(service: Service, runs: tuple[Path, Path, Path]) -> None:
+    tokenizer = load_tokenizer(CHECKPOINT)
+    theirs = likelihoods(runs[0])
+    assert tokenizer.bos_token_id is not None
+    for number in MARKED:
+        ids = tokenizer.encode(TEXTS[number], parse_special=True)
+        assert {*tokenizer.special_tokens.values()} & {*ids}
+        told = service.complete([tokenizer.bos_token_id, *ids], max_tokens=0, echo=True, logprobs=0)
+        assert sum(told["choices"][0]["logprobs"]["token_logprobs"][1:]) == pytest.approx(theirs[number], **MARGIN)

@@ -111,3 +111,58 @@ def test_a_completion_ends_before_an_end_of_text_token(service: Service) -> None
         # If a completion ends within a UTF-8 character, the longer completion may hold the whole character.
         assert longer[index]["message"]["content"].startswith(text.rstrip("\ufffd"))
         assert not any(mark in text for mark in TOKENIZER.special_tokens)
+
+
+def test_a_prompt_that_the_client_renders_gets_the_completion_of_the_chat(service: Service) -> None:
+    messages = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A teller"}]
+    written = f"{END_OF_TEXT}{START}user\nWho are you?{END}\n{START}assistant\n"
+    sampling = {"temperature": 1, "seed": 3, "max_tokens": 20}
+    for chat, text in (
+        ({"messages": messages[:1]}, written),
+        ({"messages": messages, "continue_final_message": True}, written + "A teller"),
+    ):
+        choice = service.post("/v1/chat/completions", **chat, **sampling).json()["choices"][0]
+        assert choice["message"]["content"] == service.text(text, **sampling)
+        rendered = service.post("/v1/chat/completions/render", **chat).json()["token_ids"]
+        assert rendered == TOKENIZER.encode(text, parse_special=True) == tokenized(service, **chat)
+        # Without the begin-of-text token in the text, the server adds it.
+        assert choice["message"]["content"] == service.text(text.removeprefix(END_OF_TEXT), **sampling)
+        assert service.text(text, **sampling, parse_special=False) != choice["message"]["content"]
+
+
+def test_special_tokens_of_a_completion_are_shown_with_skip_special_tokens_false(service: Service) -> None:
+    prompt = f"{START}user\nHi 😀{END}\n"
+    asked: dict[str, Any] = {
+        **{"prompt": prompt, "max_tokens": 40, "seed": 1, "logprobs": 0, "echo": True, "return_token_ids": True},
+        **{
+            "logit_bias": {str(i): 100 for i in TOKENIZER.special_tokens.values()},
+            "temperature": 2,
+            "ignore_eos": True,
+        },
+    }
+    for skips in (True, False):
+        choice = service.post(**asked, skip_special_tokens=skips).json()["choices"][0]
+        text, ids, logprobs = choice["text"], choice["token_ids"], choice["logprobs"]
+        assert {*ids} == {*TOKENIZER.special_tokens.values()}
+        assert text == prompt + ("" if skips else TOKENIZER.decode(ids))
+        offsets = [*zip(logprobs["text_offset"], logprobs["tokens"], strict=True)]
+        for offset, token in offsets[1 : -40 if skips else None]:  # the first token is added by the server
+            assert token.startswith("bytes:") or text[offset : offset + len(token)] == token
+        assert all(offset == len(prompt) for offset, _ in offsets[-40:]) == skips
+
+
+def test_the_token_that_ends_a_completion_is_shown_only_with_include_stop_str_in_output(service: Service) -> None:
+    asked: dict[str, Any] = {
+        **{"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "skip_special_tokens": False, "logprobs": True},
+        "logit_bias": {str(TOKENIZER.special_tokens[END]): 100},
+    }
+    for includes, content in ((False, ""), (True, END)):
+        choice = service.post("/v1/chat/completions", **asked, include_stop_str_in_output=includes).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
+        (logprob,) = choice["logprobs"]["content"]
+        assert (logprob["token"], logprob["bytes"]) == (END, list(END.encode()) if includes else None)
+    by_string = service.post("/v1/chat/completions", **{**asked, "ignore_eos": True}, stop=[END + END[:4]]).json()
+    assert (by_string["choices"][0]["message"]["content"], by_string["choices"][0]["stop_reason"]) == (
+        "",
+        END + END[:4],
+    )

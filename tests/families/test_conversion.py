@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.conversion.hugging_face import convert_pickles, export_checkpoint
-from model.checkpoint.conversion.nanogpt import convert_nanogpt
+from model.checkpoint.conversion.export_hugging_face import export_checkpoint
+from model.checkpoint.conversion.import_nanogpt import convert_nanogpt
+from model.checkpoint.conversion.import_pickles import convert_pickles
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.io.files import CheckpointError

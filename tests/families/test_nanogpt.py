@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.conversion.nanogpt import convert_nanogpt
+from model.checkpoint.conversion.import_nanogpt import convert_nanogpt
 from model.checkpoint.manifest import read_manifest
 from model.io.files import CheckpointError
 from model.tokenizer.files import load_tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.nanogpt import convert_nanogpt
+from model.checkpoint.conversion.import_nanogpt import convert_nanogpt
 from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
 from service.engine.engine import complete_batch

@@ -20,6 +20,7 @@ from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
 from service.protocol.completions import CompletionRequest, DetokenizeRequest
 from service.protocol.embeddings import EmbeddingRequest
 from service.protocol.errors import InvalidRequest
+from service.protocol.scores import RerankRequest, ScoreRequest
 from tests.service.wire import connect
 from tests.tiny_model import tiny_tokenizer
 
@@ -29,7 +30,10 @@ _TOKENIZER: Final = tiny_tokenizer()
 
 def request(data: bytes) -> None:
     """A request body is parsed, or rejected with a short message."""
-    for kind in (CompletionRequest, ChatCompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest):
+    for kind in (
+        *(CompletionRequest, ChatCompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest),
+        *(TokenizeRequest, DetokenizeRequest),
+    ):
         try:
             kind.parse(data)
         except InvalidRequest as error:

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from loadtest.measurement import model_shapes
-from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 
 # Heads that are not hidden size / number of heads, as Qwen3-0.6B's.
 TINY = {

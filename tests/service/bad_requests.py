@@ -69,7 +69,7 @@ BAD_REQUESTS: list[tuple[bytes, int, str]] = [
     (_json(logit_bias={str(VOCABULARY): 5}), 400, "out of vocabulary"),
     (_json(allowed_token_ids=[VOCABULARY]), 400, "out of vocabulary"),
     (_json(allowed_token_ids=[97], bad_words=["a"]), 400, "all of these tokens are forbidden"),
-    (_json(suffix="b"), 400, "suffix is not supported"),
+    (_json(suffix="b"), 400, "suffix needs a tokenizer with the tokens <|fim_prefix|>"),
     (_json(presence_penalty=3), 400, "presence_penalty must"),
     (_json(response_format={"type": "json_schema"}), 400, "json_schema is required with type json_schema"),
     (_json(unheard_of=1), 400, "unknown field: unheard_of"),

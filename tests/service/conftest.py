@@ -20,6 +20,7 @@ from service.http.request_io import install_error_handlers
 from service.ipc.shared_state import Lifecycle, Phase
 from service.metrics.recorder import Metrics
 from service.preprocess.served_model import read_served_model
+from service.telemetry.request_record import Observe, RequestObserver
 from tests.service.echo import EchoChannel
 from tests.tiny_model import tiny_tokenizer
 
@@ -64,11 +65,18 @@ def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, qu
 
 
 @pytest.fixture
-def client(frontend: Frontend, settings: ServeSettings) -> Iterator[TestClient]:
+def observers() -> list[Observe]:
+    """Return the functions that get the record of each request. A test module that has some overrides this fixture."""
+    return []
+
+
+@pytest.fixture
+def client(frontend: Frontend, settings: ServeSettings, observers: list[Observe]) -> Iterator[TestClient]:
     app = FastAPI()
     keys = read_api_keys(settings)
     middleware: list[tuple[Any, dict[str, Any]]] = [
-        *middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers)
+        *middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers),
+        *([(RequestObserver, {"observers": observers})] if observers else []),
     ]
     for kind, arguments in middleware:
         app.add_middleware(kind, **arguments)

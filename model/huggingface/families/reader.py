@@ -101,7 +101,7 @@ class ConfigReader:
         return float(value)
 
     def check_ignored(self, name: str, value: float, source: str) -> None:
-        """Reject a key that the family ignores, unless its value equals `value`, which comes from the key `source`."""
+        """Reject the ignored key `name` unless it equals `value`, which the family reads from the key `source`."""
         if self._unread.get(name) is not None and (found := self.number(name, value)) != value:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 def root_hash(salt: str, namespace: str = "") -> bytes:
     """Return the parent hash of a sequence's first block: 16 bytes, or empty without a salt and a namespace.
 
-    No salt can have the hash of another prompt or namespace: BLAKE2b's personalization separates these hashes from
+    No salt can yield the hash of a block or of another namespace: BLAKE2b's personalization separates these hashes from
     those of `block_hash`, and no namespace contains the NUL between namespace and salt.
     """
     if not salt and not namespace:

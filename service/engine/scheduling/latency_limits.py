@@ -95,7 +95,7 @@ class RunningLimit:
         """Record a step, to adjust the limit.
 
         seconds: time since the commit of the previous step. num_sequences: sequences in the step, prefills included.
-        num_tokens: tokens that the step's `num_decodes` decodes sampled, more than one each with speculative decoding.
+        num_tokens: tokens that the step's `num_decodes` decodes sampled: with speculative decoding also several each.
         """
         if math.isinf(self._aim_seconds) or not num_tokens:
             return

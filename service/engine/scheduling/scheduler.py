@@ -245,8 +245,8 @@ class Scheduler:
     ) -> list[SequenceUpdate]:
         """Append a step's sampled tokens to its sequences that are still running. Return an update for each of them.
 
-        token_ids: sampled tokens; None if a sequence allows no token. Tokens sampled after known tokens come first, in
-            the order of the chunks. Tokens sampled after draft tokens follow.
+        token_ids: sampled tokens; None where a sequence's rules allow no token. Tokens sampled after known tokens come
+            first, in the order of the chunks. Tokens sampled after draft tokens follow.
         non_finite: indices of packed tokens with NaN or infinity. Drafts are cut before the first such draft token.
             Sequences with such known tokens must have ended, see `end_non_finite`.
         """
@@ -449,9 +449,9 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _admit(self) -> tuple[SequenceState, int] | None:
-        """Admit and return the first waiting sequence, with the number of tokens looked up in the prefix cache.
+        """Admit the first waiting sequence, if enough KV blocks are free.
 
-        None: too few KV blocks are free.
+        Return the sequence and the number of its tokens that were looked up in the prefix cache; None: not admitted.
         """
         sequence = self._waiting.first()
         size = self._config.block_size

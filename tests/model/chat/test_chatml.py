@@ -14,7 +14,7 @@ from model.attention.metadata import AttentionMetadata
 from model.chat.chatml import END, START, TEMPLATE, supports_chatml
 from model.chat.template import load_chat_template
 from model.chat.template_sandbox import TemplateFailure
-from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.io.files import CheckpointError

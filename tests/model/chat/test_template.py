@@ -10,7 +10,13 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
+from model.chat.template import (
+    PLAIN_SOURCE,
+    ChatTemplate,
+    cut_at_continuation,
+    load_chat_template,
+    mark_continuation,
+)
 from model.chat.template_sandbox import TemplateFailure, compile_template, render
 from model.io.files import CheckpointError
 from model.tokenizer.bos_eos import read_tokenizer_config
@@ -19,12 +25,45 @@ from tests.model.chat_templates import CONVERSATIONS, TEMPLATES
 MARKS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def theirs(source: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+def theirs(
+    source: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool, continue_final_message: bool = False
+) -> str:
     """Render messages with the transformers library, without message keys whose value is None."""
     kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    rendered = render_jinja_template([kept], chat_template=source, add_generation_prompt=add_generation_prompt, **MARKS)
+    rendered = render_jinja_template(
+        [kept],
+        chat_template=source,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **MARKS,
+    )
     (text,), _ = cast(tuple[list[str], Any], rendered)
     return str(text)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_continued_conversation_ends_as_in_transformers(family: str, conversation: str) -> None:
+    source = TEMPLATES[family]
+    answer = {"role": "assistant", "content": "Sure: CONTINUE_FINAL_MESSAGE_TAG"}
+    for messages in (CONVERSATIONS[conversation], [*CONVERSATIONS[conversation], answer]):
+        for end in ("", "\n\n", "  {", "<|im_"):
+            *others, final = messages
+            continued = [*others, {**final, "content": final["content"] + end}]
+            ours = partial(continuation, ChatTemplate(source=source, origin="test", special_tokens=MARKS), continued)
+            expected = partial(theirs, source, continued, add_generation_prompt=False, continue_final_message=True)
+            assert outcome(ours) == outcome(expected)
+
+
+def continuation(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+    return cut_at_continuation(template.render(mark_continuation(messages), add_generation_prompt=False))
+
+
+def test_a_final_message_without_text_cannot_be_continued() -> None:
+    with pytest.raises(TemplateFailure, match="no text to continue"):
+        mark_continuation([{"role": "assistant", "content": None}])
+    with pytest.raises(TemplateFailure, match="does not write the content"):
+        cut_at_continuation("text")
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.attention.backends import ATTENTION_BACKENDS
-from model.checkpoint.conversion.hugging_face import export_checkpoint
+from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 from model.checkpoint.loading import load_model, write_weights
 from model.checkpoint.manifest import read_manifest, write_manifest
 from model.io.files import CheckpointError

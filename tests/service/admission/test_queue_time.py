@@ -20,6 +20,9 @@ ROUTES = [
     ("/v1/completions", {"prompt": "abc"}),
     ("/v1/chat/completions", CHAT),
     ("/v1/embeddings", {"input": "abc"}),
+    ("/v1/score", {"text_1": "a", "text_2": "b"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ("/rerank", {"query": "a", "documents": ["b"]}),
 ]
 
 
@@ -50,13 +53,15 @@ def test_a_timeout_becomes_the_deadline_of_a_submission(
 ) -> None:
     for given, seconds in (({}, 60.0), ({"timeout": 5}, 5.0), ({"timeout": None}, 60.0), ({"timeout": 1e4}, 60.0)):
         before = time.monotonic()
+        queue.submits.clear()
         assert client.post(path, json={**body, **given}).status_code == 200
-        deadline = queue.submits[-1].deadline_seconds
+        deadline = queue.submits[0].deadline_seconds
         assert deadline is not None
         assert before + seconds <= deadline <= time.monotonic() + seconds
         assert queue.submits[-1].tenant == "address testclient"
+    queue.submits.clear()
     client.post(path, json=body, headers={"x-request-timeout": "7"})
-    last = queue.submits[-1]
+    last = queue.submits[0]
     assert last.deadline_seconds is not None
     assert last.deadline_seconds - last.arrival_seconds == pytest.approx(7.0)
 

@@ -62,22 +62,20 @@ def test_detokenize_inverts_tokenize(client: TestClient) -> None:
     assert client.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] == 100_000
 
 
-def test_tokenize_returns_the_id_of_a_special_token_only_for_its_exact_text(client: TestClient) -> None:
-    """lm-evaluation-harness reads the text from /tokenizer_info and the id from /tokenize."""
+def test_tokenize_parses_special_tokens_unless_parse_special_is_false(client: TestClient) -> None:
+    """lm-evaluation-harness reads a special token's text from /tokenizer_info and its id from /tokenize."""
     mark = client.get("/tokenizer_info").json()["eos_token"]
 
     def tokens(text: str, **fields: bool) -> list[int]:
         answer: list[int] = client.post("/tokenize", json={"prompt": text, **fields}).json()["tokens"]
         return answer
 
-    (mark_id,) = tokens(mark, add_special_tokens=False)
-    assert mark_id == 273
-    for text, fields in (
-        (mark, {}),
-        (mark + " ", {"add_special_tokens": False}),
-        ("a" + mark, {"add_special_tokens": False}),
-    ):
-        assert mark_id not in tokens(text, **fields)
+    for fields in ({}, {"add_special_tokens": False}, {"parse_special": True}):
+        assert tokens(mark, **fields) == [273]
+        assert tokens(f"a{mark}b", **fields) == [97, 273, 98]
+        assert tokens(f"a{mark}", parse_special=False, add_special_tokens=False) == [97, *mark.encode()]
+    response = client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}], "parse_special": True})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "parse_special")
 
 
 def test_neutral_fields_of_vllm_clients_change_nothing(client: TestClient) -> None:
@@ -90,9 +88,9 @@ def test_neutral_fields_of_vllm_clients_change_nothing(client: TestClient) -> No
         "return_token_strs": None,
     }
     assert client.post("/tokenize", json={"messages": messages, **more}).json() == plain
-    for name, value in (("continue_final_message", True), ("chat_template", "x"), ("tools", [{}])):
+    for name, value, param in (("chat_template", "x", "chat_template"), ("tools", [{}], "tools[0].type")):
         response = client.post("/tokenize", json={"messages": messages, name: value})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_the_health_version_metrics_and_playground_routes_respond(client: TestClient) -> None:

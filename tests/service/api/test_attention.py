@@ -190,7 +190,7 @@ def _with(**fields: Any) -> bytes:
         (_with(prompt=[-1]), 400, "out of vocabulary"),
         (_with(prompt=[1] * 33), 400, "attention inspection takes at most 32 tokens, but the prompt has 33"),
         (_with(prompt="z" * 33), 400, "attention inspection takes at most 32 tokens, but the prompt has 33"),
-        (_with(prompt="z" * 90_000), 400, "32 tokens, but the prompt has at least 18000 tokens; shorten the prompt"),
+        (_with(prompt="z" * 90_000), 400, "32 tokens, but the prompt has at least 6924 tokens; shorten the prompt"),
         (_with(prompt="z" * 200_000), 413, "over the limit"),
         (b'{"prompt": "\\ud83d", "layer": 0}', 400, "not valid JSON"),
         (_with(colour="red"), 400, "unknown field: colour"),

@@ -25,6 +25,7 @@ from service.protocol.errors import Overloaded
 from service.requests.inflight import InflightRequest
 from tests.service.echo import WIDTH, EchoChannel, vector
 from tests.service.sequences import make_choice, make_hello, make_request
+from tests.tiny_model import EOS
 
 ROUTE = "/v1/embeddings"
 
@@ -81,6 +82,11 @@ def test_dimensions_truncates_vectors_and_rescales_them(client: TestClient) -> N
         cut = np.array(told) if encoding == "float" else np.frombuffer(base64.b64decode(told), dtype="<f4")
         np.testing.assert_allclose(cut, whole[0, :5] / np.linalg.norm(whole[0, :5]), atol=1e-7)
     assert (vectors(ask(client, input="abc", dimensions=WIDTH)) == whole).all()
+
+
+def test_special_tokens_in_embedded_texts_are_parsed_unless_parse_special_is_false(client: TestClient) -> None:
+    for fields, count in (({}, 2), ({"parse_special": False}, 1 + len(EOS))):
+        assert ask(client, input=f"a{EOS}", **fields)["usage"]["prompt_tokens"] == count
 
 
 def test_truncate_prompt_tokens_cuts_embedded_texts(client: TestClient, queue: EchoChannel) -> None:

@@ -27,6 +27,7 @@ from service.protocol.request_model import MAX_PROMPTS
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ServeSettings.model_fields:
         monkeypatch.delenv(f"KVASIR_{name.upper()}", raising=False)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
 
 
 def read(*argv: str) -> ServeSettings:
@@ -57,11 +58,13 @@ def test_every_flag_sets_its_field() -> None:
         *("--max-waiting-tokens", "11", "--api-keys-file", "k", "--no-open-probes", "--no-open-metrics"),
         *("--cors-origins", "https://a.b", "--model-alias", "x:1", "--model-alias", "y,z", "--max-prompts", "7"),
         "--share-prefix-cache",
+        *("--score-method", "yes-no", "--rerank-template", "none"),
         *("--embedding-pooling", "last", "--speculative-tokens", "8", "--prompt-slowdown", "inf"),
         *("--target-itl-ms", "40"),
         *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
         *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
         *("--no-cuda-graphs", "--no-lookahead", "--gpu-memory-share", "0.5"),
+        *("--log-format", "json", "--log-prompts", "--otlp-endpoint", "http://127.0.0.1:4318"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -105,6 +108,8 @@ def test_every_flag_sets_its_field() -> None:
         "target_queue_seconds": 0.25,
         "max_queue_seconds": 9.5,
         "embedding_pooling": "last",
+        "score_method": "yes-no",
+        "rerank_template": "none",
         "max_waiting_requests": 9,
         "max_waiting_tokens": 11,
         "resume_seconds": 3.0,
@@ -112,6 +117,9 @@ def test_every_flag_sets_its_field() -> None:
         "standby": False,
         "hang_seconds": 9.5,
         "log_level": "debug",
+        "log_format": "json",
+        "log_prompts": True,
+        "otlp_endpoint": "http://127.0.0.1:4318",
     }
 
 
@@ -148,6 +156,9 @@ def test_every_flag_sets_its_field() -> None:
         (("--checkpoint", "c", "--max-body-size", "0"), "--max-body-size: must be a size of at least 1 byte"),
         (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
         (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
+        (("--checkpoint", "c", "--log-prompts"), "--log-prompts needs --log-format json"),
+        (("--checkpoint", "c", "--otlp-endpoint", "localhost:4318"), "--otlp-endpoint: must be a URL such as http://"),
+        (("--checkpoint", "c", "--otlp-endpoint", "http://user:key@a"), "set OTEL_EXPORTER_OTLP_HEADERS"),
     ],
 )
 def test_an_invalid_setting_is_named_in_one_line(argv: tuple[str, ...], said: str) -> None:
@@ -230,6 +241,14 @@ def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KVASIR_PORT", "tcp://10.0.0.1:80")
     with pytest.raises(SettingsError, match="KVASIR_PORT: must be a whole number"):
         read("--checkpoint", "c")
+
+
+def test_the_standard_variable_sets_the_collector_of_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://standard:4318")
+    assert read("--checkpoint", "c").otlp_endpoint == "http://standard:4318"
+    monkeypatch.setenv("KVASIR_OTLP_ENDPOINT", "http://ours:4318")
+    assert read("--checkpoint", "c").otlp_endpoint == "http://ours:4318"
+    assert read("--checkpoint", "c", "--otlp-endpoint", "http://flag:4318").otlp_endpoint == "http://flag:4318"
 
 
 def test_an_unknown_variable_causes_a_warning(

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from model.chat.template import ChatTemplate
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.http.request_io import MAX_CONTAINERS
+from service.preprocess.chat_format import ChatFormat
 from service.preprocess.chat_renderer import ChatPrompts
 from service.protocol.chat import MAX_PARTS, Message
 from service.protocol.errors import Overloaded
@@ -36,11 +37,11 @@ def prompts(
 ) -> Iterator[ChatPrompts]:
     """Yield an encoder in which conversations wait 0.05 s, or the test's parameter, for the thread."""
     template = ChatTemplate(source="{{ messages[0].content }}", origin="here")
-    made = ChatPrompts(template, tokenizer, max_waiting=2, wait_seconds=getattr(request, "param", 0.05))
+    made = ChatPrompts(template, tokenizer, ChatFormat(), max_waiting=2, wait_seconds=getattr(request, "param", 0.05))
 
-    def hang(*args: object) -> list[int]:
+    def hang(*args: object, continues: bool) -> tuple[list[int], None]:
         busy.wait()
-        return [1]
+        return [1], None
 
     monkeypatch.setattr(made, "_encode", hang)
     yield made

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from service.api.app import Frontend
 from service.config.settings import ServeSettings
+from service.preprocess.chat_renderer import ChatPlan
 from service.protocol.chat import ChatCompletionRequest
 from service.requests.inflight import DEFAULT_COUNTED_TOKENS
 from tests.model.chat_templates import CHATML
@@ -156,13 +157,23 @@ def test_admission_counts_a_chat_without_max_tokens_by_a_default(frontend: Front
     for fields, counted in (({}, 10 + 246), ({"max_tokens": 7}, 17)):
         body = {"messages": [{"role": "user", "content": "a"}], **fields}
         asked = ChatCompletionRequest.parse(json.dumps(body).encode())
-        (choice,) = frontend.context.processor.plan(asked, token_ids, arrival_seconds=0.0)
+        (choice,) = frontend.context.processor.plan(asked, ChatPlan(token_ids=token_ids), arrival_seconds=0.0)
         assert choice.num_counted_tokens == counted
     long = dataclasses.replace(frontend.context.processor, max_context_length=131_072)
     asked = ChatCompletionRequest.parse(b'{"messages": [{"role": "user", "content": "a"}]}')
-    (choice,) = long.plan(asked, token_ids, arrival_seconds=0.0)
+    (choice,) = long.plan(asked, ChatPlan(token_ids=token_ids), arrival_seconds=0.0)
     assert choice.submit.params.max_tokens == 131_062
     assert choice.num_counted_tokens == 10 + DEFAULT_COUNTED_TOKENS
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def _tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+TOOL = _tool()
 
 
 def _one(**message: Any) -> dict[str, Any]:
@@ -179,16 +190,23 @@ def _one(**message: Any) -> dict[str, Any]:
         ({"messages": [7]}, "messages[0]", "messages[0] must be"),
         ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role is required"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required"),
-        (_one(role="tool"), "messages[0].role", "messages[0].role must be"),
-        (_one(content=None), "messages[0].content", "reads text only"),
+        (_one(role="tool"), "messages[0].tool_call_id", "messages[0].tool_call_id is required; send"),
+        (_one(role="tool", tool_call_id="x"), "messages[0].tool_call_id", "names no tool call of an earlier message"),
+        (_one(content=None), "messages[0].content", "messages[0].content is required"),
         (_one(content=[]), "messages[0].content", "reads text only"),
         (_one(content=[{"type": "image_url", "image_url": {}}]), "messages[0].content", "reads text only"),
         (_one(tool_calls=[{}]), "messages[0].tool_calls", "messages[0].tool_calls"),
-        (_one(mood="good"), "messages[0].mood", "unknown field: messages[0].mood"),
+        (_one(tool_calls=[CALL]), "messages[0].tool_calls", "only assistant messages have tool calls"),
         (
-            _one(content=[{"type": "text", "text": "a", "size": 1}]),
-            "messages[0].content[0].size",
-            "unknown field: messages[0].content[0].size",
+            _one(role="assistant", tool_calls=[{**CALL, "function": {"name": "f", "arguments": "[1]"}}]),
+            "messages[0].tool_calls",
+            "the arguments of a call must be a JSON object",
+        ),
+        (_one(names="good"), "messages[0].names", "unknown field: messages[0].names"),
+        (
+            _one(content=[{"type": "text", "text": "a", "texts": 1}]),
+            "messages[0].content[0].texts",
+            "unknown field: messages[0].content[0].texts",
         ),
         ({**_one(), "logprobs": 5}, "logprobs", "logprobs must be true or false"),
         ({**_one(), "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),
@@ -200,8 +218,18 @@ def _one(**message: Any) -> dict[str, Any]:
             "truncate_prompt_tokens",
             "truncate_prompt_tokens=9 is over the 6 tokens",
         ),
-        ({**_one(), "tools": [{}]}, "tools", "tools is not supported"),
-        ({**_one(), "tool_choice": "required"}, "tool_choice", "tool_choice is not supported"),
+        ({**_one(), "tools": [{}]}, "tools[0].type", "tools[0].type is required"),
+        ({**_one(), "tools": [TOOL, TOOL]}, "tools", "two tools have the name 'f'"),
+        ({**_one(), "tools": [_tool(name="a b")]}, "tools[0].function.name", "tools[0].function.name must"),
+        ({**_one(), "tools": [_tool(parameters={"type": "array"})]}, "tools", "a JSON Schema of type object"),
+        ({**_one(), "tools": [_tool(strict=True)]}, "tools", "start the server with --tool-format"),
+        ({**_one(), "tool_choice": "required"}, "tool_choice", "required needs tools; add tools"),
+        ({**_one(), "tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto"'),
+        (
+            {**_one(), "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "the tool 'g' is not in tools",
+        ),
         ({**_one(), "response_format": {"type": "xml"}}, "response_format.type", "response_format.type must be"),
         ({**_one(), "presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
         ({**_one(), "logit_bias": {"1e3": 1}}, "logit_bias", "'1e3' is not a token id"),
@@ -218,7 +246,8 @@ def _one(**message: Any) -> dict[str, Any]:
         ),
         ({**_one(), "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", "chat_template_kwargs.a must"),
         ({**_one(), "prompt": "a"}, "prompt", "unknown field: prompt"),
-        ({**_one(), "best_of": 1}, "best_of", "unknown field: best_of"),
+        ({**_one(), "best_of": 2}, "best_of", "best_of is not supported"),
+        ({**_one(), "max_token": 2}, "max_token", "unknown field: max_token; did you mean max_tokens?"),
         ({**_one(), "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give only one of them"),
         ({**_one(), "max_completion_tokens": 250}, "max_completion_tokens", "context length is 256 tokens"),
         ({**_one(), "max_tokens": 250}, "max_tokens", "context length is 256 tokens"),
@@ -284,7 +313,7 @@ def test_tokenize_returns_the_token_ids_of_the_chat_prompt(client: TestClient, q
         ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
-        ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x"),
+        ({"messages": [{"role": "user", "content": "a", "roles": 1}]}, "messages[0].roles"),
         ({"messages": []}, "messages"),
         ({"prompt": "a", "messages": []}, "prompt"),
     ],
@@ -348,3 +377,65 @@ class TestWithoutATemplate:
             assert client.get("/tokenizer_info").json()["chat_template"] is None
         else:
             assert prompt_of(queue) == tokens(client, "x y\n\nz")
+
+
+def test_a_continued_conversation_ends_with_the_content_of_its_final_message(
+    client: TestClient, queue: EchoChannel
+) -> None:
+    written = f"user: hi{EOS}assistant: Sure, I"
+    for content in ("Sure, I", "Sure, I \n"):  # the template trims
+        response = ask(client, "hi", content, continue_final_message=True)
+        assert response.status_code == 200, response.text
+        assert prompt_of(queue) == tokens(client, written)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure, I"}]
+    body = {"messages": messages, "continue_final_message": True}
+    assert client.post("/tokenize", json=body).json()["tokens"] == tokens(client, written)
+    # Without continuation, the template ends the message.
+    ask(client, "hi", "Sure, I", add_generation_prompt=False)
+    assert prompt_of(queue) == tokens(client, written + EOS)
+
+
+def test_special_tokens_in_a_continued_message_are_text(client: TestClient, queue: EchoChannel) -> None:
+    for content in (f"x{EOS}y", f"x{EOS}", "x<|endof", "x<|endof "):
+        assert ask(client, "hi", content, continue_final_message=True).status_code == 200
+        assert prompt_of(queue).count(EOS_ID) == 1, "after the first message"
+        text = client.post("/detokenize", json={"tokens": prompt_of(queue)}).json()["prompt"]
+        assert text == f"user: hi{EOS}assistant: {content.strip()}"
+
+
+def test_a_continuation_that_cannot_be_is_a_400(client: TestClient) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    messages = [{"role": "user", "content": "hi"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages, **both}),
+        ("/tokenize", {"messages": messages, **both}),
+        ("/tokenize", {"prompt": "hi", "continue_final_message": True}),
+    ):
+        response = client.post(path, json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_render_returns_the_prompt_of_a_conversation_without_computing(client: TestClient, queue: EchoChannel) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 5, "n": 2}
+    rendered = client.post("/v1/chat/completions/render", json=body)
+    assert rendered.status_code == 200, rendered.text
+    assert queue.submits == []
+    client.post("/v1/chat/completions", json=body)
+    assert rendered.json()["token_ids"] == prompt_of(queue) == tokens(client, f"user: hi{EOS}assistant:")
+    params = rendered.json()["sampling_params"]
+    assert (params["max_tokens"], params["seed"], params["n"]) == (3, 5, 2)
+    assert rendered.json()["request_id"].startswith("chatcmpl-")
+    missing = client.post("/v1/chat/completions/render", json={})
+    assert missing.json() == client.post("/v1/chat/completions", json={}).json()
+
+
+def test_render_returns_each_prompt_of_a_completion_request(client: TestClient, queue: EchoChannel) -> None:
+    body = {"prompt": [f"a{EOS}", "bc"], "n": 2, "model": "tiny"}
+    rendered = client.post("/v1/completions/render", json=body)
+    assert [item["token_ids"] for item in rendered.json()] == [[97, EOS_ID], [98, 99]]
+    assert {item["model"] for item in rendered.json()} == {"tiny"}
+    assert [item["sampling_params"]["seed"] for item in rendered.json()] == [None, None]
+    too_long = {"prompt": "a" * 300}
+    refused = client.post("/v1/completions/render", json=too_long)
+    assert (refused.status_code, refused.json()) == (400, client.post("/v1/completions", json=too_long).json())
+    assert queue.submits == []

@@ -1,5 +1,6 @@
 """Conversion of requests into sequences: token ids, seeds, limits and errors."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -7,10 +8,12 @@ import pytest
 
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
+from service.ipc.messages import TokenLogprob
 from service.preprocess.request_processor import RequestProcessor, sample_seed
 from service.preprocess.served_model import RequestDefaults
 from service.protocol.completions import CompletionRequest
 from service.protocol.errors import ApiError, ContextLengthExceeded, InvalidRequest, ModelNotFound
+from service.protocol.logprobs import LogprobFormat, LogprobWriter
 from service.requests.inflight import Choice
 
 
@@ -109,8 +112,9 @@ def test_a_request_over_the_context_length_is_rejected_with_both_numbers(process
 def test_a_text_that_cannot_fit_is_rejected_without_tokenizing(
     processor: RequestProcessor, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text: pytest.fail("tokenized"))
-    with pytest.raises(ContextLengthExceeded, match="at least 200000"):
+    monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text, **more: pytest.fail("tokenized"))
+    # A token covers at most 13 bytes: the name of the special token.
+    with pytest.raises(ContextLengthExceeded, match="at least 76924"):
         plan(processor, prompt="a" * 1_000_000)
 
 
@@ -151,7 +155,64 @@ def test_a_text_prompt_begins_with_the_begin_of_text_token(tokenizer: ByteLevelT
     processor = RequestProcessor(tokenizer=marked, model_name="m", max_context_length=64, max_num_choices=4)
     assert plan(processor, prompt="ab")[0].submit.prompt_token_ids == (256, 97, 98)
     assert plan(processor, prompt=[97])[0].submit.prompt_token_ids == (97,)
-    assert plan(processor, prompt="<end>")[0].submit.prompt_token_ids[1:] == tuple(b"<end>")
+
+
+def test_special_tokens_in_a_text_are_parsed_unless_the_request_or_the_server_says_otherwise(
+    tokenizer: ByteLevelTokenizer,
+) -> None:
+    marked = ByteLevelTokenizer(
+        pattern=tokenizer.pattern,
+        ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<begin>": 256, "<end>": 257},
+        eos_token_ids=(257,),
+        bos_token_id=256,
+    )
+    parses = RequestProcessor(tokenizer=marked, model_name="m", max_context_length=64, max_num_choices=4)
+    for processor, default in ((parses, True), (dataclasses.replace(parses, parse_special=False), False)):
+        for fields, is_parsed in (({}, default), ({"parse_special": True}, True), ({"parse_special": False}, False)):
+            (choice,) = plan(processor, prompt="a<end>b", **fields)
+            expected = (97, 257, 98) if is_parsed else (97, *b"<end>", 98)
+            assert choice.submit.prompt_token_ids == (256, *expected)
+    # The begin-of-text token is not doubled, and a long text of special tokens fits the context.
+    assert plan(parses, prompt="<begin>a")[0].submit.prompt_token_ids == (256, 97)
+    assert plan(parses, prompt="<begin><begin>")[0].submit.prompt_token_ids == (256, 256)
+    assert plan(parses, prompt="<end>" * 40)[0].submit.prompt_token_ids == (256, *[257] * 40)
+    # Stop strings and forbidden words are texts.
+    assert plan(parses, bad_words=["<end>"])[0].submit.params.bad_word_ids[0] == tuple(b"<end>")
+
+
+def test_an_echoed_prompt_has_the_special_tokens_that_the_client_sent(tokenizer: ByteLevelTokenizer) -> None:
+    marked = ByteLevelTokenizer(
+        pattern=tokenizer.pattern,
+        ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<begin>": 256, "<end>": 257},
+        eos_token_ids=(257,),
+        bos_token_id=256,
+    )
+    processor = RequestProcessor(tokenizer=marked, model_name="m", max_context_length=64, max_num_choices=4)
+    for prompt, fields, text, offsets in (
+        ("a<end>b", {}, "a<end>b", [0, 0, 1, 6]),
+        ("<begin>a", {}, "<begin>a", [0, 7]),
+        ("<end>", {"parse_special": False}, "<end>", [0, 0, 1, 2, 3, 4]),
+        ("<begin>", {"parse_special": False}, "<begin>", [0, 0, 1, 2, 3, 4, 5, 6]),
+        ("abc<end>d", {"truncate_prompt_tokens": 3}, "<end>d", [0, 0, 5]),
+        ([256, 97, 257, 98], {}, "ab", [0, 0, 1, 1]),
+        ([256, 97, 257, 98], {"skip_special_tokens": False}, "<begin>a<end>b", [0, 7, 8, 13]),
+    ):
+        (choice,) = plan(processor, prompt=prompt, echo=True, logprobs=0, **fields)
+        assert choice.prompt_text == text
+        entries = [TokenLogprob(token_id=i, logprob=-1.0, rank=1, top=()) for i in choice.submit.prompt_token_ids]
+        writer = LogprobWriter(LogprobFormat(tokenizer=marked, num_top=0))
+        written = writer.write([], prompt=entries, num_hidden=choice.num_hidden_prompt_tokens)
+        assert written.text_offset == offsets
+
+
+def test_special_tokens_are_visible_only_with_skip_special_tokens_false(processor: RequestProcessor) -> None:
+    for fields, visible in (({}, ()), ({"skip_special_tokens": None}, ()), ({"skip_special_tokens": False}, (273,))):
+        more = {"spaces_between_special_tokens": False, "detokenize": True}
+        assert plan(processor, **fields, **more)[0].submit.params.visible_token_ids == visible
+    with pytest.raises(InvalidRequest, match="detokenize is not supported"):
+        plan(processor, detokenize=False)
 
 
 @pytest.fixture
@@ -201,12 +262,12 @@ def test_a_long_text_is_tokenized_if_tokens_have_no_maximum_length(
     processor: RequestProcessor, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "longest_token", None)
-    monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text: [97])
+    monkeypatch.setattr(ByteLevelTokenizer, "encode", lambda self, text, **more: [97])
     assert plan(processor, prompt="é" * 1_000_000)[0].submit.prompt_token_ids == (97,)
 
 
 def test_a_text_that_cannot_be_tokenized_is_a_400(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: ByteLevelTokenizer, text: str) -> list[int]:
+    def refuse(self: ByteLevelTokenizer, text: str, **more: bool) -> list[int]:
         raise TokenizerError("no token stands for it")
 
     monkeypatch.setattr(ByteLevelTokenizer, "encode", refuse)

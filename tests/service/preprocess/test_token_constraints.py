@@ -9,6 +9,7 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.interface import TokenizerError
 from service.ipc.messages import Submit
+from service.preprocess.chat_renderer import ChatPlan
 from service.preprocess.request_processor import RequestProcessor
 from service.preprocess.served_model import RequestDefaults
 from service.protocol.chat import ChatCompletionRequest
@@ -34,7 +35,7 @@ def submits(processor: RequestProcessor, **fields: Any) -> list[Submit]:
     body = json.dumps({"messages": messages, "max_tokens": 8, "seed": 1, **fields}).encode()
     chat = ChatCompletionRequest.parse(body)
     processor.check(chat)
-    of_chat = [choice.submit for choice in processor.plan(chat, list(b"abc"), arrival_seconds=3.0)]
+    of_chat = [choice.submit for choice in processor.plan(chat, ChatPlan(token_ids=list(b"abc")), arrival_seconds=3.0)]
     for one, other in zip(of_text, of_chat, strict=True):
         assert (one.params, one.priority, one.cache_salt) == (other.params, other.priority, other.cache_salt)
     return of_text

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.tokenizer.byte_level import ByteLevelTokenizer
+from service.preprocess.chat_renderer import ChatPlan
 from service.preprocess.request_processor import RequestProcessor, truncate
 from service.preprocess.served_model import RequestDefaults
 from service.protocol.chat import ChatCompletionRequest
@@ -62,7 +63,7 @@ def test_a_default_length_fits_the_context_after_truncation(tokenizer: ByteLevel
         if isinstance(request, CompletionRequest):
             (choice,) = processor.plan(request, arrival_seconds=0.0)
         else:
-            (choice,) = processor.plan(request, [1] * 99, arrival_seconds=0.0)
+            (choice,) = processor.plan(request, ChatPlan(token_ids=[1] * 99), arrival_seconds=0.0)
         assert (choice.num_prompt_tokens, choice.submit.params.max_tokens) == (CONTEXT - 1, 1)
 
 

@@ -160,19 +160,6 @@ def test_zero_is_not_replaced_by_the_default() -> None:
     assert [request.value(name) for name in ("temperature", "max_tokens", "top_k", "seed", "logprobs")] == [0] * 5
 
 
-@pytest.mark.parametrize(
-    ("name", "neutral", "acting"),
-    [
-        ("suffix", "", "b"),
-    ],
-)
-def test_an_unsupported_field_accepts_only_neutral_values(name: str, neutral: Any, acting: Any) -> None:
-    assert parse(**{name: neutral}).prompts == ["a"]
-    error = refusal(json.dumps({"prompt": "a", name: acting}).encode())
-    assert (error.param, error.status) == (name, 400)
-    assert f"{name} is not supported" in error.message
-
-
 def parsed_or_refused(body: bytes) -> CompletionRequest | InvalidRequest:
     try:
         request = CompletionRequest.parse(body)

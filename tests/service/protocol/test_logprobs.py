@@ -56,7 +56,7 @@ def test_text_offsets_count_whole_characters(tokenizer: Tokenizer) -> None:
 def test_an_incomplete_character_at_the_prompts_end_counts_as_one(tokenizer: Tokenizer) -> None:
     written = writer(tokenizer).write([entry(97)], prompt=[entry(97), entry(0xF0)])
     assert written.text_offset == [0, 1, 2]
-    assert prompt_text(tokenizer, [97, 0xF0]) == "a\ufffd"
+    assert prompt_text(tokenizer, [97, 0xF0], num_hidden=0) == "a\ufffd"
 
 
 @given(st.lists(st.integers(0, tiny_tokenizer().vocab_size - 1), max_size=30), st.integers(0, 30))
@@ -65,7 +65,7 @@ def test_text_offsets_do_not_depend_on_how_deltas_are_cut(ids: list[int], cut: i
     one = writer(tokenizer)
     pieces = [one.write([entry(i) for i in part]) for part in (ids[:cut], ids[cut:])]
     offsets = [offset for piece in pieces for offset in piece.text_offset]
-    text = prompt_text(tokenizer, ids)
+    text = prompt_text(tokenizer, ids, num_hidden=len(ids))
     assert offsets == sorted(offsets)
     for position, (offset, name) in enumerate(zip(offsets, (n for p in pieces for n in p.tokens), strict=True)):
         if name.startswith("bytes:"):
@@ -76,7 +76,7 @@ def test_text_offsets_do_not_depend_on_how_deltas_are_cut(ids: list[int], cut: i
 
 @pytest.mark.parametrize("text", ["once upon a time", "naïve 😀 — end", ""])
 def test_prompt_text_inverts_tokenization(tokenizer: Tokenizer, text: str) -> None:
-    assert prompt_text(tokenizer, tokenizer.encode(text)) == text
+    assert prompt_text(tokenizer, tokenizer.encode(text), num_hidden=0) == text
 
 
 def test_only_the_requested_number_of_alternatives_is_written(tokenizer: Tokenizer) -> None:
@@ -138,4 +138,19 @@ def test_the_bytes_of_chat_logprobs_join_to_the_text(ids: list[int]) -> None:
     tokenizer = tiny_tokenizer()
     content = chat_logprobs([entry(i) for i in ids], LogprobFormat(tokenizer=tokenizer, num_top=0)).content
     joined = b"".join(bytes(token.bytes or ()) for token in content)
-    assert joined.decode("utf-8", "replace") == prompt_text(tokenizer, ids)
+    assert joined.decode("utf-8", "replace") == prompt_text(tokenizer, ids, num_hidden=len(ids))
+
+
+@given(st.lists(st.integers(0, tiny_tokenizer().vocab_size - 1), max_size=30), st.integers(0, 30), st.integers(0, 30))
+def test_text_offsets_point_to_the_names_of_visible_special_tokens(ids: list[int], end: int, num_hidden: int) -> None:
+    tokenizer = tiny_tokenizer()
+    format = LogprobFormat(tokenizer=tokenizer, num_top=0, visible_token_ids=frozenset(tokenizer.eos_token_ids))
+    prompt, completion = [entry(i) for i in ids[:end]], [entry(i) for i in ids[end:]]
+    written = LogprobWriter(format).write(completion, prompt=prompt, num_hidden=num_hidden)
+    text = prompt_text(tokenizer, ids[:end], num_hidden=num_hidden) + tokenizer.decode(ids[end:])
+    hidden = range(min(num_hidden, end))
+    for position, (offset, name) in enumerate(zip(written.text_offset, written.tokens, strict=True)):
+        if not name.startswith("bytes:") and not (name == EOS and position in hidden):
+            assert text[offset : offset + len(name)] == name
+    joined = b"".join(bytes(token.bytes or ()) for token in chat_logprobs(completion, format).content)
+    assert joined.decode("utf-8", "replace") == tokenizer.decode(ids[end:])

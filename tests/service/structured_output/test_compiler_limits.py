@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar
-from service.structured_output.compiler_process import check
+from service.structured_output.compiler_process import constraint_grammar, try_out
 from tests.tiny_model import tiny_tokenizer
 
 INTEGER = {"type": "integer"}
@@ -25,7 +25,7 @@ def vocabulary() -> tuple[Vocabulary, LLTokenizer]:
 def follows(kind: str, content: Any, text: str) -> bool:
     """Return True if the compiled constraint allows a text."""
     made, masks = vocabulary()
-    matcher = compile_grammar(masks, check(masks, kind, content))
+    matcher = compile_grammar(masks, constraint_grammar(kind, content))
     consumed = all(matcher.consume_token(token_id) for token_id in made(text.encode()))
     return consumed and (matcher.is_stopped() or matcher.is_accepting())
 
@@ -33,7 +33,7 @@ def follows(kind: str, content: Any, text: str) -> bool:
 def complaint(kind: str, content: Any, *, lenient: bool = False) -> str:
     """Return the message with which a constraint is rejected."""
     with pytest.raises(GrammarError) as caught:
-        check(vocabulary()[1], kind, content, lenient=lenient)
+        try_out(vocabulary()[1], constraint_grammar(kind, content, lenient=lenient))
     return str(caught.value)
 
 
@@ -79,7 +79,7 @@ def test_min_properties_over_unnamed_keys_is_rejected() -> None:
     one_more = {**free, "required": ["a"]}
     assert follows("json", one_more, '{"a":1,"x":1}')
     assert not follows("json", one_more, '{"a":1}')
-    assert check(vocabulary()[1], "json", free, lenient=True)
+    try_out(vocabulary()[1], constraint_grammar("json", free, lenient=True))
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ from service.worker.worker import Worker
 
 class Refusing(Worker):
     def __init__(self):
-        self.settings = SimpleNamespace(log_level="warning")
+        self.settings = SimpleNamespace(log_level="warning", log_format="text")
         self.lifecycle = SimpleNamespace(epoch_seconds=SimpleNamespace(value=0.0))
         self.order = SimpleNamespace(stamps={})
 

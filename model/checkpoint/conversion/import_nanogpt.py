@@ -1,4 +1,4 @@
-"""Conversion of nanoGPT's ckpt.pt to a Kvasir checkpoint.
+"""Import of nanoGPT's ckpt.pt as a Kvasir checkpoint.
 
 nanoGPT is GPT-2 with exact GELU and optional biases. Source: model.py of github.com/karpathy/nanoGPT.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.conversion.hugging_face import read_plain_pickle, read_torch_file
+from model.checkpoint.conversion.import_pickles import read_plain_pickle, read_torch_file
 from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from model.checkpoint.weights import DTYPES

@@ -1,82 +1,25 @@
-"""Export of a checkpoint as a Hugging Face directory, and conversion of pickled weights to safetensors.
+"""Import of Hugging Face directories with pickled weights: pickles become safetensors.
 
 Pickles are read without running the code that a pickle may contain.
 """
 
-import math
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
-from model.checkpoint.weights import DTYPES, part_views, read_weights, save_shard, write_shards
-from model.config import ModelConfig
+from model.checkpoint.manifest import Manifest, read_manifest
+from model.checkpoint.weights import save_shard
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE, read_weight_map
-from model.huggingface.families.family import ModelFamily, full_name, sources
-from model.huggingface.family_table import hugging_face_config
-from model.io.files import (
-    CheckpointError,
-    OneLineError,
-    parsing,
-    read_json,
-    reading,
-    write_json,
-    written_whole,
-)
-from model.sampling.generation_config import GENERATION_CONFIG_FILE
-from model.tokenizer.export import export_tokenizer
+from model.io.files import CheckpointError, OneLineError, parsing, reading, write_json, written_whole
 
 _NO_CODE = "reading it would run code, which is not allowed; save only tensors and plain values"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
-
-
-def export_checkpoint(directory: Path, out: Path) -> Manifest:
-    """Write a checkpoint to `out` in Hugging Face's format: config, weights, tokenizer and default sampling parameters.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or cannot be expressed in this format, or `out` is not empty.
-    """
-    manifest = read_manifest(directory)
-    tokenizer = manifest.verify()
-    family, values = hugging_face_config(manifest.config)
-    defaults = read_json(directory / GENERATION_CONFIG_FILE, optional=True)
-    ends = list(tokenizer.eos_token_ids)
-    special_ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-    with written_whole(out) as new:
-        export_tokenizer(tokenizer, directory, new)
-        dtype = _export_weights(manifest, family, new)
-        write_json(new / CONFIG_FILE, {**values, **special_ids, "dtype": str(dtype).removeprefix("torch.")})
-        known = {key: value for key, value in special_ids.items() if value is not None}
-        write_json(new / GENERATION_CONFIG_FILE, {**defaults, **known})
-        read_manifest(new).verify()
-    return read_manifest(out)
-
-
-def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch.dtype:
-    """Write weights under a model family's tensor names. Return their dtype: as stored, or float32 for mixed dtypes."""
-    placements = manifest.place_tensors()
-    stored = {header.dtype for place in placements.values() for header in place.parts}
-    dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
-    tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
-    shapes = {name: s for source in sources(manifest.config, family).values() for name, s in source.shapes.items()}
-    num_bytes = {full_name(family, name): math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    write_shards(out, num_bytes, _family_tensors(tensors, manifest.config, family))
-    return dtype
-
-
-def _family_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
-    """Yield tensors of Hugging Face's format (q, k, v), cut from Kvasir's (qkv), in the order of `sources`."""
-    for name, source in sources(config, family).items():
-        shapes = source.shapes.values()
-        views = part_views(tensors[name], source.layout, (shape[0] for shape in shapes), config)
-        for shape, view in zip(shapes, views, strict=True):
-            yield view.reshape(shape).contiguous()
 
 
 def read_torch_file(path: Path) -> Mapping[str, Any]:
@@ -152,7 +95,7 @@ def _pickle_names(directory: Path) -> list[str]:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, with copies of those that share memory (a tied head and its embedding), for safetensors."""
+    """Copy tensors that share memory (a tied head and its embedding), which safetensors rejects. Return all tensors."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

@@ -1,0 +1,231 @@
+"""Command `kvasir batch`: answer a file of requests in OpenAI's batch format.
+
+https://developers.openai.com/api/docs/guides/batch describes the lines of both files. An output line is written as soon
+as its response is complete, so an interrupted batch loses only the requests that ran.
+"""
+
+import fcntl
+import json
+import re
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from service.cli.batch_server import BatchClient, Reply, own_server
+from service.config.settings import BatchSettings
+
+_PATH = re.compile(r"/[!-~]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLine:
+    """One line of the input file. `error`: the reason why the line is not a request; None for a request."""
+
+    number: int
+    custom_id: str | None
+    url: str = ""
+    body: Any = None
+    error: str | None = None
+
+
+def main(settings: BatchSettings) -> int:
+    """Run `kvasir batch` and return the exit code: 0 if every response has status 200, else 1."""
+    num_lines = _check_ids(settings.input)
+    with ExitStack() as stack:
+        output = stack.enter_context(BatchOutput.open(settings.output))
+        left = (line for line in read_batch(settings.input) if not output.has(line))
+        first = next(left, None)
+        if first is not None:
+            url = settings.url
+            if url is None:
+                assert settings.checkpoint is not None
+                print(f"kvasir batch: starting a server for {settings.checkpoint}", file=sys.stderr)
+                url = stack.enter_context(own_server(settings.checkpoint))
+            key = None if settings.api_key is None else settings.api_key.get_secret_value().strip()
+            client = BatchClient(url, key, settings.max_retries)
+            lines = (line for part in ((first,), left) for line in part)
+            _answer(client, lines, output, concurrency=settings.concurrency, num_lines=num_lines)
+    print(
+        f"kvasir batch: {output.num_lines - output.num_failed} answered, {output.num_failed} failed: {settings.output}",
+        file=sys.stderr,
+    )
+    return int(output.num_failed > 0)
+
+
+def _answer(
+    client: BatchClient, lines: Iterator[BatchLine], output: "BatchOutput", *, concurrency: int, num_lines: int
+) -> None:
+    """Send the requests, `concurrency` at a time, and write their responses in the order in which they complete."""
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
+    )
+    pending: dict[Future[Reply], BatchLine] = {}
+
+    def write_finished() -> None:
+        for future in [future for future in pending if future.done()]:
+            line = pending.pop(future)
+            output.write_reply(line, future.result())
+
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("requests", total=num_lines, completed=output.num_lines)
+        pool = ThreadPoolExecutor(concurrency, "kvasir-batch")
+        try:
+            for line in lines:
+                if line.error is not None:
+                    output.write_error(line)
+                else:
+                    pending[pool.submit(client.post, line.url, line.body, uuid.uuid4().hex)] = line
+                while len(pending) >= concurrency:
+                    wait(pending, return_when=FIRST_COMPLETED)
+                    write_finished()
+                    progress.update(task, completed=output.num_lines)
+            while pending:
+                wait(pending, return_when=FIRST_COMPLETED)
+                write_finished()
+                progress.update(task, completed=output.num_lines)
+        finally:
+            client.cancel()
+            pool.shutdown(cancel_futures=True)
+            client.close()
+            for future, line in pending.items():
+                if not future.cancelled() and future.exception() is None:
+                    output.write_reply(line, future.result())
+            progress.update(task, completed=output.num_lines)
+
+
+def read_batch(path: Path) -> Iterator[BatchLine]:
+    """Yield the lines of an input file, except empty ones. Raises OSError."""
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield _read_line(number, text)
+
+
+def _read_line(number: int, text: bytes) -> BatchLine:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        return BatchLine(number=number, custom_id=None, error=f"not valid JSON: {error}; correct the line")
+    custom_id = values.get("custom_id") if isinstance(values, dict) else None
+    if not isinstance(custom_id, str) or not custom_id:
+        return BatchLine(number=number, custom_id=None, error="custom_id must be a text that is not empty; add it")
+    url, body, reason = values.get("url"), values.get("body"), None
+    if values.get("method") != "POST":
+        reason = 'method must be "POST"; correct it'
+    elif not isinstance(url, str) or not _PATH.fullmatch(url):
+        reason = "url must be the path of a route, such as /v1/chat/completions; correct it"
+    elif not isinstance(body, dict):
+        reason = "body must be an object; correct it"
+    elif body.get("stream"):
+        reason = "body.stream is not possible in a batch; leave it out"
+    return BatchLine(number=number, custom_id=custom_id, url=str(url), body=body, error=reason)
+
+
+def _check_ids(path: Path) -> int:
+    """Return the number of lines of an input file. Raises ValueError for a custom_id of two lines."""
+    first: dict[str, int] = {}
+    num_lines = 0
+    for line in read_batch(path):
+        num_lines += 1
+        if line.custom_id is None:
+            continue
+        if line.custom_id in first:
+            raise ValueError(
+                f"{path}: lines {first[line.custom_id]} and {line.number} have the custom_id {line.custom_id[:100]!r}; "
+                "give each line its own"
+            )
+        first[line.custom_id] = line.number
+    return num_lines
+
+
+@dataclass(eq=False)
+class BatchOutput:
+    """Output file. Every line is written and flushed at once. `num_lines`, `num_failed`: lines, earlier ones included.
+
+    A line failed if it has an error, or if its response's status is not 200.
+    """
+
+    _file: BinaryIO
+    num_lines: int = 0
+    num_failed: int = 0
+    _ids: set[str] = field(default_factory=set)
+    _bad_lines: set[int] = field(default_factory=set)  # numbers of input lines without a custom_id
+
+    @classmethod
+    def open(cls, path: Path) -> "BatchOutput":
+        """Open an output file, read its lines, and cut off an incomplete last line.
+
+        Raises:
+            ValueError: another batch writes to the file, or a line is not the output of a batch.
+        """
+        file = path.open("a+b")
+        output = cls(file)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ValueError(f"{path}: another batch writes to this file; choose another output file") from None
+            file.seek(0)
+            end = 0
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
+                    file.truncate(end)
+                    break
+                end += len(text)
+                try:
+                    output._add(json.loads(text))
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(
+                        f"{path}, line {number}: not the output of a batch; choose another output file"
+                    ) from None
+        except BaseException:
+            file.close()
+            raise
+        return output
+
+    def __enter__(self) -> "BatchOutput":
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._file.close()
+
+    def has(self, line: BatchLine) -> bool:
+        """Return True if the file has the output of an input line."""
+        return line.number in self._bad_lines if line.custom_id is None else line.custom_id in self._ids
+
+    def write_reply(self, line: BatchLine, reply: Reply) -> None:
+        response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
+        self._write(line, response, None)
+
+    def write_error(self, line: BatchLine) -> None:
+        message = f"line {line.number}: {line.error}"
+        self._write(line, None, {"code": "invalid_request", "message": message, "param": None, "line": line.number})
+
+    def _write(self, line: BatchLine, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
+        values = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": line.custom_id,
+            "response": response,
+            "error": error,
+        }
+        self._file.write(json.dumps(values, ensure_ascii=False).encode(errors="replace") + b"\n")
+        self._file.flush()
+        self._add(values)
+
+    def _add(self, values: dict[str, Any]) -> None:
+        self.num_lines += 1
+        error = values["error"]
+        self.num_failed += error is not None or values["response"]["status_code"] != 200
+        if values["custom_id"] is None:
+            self._bad_lines.add(error["line"])
+        else:
+            self._ids.add(values["custom_id"])

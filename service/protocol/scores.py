@@ -1,0 +1,168 @@
+"""Request and response bodies of `/v1/score` and `/v1/rerank`, as in vLLM, Jina and Cohere."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from pydantic import Field
+
+from service.protocol.completions import NumKept, Timeout
+from service.protocol.embeddings import EmbeddingUsage
+from service.protocol.errors import InvalidRequest
+from service.protocol.request_model import MAX_PROMPTS, NUM_KEPT_ERROR, RequestModel, Texts
+
+_TEXTS_ERROR = f"must be a string, or a list of up to {MAX_PROMPTS} strings"
+# Names of the two fields in versions of vLLM.
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPairs:
+    """Pairs of a query and a document: one query for all documents, or one for each.
+
+    query_param, document_param: request fields of the texts.
+    """
+
+    queries: list[str]
+    documents: list[str]
+    query_param: str
+    document_param: str
+
+    def __post_init__(self) -> None:
+        for texts, param in ((self.queries, self.query_param), (self.documents, self.document_param)):
+            if not texts or not all(texts):
+                raise InvalidRequest(f"{param} must not be empty, nor contain an empty text", param=param)
+        if len(self.queries) not in (1, len(self.documents)):
+            raise InvalidRequest(
+                f"{self.query_param} has {len(self.queries)} texts, and {self.document_param} has "
+                f"{len(self.documents)}; give one text in {self.query_param}, or as many as in {self.document_param}",
+                param=self.query_param,
+            )
+
+    @property
+    def indices(self) -> list[tuple[int, int]]:
+        """Indices of each pair's query and document."""
+        return [(0 if len(self.queries) == 1 else index, index) for index in range(len(self.documents))]
+
+
+class PairsRequest(RequestModel):
+    """Fields common to the bodies of `/v1/score` and `/v1/rerank`."""
+
+    model: str | None = None
+    truncate_prompt_tokens: NumKept | None = None
+    timeout: Timeout | None = None
+    user: str | None = None
+
+    @property
+    def pairs(self) -> TextPairs:
+        """Texts to score. Raises InvalidRequest for missing, empty or unpaired texts."""
+        raise NotImplementedError
+
+
+class ScoreRequest(PairsRequest):
+    """Body of `POST /v1/score`: two fields with a text or a list of texts, in any of vLLM's names."""
+
+    UNION_ERRORS: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys((name for pair in _PAIRS for name in pair), _TEXTS_ERROR),
+        "truncate_prompt_tokens": NUM_KEPT_ERROR,
+    }
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    items: str | Texts | None = None
+
+    def check_fields(self) -> None:
+        """Raise InvalidRequest unless exactly one pair of fields is given."""
+        given = {name for pair in _PAIRS for name in pair if getattr(self, name) is not None}
+        if not any(given == set(pair) for pair in _PAIRS):
+            names = ", ".join(sorted(given)) or "none of them"
+            raise InvalidRequest(
+                f"give the texts as text_1 and text_2, queries and documents, or queries and items, not {names}",
+                param="text_1",
+            )
+        _ = self.pairs
+
+    @property
+    def pairs(self) -> TextPairs:
+        query_param, document_param = next(
+            pair for pair in _PAIRS if all(getattr(self, name) is not None for name in pair)
+        )
+        queries, documents = (
+            [value] if isinstance(value, str) else value
+            for value in (getattr(self, query_param), getattr(self, document_param))
+        )
+        return TextPairs(queries=queries, documents=documents, query_param=query_param, document_param=document_param)
+
+
+class DocumentText(RequestModel):
+    """A document as an object with its text."""
+
+    text: str
+
+
+class RerankRequest(PairsRequest):
+    """Body of `POST /v1/rerank`."""
+
+    UNION_ERRORS: ClassVar[Mapping[str, str]] = {
+        "documents": f'must be a list of up to {MAX_PROMPTS} strings, or of objects {{"text": …}}',
+        "truncate_prompt_tokens": NUM_KEPT_ERROR,
+    }
+
+    query: str
+    documents: Texts | Annotated[list[DocumentText], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    top_n: Annotated[int, Field(ge=1, lt=2**31, description="number of documents to return")] | None = None
+    return_documents: Annotated[bool | None, Field(description="return the text of each document")] = True
+
+    def check_fields(self) -> None:
+        """Raise InvalidRequest for an empty query or document."""
+        _ = self.pairs
+
+    @property
+    def pairs(self) -> TextPairs:
+        documents = [each if isinstance(each, str) else each.text for each in self.documents]
+        return TextPairs(queries=[self.query], documents=documents, query_param="query", document_param="documents")
+
+
+class ScoredPair(msgspec.Struct, kw_only=True):
+    """Score of one pair of texts: the higher, the better they fit."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreList(msgspec.Struct, kw_only=True):
+    """Response body of `/v1/score`: one score per pair, in the order of the request."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoredPair]
+    usage: EmbeddingUsage
+
+
+class RankedText(msgspec.Struct, kw_only=True):
+    """Text of a ranked document."""
+
+    text: str
+
+
+class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A document's score. `index`: its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(msgspec.Struct, kw_only=True):
+    """Response body of `/v1/rerank`: the documents that fit the query best, best first."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RankedDocument]

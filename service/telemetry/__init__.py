@@ -1,0 +1,1 @@
+"""Request log and traces: one record per HTTP request, made at its end."""
