@@ -36,7 +36,7 @@ class PythonCalls(ToolFormat):
         try:
             arguments = literals.pairs(tool.parameters, is_call=True)
         except RecursionError:
-            raise literals.schemas.error("a schema nested this deeply", "use fewer levels") from None
+            raise literals.schemas.error("a schema with this number of levels", "use fewer levels") from None
         return f'{document.literal(f"{tool.name}(")} {arguments} ")"'
 
     def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
