@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from model.chat.tool_formats.argument_schema import ArgumentSchemas
 from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, ToolFormat, ToolSchema, safe_length
 from model.structured_output.lark_document import ANY_TEXT, LarkDocument, escape
@@ -119,7 +121,7 @@ def _pattern_regex(pattern: str) -> str:
     """Return a regular expression of whole texts in which a JSON Schema's pattern is found."""
     is_anchored = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     inner = pattern[is_anchored[0] : len(pattern) - is_anchored[1]]
-    inner = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", inner).replace("\n", r"\n")
+    inner = regex_to_lark(inner, "d").replace("\n", r"\n")  # "d": \d is an ASCII digit, as in JavaScript
     before, after = (r"" if anchored else r"(.|\n)*" for anchored in is_anchored)
     return f"/{before}({inner}){after}/"
 
