@@ -1,6 +1,10 @@
-"""Marks around a model's reasoning (its thinking before the answer), found from the chat template. Torch-free."""
+"""Marks around a model's reasoning (its thinking before the answer), and the marks of all formats. Torch-free."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from model.chat.tool_formats.table import TOOL_FORMATS
+from model.tokenizer.interface import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +47,15 @@ def begins_in_reasoning(prompt: str, form: ReasoningFormat, prefill: str = "") -
     if end.endswith(form.opening):
         return True
     return False if end.endswith(form.closing) else None
+
+
+def all_marks() -> tuple[str, ...]:
+    """Return the names of all formats' marks, without duplicates."""
+    reasoning = [mark for form in REASONING_FORMATS.values() for mark in (form.opening, form.closing)]
+    return tuple(dict.fromkeys([*reasoning, *(mark for form in TOOL_FORMATS.values() for mark in form.marks)]))
+
+
+def mark_ids(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
+    """Return the ids of those marks that are single tokens of a tokenizer, by name."""
+    found = {name: tokenizer.encode(name, parse_special=True) for name in names}
+    return {name: ids[0] for name, ids in found.items() if len(ids) == 1}

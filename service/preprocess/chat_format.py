@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from model.chat.output_parser import OutputParser
-from model.chat.reasoning import REASONING_FORMATS, ReasoningFormat, find_reasoning_format
+from model.chat.reasoning import REASONING_FORMATS, ReasoningFormat, all_marks, find_reasoning_format, mark_ids
 from model.chat.template import ChatTemplate
 from model.chat.template_sandbox import TemplateFailure
-from model.chat.tool_formats.table import DEFAULT_FORMAT, TOOL_FORMATS, all_marks, find_tool_format, mark_ids
+from model.chat.tool_formats.table import DEFAULT_FORMAT, TOOL_FORMATS, find_tool_format
 from model.chat.tool_formats.tool_format import ToolFormat, ToolSchema
 from model.tokenizer.interface import Tokenizer
 from service.config.flags import SettingsError

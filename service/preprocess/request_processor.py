@@ -72,19 +72,12 @@ class RequestProcessor:
             grammar: compiled grammar of the request's output constraint; None without one.
         """
         prompts: Iterable[str | list[int]] = [[] if chat is None else chat.token_ids]
-        prompt_param, length_param = "messages", "max_tokens"
+        prompt_param = "messages"
         if isinstance(request, CompletionRequest):
             prompts, prompt_param = request.prompts, "prompt"
         elif not (chat and chat.token_ids):
             raise InvalidRequest("messages: the rendered prompt is empty; add text to a message", param="messages")
-        elif request.max_completion_tokens is not None:
-            length_param = "max_completion_tokens"
-        max_tokens = asked = request.value(length_param, {length_param: None})
-        if asked is None and self.defaults.max_new_tokens is None:
-            max_tokens = request.value(length_param)
-        clause = ", which leaves no room for a completion"
-        if max_tokens is not None:
-            clause = f" and max_tokens is {max_tokens}{', its default' if asked is None else ''}"
+        length_param, max_tokens, clause = self._asked_length(request)
         processor = self.parsing_special(getattr(request, "parse_special", None))
         encode = partial(
             processor.encode_prompt,
@@ -120,6 +113,20 @@ class RequestProcessor:
                 *(request, prompt, submit, len(choices)), has_length=max_tokens is not None, chat=chat
             )
         return choices
+
+    def _asked_length(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[str, int | None, str]:
+        """Return the field of the maximum length, its value, and the end of the error about a prompt without room.
+
+        The value is None if neither the request nor the checkpoint sets a length: the rest of the context.
+        """
+        is_new = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
+        param = "max_completion_tokens" if is_new else "max_tokens"
+        max_tokens = asked = request.value(param, {param: None})
+        if asked is None and self.defaults.max_new_tokens is None:
+            max_tokens = request.value(param)
+        if max_tokens is None:
+            return param, None, ", which leaves no room for a completion"
+        return param, max_tokens, f" and max_tokens is {max_tokens}{', its default' if asked is None else ''}"
 
     def _fill_in_middle(
         self, request: CompletionRequest, suffix: str, params: SamplingParams
@@ -185,9 +192,10 @@ class RequestProcessor:
         text, num_hidden = "", 0
         if request.echoes:
             num_hidden = self._num_hidden_tokens(request, prompt)
-            text = prompt_text(self.tokenizer, submit.prompt_token_ids, num_hidden=num_hidden)
             if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
                 text = prompt
+            else:
+                text = prompt_text(self.tokenizer, submit.prompt_token_ids, num_hidden=num_hidden)
         num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
         num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
         logprobs = list[TokenLogprob]()

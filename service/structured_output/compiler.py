@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from model.chat.tool_formats.table import all_marks, mark_ids
+from model.chat.reasoning import all_marks, mark_ids
 from model.structured_output.grammar import Vocabulary
 from model.tokenizer.interface import Tokenizer
 from service.protocol.errors import EngineFailed, InvalidRequest

@@ -1,14 +1,11 @@
 """Table of tool formats. To add a format: add a row before rows that are less specific."""
 
-from collections.abc import Iterable
 from functools import partial
 
-from model.chat.reasoning import REASONING_FORMATS
 from model.chat.tool_formats.json_calls import JsonCalls
 from model.chat.tool_formats.python_calls import PythonCalls
 from model.chat.tool_formats.tool_format import ToolFormat
 from model.chat.tool_formats.xml_calls import XmlCalls
-from model.tokenizer.interface import Tokenizer
 
 DEFAULT_FORMAT = JsonCalls(
     name="hermes",  # Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3, Granite 4
@@ -181,15 +178,3 @@ def find_tool_format(template: str) -> ToolFormat | None:
     if "tool" not in template:
         return None
     return next((form for form in TOOL_FORMATS.values() if form.is_used_by(template)), None)
-
-
-def all_marks() -> tuple[str, ...]:
-    """Return the names of all formats' marks, without duplicates."""
-    reasoning = [mark for form in REASONING_FORMATS.values() for mark in (form.opening, form.closing)]
-    return tuple(dict.fromkeys([*reasoning, *(mark for form in TOOL_FORMATS.values() for mark in form.marks)]))
-
-
-def mark_ids(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
-    """Return the ids of those marks that are single tokens of a tokenizer, by name."""
-    found = {name: tokenizer.encode(name, parse_special=True) for name in names}
-    return {name: ids[0] for name, ids in found.items() if len(ids) == 1}

@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from model.chat.tool_formats.table import all_marks, mark_ids
+from model.chat.reasoning import all_marks, mark_ids
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar
 from model.tokenizer.interface import Tokenizer
 from service.engine.scheduling.sequence import SequenceState
@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Token masks of those sampled rows of a step that have a grammar, still being computed. May allow no token."""
+    """Token masks of those sampled rows of a step that have a grammar, still being computed. A mask may be empty."""
 
     rows: tuple[int, ...]
     allowed: Future[NDArray[np.bool_]]  # RV, one row for each entry of `rows`

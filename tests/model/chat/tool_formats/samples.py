@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from model.chat.tool_formats.table import all_marks, mark_ids
+from model.chat.reasoning import all_marks, mark_ids
 from model.chat.tool_formats.tool_format import Part, PartKind, ToolFormat, ToolSchema
 from model.structured_output.grammar import Vocabulary, compile_grammar
 from model.structured_output.lark_document import LarkDocument
