@@ -54,7 +54,8 @@ print("<b>hello</b>")
 > See [the docs](https://example.org/a?b=1), [not this](javascript:document.title=5) or https://example.org/x.
 """
 CALLS = [("call_1", "weather", '{"city": "Bergen", "days": 2}'), ("call_2", "clock", "{}")]
-ANSWERS = ("<think>", "<tools>", "<markdown>")
+ESCAPES = "\x1b[2J\x1b]0;owned\x07 a\rb\x9b31m \u202etxt 👩\u200d🔬\n"  # a terminal must not obey these
+ANSWERS = ("<think>", "<tools>", "<markdown>", "<escapes>")
 
 
 @dataclass
@@ -159,6 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/completions":
             self.record.bodies.append(body)
             self._complete(body)
+        elif body.get("model", MODEL) != MODEL:
+            self._answer_error(404, f"the model {body['model']} does not exist", "model_not_found", param="model")
         elif self.path == "/v1/chat/completions" and self.chats:
             self.record.bodies.append(body)
             self._complete(body | {"prompt": body["messages"][-1]["content"]})
@@ -282,7 +285,8 @@ def _deltas(body: dict[str, Any]) -> list[dict[str, Any]]:
         return reasoning + [{"content": token} for token in split_tokens("Hello! I am a stub.")]
     if "<tools>" in said and "tools" in body:
         return [{"content": "Let me look."}, *_call_deltas()]
-    text = MARKDOWN if "<markdown>" in said else HOSTILE if "<hostile>" in said else STORY
+    canned = {"<markdown>": MARKDOWN, "<hostile>": HOSTILE, "<escapes>": ESCAPES}
+    text = next((text for word, text in canned.items() if word in said), STORY)
     if body.get("messages", [{}])[-1].get("role") == "tool":
         text = "The tools say: " + " and ".join(m["content"] for m in body["messages"] if m["role"] == "tool") + "."
     tokens = [HOSTILE] if text == HOSTILE else split_tokens(text)
