@@ -262,8 +262,8 @@ def test_ctrl_c_stops_the_answer_and_the_program_goes_on(server: StubServer) -> 
         chat.interrupt()
         chat.until("[stopped]")
         chat.until("> ")
-        chat.type("<hostile>\n")
-        chat.until("bold")
+        chat.type("Go on\n")
+        chat.until("every night.")
         chat.until("> ")
         assert [message["role"] for message in server.record.bodies[-1]["messages"]] == ["user", "assistant", "user"]
         assert STORY.startswith(server.record.bodies[-1]["messages"][1]["content"])
