@@ -230,7 +230,7 @@ def check_chat_probabilities(page: Playground) -> None:
     text = say(page, "Tell me a story")
     spans = f"{LAST}.querySelectorAll('.token')"
     assert page.browser.run(f"{spans}.length") > 10
-    assert page.browser.run(f"{LAST}.querySelector('.said').textContent") == text
+    assert page.browser.run(f"{LAST}.querySelector('.said').innerText").strip() == text.strip(), "line breaks are shown"
     page.browser.press("ArrowUp", alt=True)
     page.browser.press("ArrowRight", shift=True)
     page.browser.press("ArrowRight", shift=True)
