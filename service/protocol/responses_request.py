@@ -89,6 +89,7 @@ Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
 def text_of(content: str | Sequence[InputPart]) -> str:
+    """Return the content of an item as one text. Parts are joined by newlines."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

@@ -19,6 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ROUTES = [
     ("/v1/completions", {"prompt": "abc"}),
     ("/v1/chat/completions", CHAT),
+    ("/v1/responses", {"input": "abc"}),
     ("/v1/embeddings", {"input": "abc"}),
 ]
 

@@ -60,6 +60,7 @@ def test_every_flag_sets_its_field() -> None:
         *("--embedding-pooling", "last", "--speculative-tokens", "8", "--prompt-slowdown", "inf"),
         *("--target-itl-ms", "40"),
         *("--target-queue-seconds", "0.25", "--max-queue-seconds", "9.5", "--resume-seconds", "3"),
+        *("--response-store-size", "3", "--response-store-seconds", "60"),
         *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
         *("--no-cuda-graphs", "--no-lookahead", "--gpu-memory-share", "0.5"),
     )
@@ -108,6 +109,8 @@ def test_every_flag_sets_its_field() -> None:
         "max_waiting_requests": 9,
         "max_waiting_tokens": 11,
         "resume_seconds": 3.0,
+        "response_store_size": 3 * 2**20,
+        "response_store_seconds": 60.0,
         "drain_seconds": 1.5,
         "standby": False,
         "hang_seconds": 9.5,
