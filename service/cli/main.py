@@ -37,6 +37,7 @@ COMMANDS = {
     "serve": Command("serve a checkpoint over HTTP, in OpenAI's protocol", config.ServeSettings, "serve:main"),
     "batch": Command("answer a file of requests in OpenAI's batch format", config.BatchSettings, "batch:main"),
     "generate": Command("complete a text in this process, without a server", config.GenerateSettings, "generate:main"),
+    "chat": Command("chat with the model of a running server", config.ChatSettings, "chat:main"),
     "train": Command("train a model and write its checkpoint", config.TrainSettings, "train:main"),
     "eval": Command("evaluate a model on held-out texts, minimal pairs, samples", config.EvalSettings, "eval:main"),
     "bench": Command("measure the engine in this process"),

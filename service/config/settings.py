@@ -172,6 +172,11 @@ class ServeSettings(ModelSettings):
     resume_seconds: float = option("http", 15.0, ge=0, le=3600)
     """how long a response is kept for a client that lost its connection and retries with Last-Event-ID or its
     Idempotency-Key; 0: responses are not kept"""
+    response_store_size: Size = option("http", "64MiB")
+    """memory for stored responses of /v1/responses, the oldest of which make room for new ones; a number alone is in
+    MiB; 0: responses are not stored"""
+    response_store_seconds: float = option("http", 86_400.0, ge=0, le=31_536_000)
+    """how long a response of /v1/responses is stored after its end"""
     embedding_pooling: Literal["mean", "last"] = option("http", "mean")
     """pooling of embeddings: mean of all tokens' hidden states, or the last token's hidden state"""
     score_method: Literal["auto", "embedding", "yes-no"] = option("http", "auto")
@@ -297,6 +302,59 @@ class GenerateSettings(ModelSettings):
     """seed of sampling; the same seed gives the same text (default: random)"""
     stop: str | None = option("completion", None, min_length=1)
     """end the completion before this text"""
+
+
+class ChatSettings(CommandSettings):
+    """Chat with a model in this terminal, over the HTTP API of a running server. `/help` lists the commands. A message
+    from a pipe is answered on stdout.
+    """
+
+    url: str = option("server", "http://127.0.0.1:8000", metavar="URL")
+    """address of the server"""
+    api_key: SecretStr | None = option("server", None)
+    """the server's API key"""
+    model: str | None = option("server", None, metavar="NAME")
+    """model to use (default: the first model that the server lists)"""
+    system: str | None = option("conversation", None)
+    """system prompt"""
+    max_tokens: int | None = option("conversation", None, ge=1)
+    """maximum tokens of an answer (default: the server's, as for every option below)"""
+    temperature: float | None = option("conversation", None, ge=0, le=2)
+    """sampling temperature; 0: always take the most likely token"""
+    top_p: float | None = option("conversation", None, gt=0, le=1)
+    """keep the most likely tokens up to this total probability"""
+    top_k: int | None = option("conversation", None, ge=0)
+    """keep the k most likely tokens; 0: all"""
+    min_p: float | None = option("conversation", None, ge=0, le=1)
+    """drop tokens below this fraction of the highest probability"""
+    presence_penalty: float | None = option("conversation", None, ge=-2, le=2)
+    """lower the logits of tokens that the answer contains"""
+    frequency_penalty: float | None = option("conversation", None, ge=-2, le=2)
+    """lower the logits of tokens by their number in the answer"""
+    repetition_penalty: float | None = option("conversation", None, gt=0, le=100)
+    """divide the logits of tokens in the conversation; 1: off"""
+    seed: int | None = option("conversation", None, ge=0, lt=2**64)
+    """seed of sampling; the same seed and conversation give the same answer"""
+    stop: str | None = option("conversation", None, min_length=1)
+    """end the answer before this text"""
+
+    def sampling(self) -> dict[str, object]:
+        """Return the request fields that are set."""
+        return {name: value for name in self.sampling_names() if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def sampling_names(cls) -> list[str]:
+        """Return the names of the request fields."""
+        return [name for name in cls.model_fields if name not in ("url", "api_key", "model", "system")]
+
+    def with_sampling(self, name: str, value: str) -> Self:
+        """Return the settings with one request field changed; `none` unsets it. Raises SettingsError."""
+        if name not in (names := self.sampling_names()):
+            raise SettingsError(f"there is no setting {name!r}; choose one of {', '.join(names)}")
+        try:
+            return type(self)(**self.model_dump() | {name: None if value == "none" else value})
+        except ValidationError as error:
+            raise SettingsError(_first_problem(type(self), {name: name}, error)) from None
 
 
 class InspectSettings(CheckpointSettings):
