@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from service.api import attention
 from service.http.middleware import ALWAYS_OPEN
-from service.protocol import chat, completions, embeddings, errors, responses, scores
+from service.protocol import chat, completions, embeddings, errors, messages, responses, scores
 
 Errors = tuple[type[errors.ApiError], ...]
 _REF = "#/components/schemas/"
@@ -94,6 +94,19 @@ ROUTES = (
     RouteEntry(
         *("POST", "/v1/chat/completions/render", "completions.render_chat", "Get the token ids of a conversation"),
         *(responses.RenderedPrompt, chat.ChatCompletionRequest, None, _RENDER),
+        examples={"conversation": {"messages": _MESSAGES}},
+    ),
+    RouteEntry(
+        *("POST", "/v1/messages", "messages.create", "Continue a conversation, in Anthropic's Messages API"),
+        *(messages.GeneratedMessage, messages.MessagesRequest, messages.MessageEvent, _RESUMABLE),
+        examples={
+            "greedy": {"model": "claude", "messages": _MESSAGES, **_GREEDY},
+            "streamed": {"messages": _MESSAGES, "system": "Be brief.", "max_tokens": 8, "stream": True},
+        },
+    ),
+    RouteEntry(
+        *("POST", "/v1/messages/count_tokens", "messages.count_tokens", "Count the tokens of a Messages API request"),
+        *(messages.TokenCount, messages.CountTokensRequest, None, _RENDER),
         examples={"conversation": {"messages": _MESSAGES}},
     ),
     RouteEntry(
@@ -197,7 +210,9 @@ def openapi_document() -> dict[str, Any]:
     requests = [(route.request, "validation") for route in ROUTES if route.request is not None]
     _, request_schemas = models_json_schema(requests, ref_template=_REF + "{model}")  # type: ignore[arg-type]
     structs = [struct for route in ROUTES for struct in (route.content, route.event) if isinstance(struct, type)]
-    _, response_schemas = msgspec.json.schema_components([*structs, responses.ErrorBody], ref_template=_REF + "{name}")
+    _, response_schemas = msgspec.json.schema_components(
+        [*structs, responses.ErrorBody, messages.MessagesErrorBody], ref_template=_REF + "{name}"
+    )
     paths: dict[str, Any] = {}
     for route in ROUTES:
         operation = _operation(route)
@@ -230,7 +245,7 @@ def _operation(route: RouteEntry) -> dict[str, Any]:
     kinds: Errors = (*_ALWAYS, *route.errors, *([errors.Unauthorized] if is_guarded else []))
     for error in kinds:
         answer = answers.setdefault(
-            str(error.status), {"description": "", "headers": {**_REQUEST_ID}, "content": _json(responses.ErrorBody)}
+            str(error.status), {"description": "", "headers": {**_REQUEST_ID}, "content": _json(_error_body(route))}
         )
         answer["description"] += f"{' or ' if answer['description'] else ''}`{error.code}`"
         for kind, headers in _ERROR_HEADERS.items():
@@ -257,16 +272,21 @@ def _content(route: RouteEntry) -> dict[str, Any]:
         content["application/json"]["schema"] = {"type": "array", "items": content["application/json"]["schema"]}
     if route.event is not None:
         # The schema describes one event, because OpenAPI before 3.2 has no streams.
-        data = [{"$ref": _REF + kind.__name__} for kind in (route.event, responses.ErrorBody)]
+        data = [{"$ref": _REF + kind.__name__} for kind in (route.event, _error_body(route))]
         event = {"contentMediaType": "application/json", "contentSchema": {"anyOf": data}}
+        has_done = _error_body(route) is responses.ErrorBody
         schema = {
-            "description": "one event of the stream; the last event is [DONE]",
+            "description": f"one event of the stream{'; the last event is [DONE]' if has_done else ''}",
             "type": "object",
             "required": ["data"],
-            "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, event]}},
+            "properties": {"data": {"type": "string", "anyOf": [*([{"const": "[DONE]"}] if has_done else []), event]}},
         }
         content["text/event-stream"] = {"schema": schema}
     return content
+
+
+def _error_body(route: RouteEntry) -> type[msgspec.Struct]:
+    return messages.MessagesErrorBody if messages.is_messages_path(route.path) else responses.ErrorBody
 
 
 def _json(kind: type[object]) -> dict[str, Any]:

@@ -34,6 +34,8 @@ MAX_RESPONSE_BYTES: Final = 4 * 2**20
 MAX_KEPT_BYTES: Final = 64 * 2**20
 _OVERHEAD_BYTES: Final = 4096  # of a buffer without text
 _EVENT_ID: Final = re.compile(r"([0-9a-f]{32})/(\d{1,9})")
+# Beginnings of the events that end a failed stream.
+_ERRORS: Final = (b'data: {"error":', b"event: error", b"event: response.failed")
 _KEY: Final = re.compile(r"[!-~]{1,255}")
 
 Make: TypeAlias = Callable[[], Awaitable[Response]]
@@ -159,7 +161,7 @@ class BufferedResponse:
         self._wake_readers()
 
     def _keep(self, parts: list[bytes], end: bytes = b"") -> None:
-        self.has_failed |= any(part.startswith(b'data: {"error":') for part in parts)
+        self.has_failed |= any(part.startswith(_ERRORS) for part in parts)
         self._num_tokens = getattr(self._response, "num_sent_tokens", 0)
         self._parts.extend((part + end, self._num_tokens) for part in parts)
         self.num_bytes += sum(len(part) + len(end) for part in parts)
