@@ -15,6 +15,7 @@ from service.config.settings import ServeSettings
 from service.http.api_keys import ApiKeys
 from service.http.request_io import REQUEST_ID, error_response, keep_error
 from service.protocol.errors import ApiError, Unauthorized
+from service.protocol.messages import is_messages_path
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,10 @@ class RequestId:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = request_id
+                if is_messages_path(scope["path"]):
+                    headers["request-id"] = request_id  # the name that Anthropic's clients read
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -105,7 +105,7 @@ def error(answer: Any, status: int, kind: str) -> str:
     body = answer.json()
     assert (answer.status_code, body["type"], body["error"]["type"]) == (status, "error", kind), body
     assert set(body) == {"type", "error", "request_id"}
-    assert body["request_id"] == answer.headers["x-request-id"]
+    assert body["request_id"] == answer.headers["x-request-id"] == answer.headers["request-id"]
     assert set(body["error"]) == {"type", "message"}
     return str(body["error"]["message"])
 
