@@ -264,7 +264,7 @@ class CompletionClient:
                 self._send("\r\n".join(lines).encode("ascii") + body, reader)
             return reader.finish()
         except TimeoutError:
-            return reader.end(Ending.TIMEOUT, f"no end within {self._timeout_seconds:g} s")
+            return reader.end(Ending.TIMEOUT, f"the response did not end within {self._timeout_seconds:g} s")
         except (OSError, httptools.HttpParserError) as error:
             return reader.end(Ending.CONNECTION, f"{type(error).__name__}: {error}")
 

@@ -41,7 +41,7 @@ class ClientKind(StrEnum):
 class WorkloadSpec:
     """Settings of a workload: lengths, behaviour of clients, sampling and seed.
 
-    prompt_tokens, output_tokens: length of each prompt and completion (kind fixed), or a median length.
+    prompt_tokens, output_tokens: length of each prompt and completion; lognormal: the median; mixed: the base length.
     sigma: standard deviation of the logarithm of lengths; with 0.6, p95 is 2.7 times the median.
     whole_share, cancelling_share: shares of requests with a client of that kind; all other clients stream to the end.
     """

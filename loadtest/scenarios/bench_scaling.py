@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {
         "checkpoint": (Path, "checkpoint for all measurements except starts"),
         "repeats": (5, "repeats of all measurements except starts"),
-        "start-repeats": (3, "starts per shape, with warm and with cold files"),
+        "start-repeats": (3, "starts per shape, each with the files in the page cache and without"),
         "shapes": (["S", "M", "qwen3-0.6b"], "shapes of the started checkpoints, written to TMPDIR; at least two"),
     }
     return run_scenario("bench_scaling", "Measure the service's scaling and fit exponents.", options, measure, argv)

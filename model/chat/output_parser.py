@@ -56,7 +56,7 @@ class OutputParser:
         if (
             self._state is _State.TEXT
             and not self._held
-            and (self._tools is None or self._tools.opening[0] not in text)
+            and (self._tools is None or not (self._tools.opening[0] in text or text[-1:].isspace()))
         ):
             return [Part(PartKind.TEXT, text)] if text else []
         self._held += text
@@ -139,11 +139,12 @@ class OutputParser:
             return False
         opening = self._tools.opening
         found = held.find(opening)
-        end = found if found >= 0 else safe_length(held, opening)
-        if end:
-            parts.append(Part(PartKind.TEXT, held[:end]))
+        # Whitespace is held back, because a call may follow.
+        shown = held[: found if found >= 0 else safe_length(held, opening)].rstrip()
+        if shown:
+            parts.append(Part(PartKind.TEXT, shown))
         if found < 0:
-            self._held = held[end:]
+            self._held = held[len(shown) :]
             return False
         self._held, self._state = held[found + len(opening) :], _State.CALLS
         return True

@@ -79,7 +79,9 @@ def mark_continuation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     """
     *others, final = messages
     if not isinstance(content := final.get("content"), str):
-        raise TemplateFailure("the final message has no text to continue", by_template=True)
+        raise TemplateFailure(
+            "the final message has no text to continue; leave out continue_final_message", by_template=True
+        )
     return [*others, {**final, "content": content + _CONTINUATION_MARK}]
 
 
@@ -93,7 +95,10 @@ def cut_at_continuation(text: str) -> str:
     """
     before, mark, after = text.rpartition(_CONTINUATION_MARK.strip())
     if not mark:
-        raise TemplateFailure("the template does not write the content of the final message", by_template=True)
+        raise TemplateFailure(
+            "the template does not write the content of the final message; leave out continue_final_message",
+            by_template=True,
+        )
     return before if after.startswith(" ") else before.rstrip()
 
 

@@ -108,7 +108,7 @@ def save_checkpoint(
 def write_weights(
     directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write config.json and the weight files of a checkpoint, replacing old ones; `dtype` None: that of each tensor."""
+    """Write config.json and the weight files of a checkpoint, replacing old ones; `dtype` None keeps each dtype."""
     remove_shards(directory)
     num_bytes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
     stored = (tensor.detach().to(device="cpu", dtype=dtype).contiguous() for tensor in tensors.values())

@@ -12,7 +12,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def describe_problem(path: Path) -> str:
-    """Return an error message, the problem and its remedy, for a path without config.json and manifest.json."""
+    """Return an error message with the remedy for a path that has neither config.json nor manifest.json."""
     if pickle := _pickle_advice(path):
         return pickle
     if path.is_file():
@@ -44,8 +44,8 @@ def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, st
     """Return the names of a Hugging Face directory's weight files, and its index: tensor name -> file name, or empty.
 
     Raises:
-        CheckpointError: the directory has no weights, only pickled weights, or an index and a weight file outside the
-            index; or the index is malformed.
+        CheckpointError: the directory has no weights or only pickles, lacks a file of the index, or has a
+            model.safetensors that the index does not list; or the index is malformed.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if os.path.lexists(index):

@@ -130,7 +130,7 @@ def check_plain_name(path: Path, name: str) -> None:
 def _read_problem(path: Path, error: OSError) -> str:
     """Describe why a file cannot be read: for a denied permission, the path that denies it, the user, the remedy."""
     if not isinstance(error, PermissionError):
-        return f"{error.strerror}; is the checkpoint complete?"
+        return f"{error.strerror}; copy the whole checkpoint again"
     blocker = _blocker(path)
     user = f"this process has uid {os.geteuid()}, gid {os.getegid()}"
     if blocker is None:

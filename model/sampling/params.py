@@ -32,7 +32,7 @@ class SamplingParams:
     seed: seed of all random numbers. A token's random number depends on the seed and the token's position alone.
     logprobs: number of most likely tokens to report beside each sampled token; None: report no logprobs.
     prompt_logprobs: the same for the prompt's tokens, except the first, which has no logprob.
-    max_tokens: maximum length of the completion; with 0 only the prompt is computed, for `prompt_logprobs`.
+    max_tokens: maximum length of the completion; with 0 only the prompt is computed, for its logprobs or embedding.
     min_tokens: no end-of-text, stop token or stop string ends the completion before that many tokens.
     logit_bias: pairs of a token id and the number added to its logit.
     allowed_token_ids: the only tokens that may be sampled; empty allows all tokens.

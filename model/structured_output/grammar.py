@@ -82,8 +82,9 @@ class Vocabulary:
     def of(cls, tokenizer: Tokenizer, mark_ids: Iterable[int] = ()) -> "Vocabulary":
         """Return the vocabulary of a tokenizer. `mark_ids`: ordinary tokens to treat as special, such as `<think>`."""
         # llguidance does not distinguish special tokens of equal bytes.
-        names = {token_id: name.encode() for name, token_id in tokenizer.special_tokens.items()}
-        token_bytes = [tokenizer.token_bytes(i) or names.get(i, b"") for i in range(tokenizer.vocab_size)]
+        token_bytes = [
+            tokenizer.token_bytes(i) or tokenizer.format_token_name(i).encode() for i in range(tokenizer.vocab_size)
+        ]
         special = {*tokenizer.special_tokens.values(), *mark_ids}
         return cls(token_bytes, special, tokenizer.eos_token_ids, tokenizer)
 

@@ -176,7 +176,7 @@ class Trainer:
         return total / (targets_T != UNTRAINED).sum().clamp(min=1)
 
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
-        """Train to the last step, `stop_after` or `should_stop`, and save regularly. Return True at the last step."""
+        """Train to the last step, `stop_after` or `should_stop`, and save regularly. Return True after the last."""
         settings = self.settings
         if not self.step:
             self.save()  # a later run with another config is then rejected

@@ -27,7 +27,16 @@ _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # safe to echo into 
 _EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry", "idempotent-replayed")
 # Routes whose requests wait for the engine.
 SHED_ROUTES: Final = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/rerank",
+    }
 )
 # With the first two headers, a response may already be buffered. A compressed body cannot be searched for `timeout`.
 _UNSHED_HEADERS: Final = frozenset({b"idempotency-key", b"last-event-id", b"content-encoding"})
@@ -52,7 +61,7 @@ def middlewares(
     if settings.cors_origins:
         cors = {
             "allow_origins": settings.cors_origins,
-            "allow_methods": ("GET", "POST"),
+            "allow_methods": ("GET", "POST", "DELETE"),
             "allow_headers": ("*",),  # the OpenAI SDKs send a dozen extra headers
             "expose_headers": _EXPOSED_HEADERS,
             # No route reads cookies, and with credentials any allowed origin could use those of the browser.

@@ -75,7 +75,7 @@ class Lifecycle:
 
     @property
     def worker_signs(self) -> tuple[int, int, int]:
-        """Heartbeats of the worker, its epoch when it became ready, and restarts. A change of any value is progress."""
+        """Worker's number of heartbeats, epoch of the last ready worker, restarts. Any change is a sign of life."""
         return self.num_heartbeats.value, self.ready_epoch.value, self.epoch.value
 
     def record_api_heartbeat(self) -> None:

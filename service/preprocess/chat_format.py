@@ -28,7 +28,6 @@ class ChatFormat:
     tools: format of tool calls.
     reasoning: marks around the model's reasoning; None: the model does not reason.
     template_knows_tools: the chat template describes tools; else Kvasir describes them in the system message.
-    is_chosen: --tool-format names the format of tool calls.
     arguments_are_text: the template expects the arguments of past calls as JSON text, not as an object.
     variables: names of variables that the template reads.
     mark_ids: ids of the marks that are single tokens of the tokenizer.
@@ -37,7 +36,6 @@ class ChatFormat:
     tools: ToolFormat = DEFAULT_FORMAT
     reasoning: ReasoningFormat | None = None
     template_knows_tools: bool = False
-    is_chosen: bool = False
     arguments_are_text: bool = False
     variables: frozenset[str] = frozenset()
     mark_ids: Mapping[str, int] = field(default_factory=dict)
@@ -96,7 +94,6 @@ def read_chat_format(
         tools=found or DEFAULT_FORMAT,
         reasoning=reasoning,
         template_knows_tools=_VARIABLE_TOOLS.search(source) is not None,
-        is_chosen=tool_format != "auto",
         arguments_are_text="tool_calls" in source and _wants_text(template, process),
         variables=frozenset(re.findall(r"\b[a-z_]+\b", source)),
         mark_ids=mark_ids(tokenizer, all_marks()),

@@ -79,13 +79,6 @@ class ChatPrompts:
         """Prepare a chat request for the engine. Raises an `ApiError`, as `encode`."""
         form = self._form
         tools, must_call = asked.callable_tools
-        strict = next((tool.function.name for tool in tools if tool.function.strict), None)
-        if strict is not None and not (form.template_knows_tools or form.is_chosen):
-            raise InvalidRequest(
-                f"tools: {strict!r} is strict, but this model's chat template has no tools; leave out strict, or start "
-                "the server with --tool-format",
-                param="tools",
-            )
         more = dict(asked.chat_template_kwargs or {})
         effort = asked.reasoning_effort
         for name, value in (("reasoning_effort", effort), ("enable_thinking", effort != "none")):

@@ -194,9 +194,10 @@ class RequestProcessor:
         text, num_hidden = "", 0
         if request.echoes:
             num_hidden = self._num_hidden_tokens(request, prompt)
-            text = prompt_text(self.tokenizer, submit.prompt_token_ids, num_hidden=num_hidden)
             if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
                 text = prompt
+            else:
+                text = prompt_text(self.tokenizer, submit.prompt_token_ids, num_hidden=num_hidden)
         num_logprobs = (request.prompt_logprobs, request.num_logprobs if request.echoes else None)
         num_prompt_logprobs = max((number for number in num_logprobs if number is not None), default=None)
         logprobs = list[TokenLogprob]()

@@ -58,6 +58,10 @@ class ResponseGone(ApiError, status=404, type="invalid_request_error", code="ans
     """Rejection of a request to resume a stream whose response is no longer buffered."""
 
 
+class ResponseNotFound(ApiError, status=404, type="invalid_request_error", code="response_not_found"):
+    """Rejection of a request that names a response which is not stored."""
+
+
 class MethodNotAllowed(ApiError, status=405, type="invalid_request_error", code="method_not_allowed"):
     """Rejection of an HTTP method that the route does not support."""
 
@@ -118,6 +122,10 @@ class Overloaded(RetryLater, status=429, type="rate_limit_error", code="queue_fu
 
 class WaitTooLong(Overloaded, code="queue_time"):
     """Rejection of a request because its predicted time in the queue is too long."""
+
+
+class ResponseStoreFull(Overloaded, code="response_store_full"):
+    """Rejection of a request whose response cannot be stored beside the running background responses."""
 
 
 class TooManyConnections(Overloaded, status=503, type="server_error", code="too_many_connections"):

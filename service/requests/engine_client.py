@@ -149,7 +149,9 @@ class EngineClient:
         # A failed step may have sampled tokens that were never sent.
         if delta.index != len(choice.token_ids) and not has_failed:
             expected = len(choice.token_ids)
-            logger.error("sequence %s fails: new tokens begin at index %d, not %d", uid, delta.index, expected)
+            logger.error(
+                "sequence %s fails: its new tokens begin at index %d instead of %d", uid, delta.index, expected
+            )
             request.fail(EngineFailed("the engine's output arrived out of order; try again", retry=True))
             return None
         if not choice.has_started:

@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Token masks of those sampled rows of a step that have a grammar, still being computed. May allow no token."""
+    """Token masks of those sampled rows of a step that have a grammar, still being computed. A mask may be empty."""
 
     rows: tuple[int, ...]
     allowed: Future[NDArray[np.bool_]]  # RV, one row for each entry of `rows`

@@ -114,7 +114,7 @@ class Scheduler:
         return list(self._sequences.values())
 
     def add(self, sequence: SequenceState) -> None:
-        """Add a sequence to the waiting queue. Raise ValueError if it exceeds the context length or the KV-cache."""
+        """Add a sequence to the waiting queue. Raise ValueError if it is empty, or too long for context or KV-cache."""
         length, limit = len(sequence.token_ids), self._max_context_length
         assert sequence.uid not in self._sequences
         if not 1 <= sequence.num_prompt_tokens <= limit or length > limit:
@@ -409,7 +409,7 @@ class Scheduler:
         )
 
     def _draft(self, sequence: SequenceState, budget: int, min_probability: float) -> tuple[int, ...]:
-        """Return a sequence's draft tokens. Allocate a KV block if the pool keeps a free one per running sequence."""
+        """Return a sequence's draft tokens. Allocate a KV block for them if one per running sequence stays free."""
         if sequence.lookup is None or sequence.num_completion_tokens < sequence.params.min_tokens:
             return ()
         length, size = len(sequence.token_ids), self._config.block_size

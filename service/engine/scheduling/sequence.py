@@ -84,7 +84,7 @@ class SequenceState:
 
     @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
-        """Token ids that must not be sampled next: stop tokens before `min_tokens`, and last tokens of bad words."""
+        """Token ids that must not be sampled next: ends of bad words; before `min_tokens`, EOS and stop tokens too."""
         words = () if self.rules is None else self.rules.forbidden
         if self.num_completion_tokens >= self.params.min_tokens:
             return words

@@ -128,4 +128,4 @@ def test_modes_that_allow_reading_point_to_other_causes(directory: Path) -> None
 
 
 def test_other_read_errors_quote_the_operating_system(tmp_path: Path) -> None:
-    assert error_of(tmp_path, OSError(5, "Input/output error")) == "Input/output error; is the checkpoint complete?"
+    assert error_of(tmp_path, OSError(5, "Input/output error")) == "Input/output error; copy the whole checkpoint again"
