@@ -103,7 +103,7 @@ class ResponsesApi:
 
         identity = RequestIdentity(tenant=record.tenant, key=None, path="/v1/responses", digest=b"", timeout=None)
         state = record.body
-        record.events = BufferedResponse(make, identity, on_change=check, waste=lambda num_tokens: None)
+        record.events = BufferedResponse(make, identity, on_change=check, waste=lambda num_tokens: None, state={})
         self.store.add(record)
         return BufferedResponseReplay(record.events, is_again=False) if is_stream else _json(state)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from model.io.files import error_line, first_line
 from service.cli.chat_client import ChatClient, ChatError, visible
-from service.config.settings import ChatSettings, SettingsError
+from service.config.client_settings import ChatSettings
+from service.config.settings import SettingsError
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (gives `input` its line editing and history)

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
 from openai.types.responses import Response, ResponseItemList
 from starlette.testclient import TestClient
@@ -62,7 +61,7 @@ def stream(client: TestClient, given: Any = "Hello.", **fields: Any) -> list[dic
     return read_events(answer.text)
 
 
-def problem(answer: httpx.Response, status: int = 400) -> tuple[str, str]:
+def problem(answer: Any, status: int = 400) -> tuple[str, str]:
     """Return the field and the message of an error."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
