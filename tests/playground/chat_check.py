@@ -290,7 +290,8 @@ def check_chat_screens(page: Playground) -> None:
         assert page.browser.run(f"{bottom} <= innerHeight"), width
         for name in ("rail", "chats") if width < 896 else ():
             page.browser.run(f"document.getElementById('{name}-name').click()")
-            assert page.browser.run("document.documentElement.scrollWidth <= innerWidth"), f"{name} at {width}"
+            fits = f"(panel => panel.scrollWidth <= panel.clientWidth)(document.getElementById('{name}'))"
+            assert page.browser.run(fits), f"{name} scrolls sideways at {width}"
             page.browser.press("Escape")
             assert not page.browser.run(f"document.getElementById('{name}').open")
     page.browser.set_screen(1280, 800)

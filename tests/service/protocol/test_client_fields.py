@@ -78,14 +78,17 @@ def test_a_listed_field_is_treated_as_the_table_says(
 
 def test_foreign_fields_in_messages_are_ignored_and_counted(client: TestClient) -> None:
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    call = {"id": "1", "extra_content": {}, "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
     messages = [
         {"role": "user", "content": [part], "id": "1"},
         {"role": "assistant", "content": None, "annotations": [], "thinking_blocks": []},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "user", "content": "b", "id": "2"},
     ]
     response = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3, "stream": True})
     assert response.status_code == 200
-    named = {"id", "content[].cache_control", "annotations", "thinking_blocks"}
+    called = {"tool_calls[].extra_content", "tool_calls[].function.parsed_arguments"}
+    named = {"id", "content[].cache_control", "annotations", "thinking_blocks", *called}
     assert set(response.headers["x-ignored-fields"].split(",")) == {f"messages[].{name}" for name in named}
     metrics = client.get("/metrics").text
     assert 'llm_ignored_fields_total{engine="0",field="messages",model_name="tiny"} 1.0' in metrics
