@@ -86,7 +86,7 @@ class PlacedBlock:
         return f"Error: {text}" if self.block.is_error else text
 
 
-class MessageParam(RequestModel):
+class ConversationMessage(RequestModel):
     """Field `messages[]`. Messages of one role in a row are one turn."""
 
     role: Literal["user", "assistant"]
@@ -173,7 +173,7 @@ class CountTokensRequest(RequestModel):
         "system": f"{_BLOCKS[:-1]} text",
     }
 
-    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[ConversationMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     system: str | Annotated[list[ContentBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
