@@ -373,6 +373,7 @@ def test_a_background_response_goes_on_without_its_client(
     assert replay(events) == ended
     later = read_events(client.get(f"{path}?stream=true&starting_after=3").text)
     assert later == events[4:]
+    assert problem(client.get(f"{path}?stream=maybe"))[0] == "stream"
     for start in ("x", "-1", "99"):
         assert problem(client.get(f"{path}?stream=true&starting_after={start}"))[0] == "starting_after"
 
@@ -381,6 +382,19 @@ def test_a_background_response_can_be_streamed(client: TestClient) -> None:
     response = replay(stream(client, background=True))
     assert response["background"] is True
     assert client.get(f"{ROUTE}/{response['id']}").json() == response
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_retry_under_the_same_key_resumes_the_same_response(
+    client: TestClient, queue: ScriptedChannel, background: bool
+) -> None:
+    body = {"input": "a", "stream": True, "background": background}
+    first, again = (client.post(ROUTE, json=body, headers={"idempotency-key": "k"}) for _ in range(2))
+    assert first.text == again.text
+    assert len(queue.submits) == 1
+    *_, before, _ = [line.removeprefix("id: ") for line in first.text.splitlines() if line.startswith("id: ")]
+    resumed = client.post(ROUTE, json=body, headers={"last-event-id": before})
+    assert read_events(resumed.text) == read_events(first.text)[-1:]
 
 
 def test_a_cancelled_background_response_stops_in_the_engine(
