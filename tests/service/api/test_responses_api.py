@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.responses import Response, ResponseItemList
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from service.api.app import Frontend
@@ -33,6 +34,7 @@ CALLS = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 )
 THINKS = {"reasoning_format": "think"}
+SDK_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOGPROBS = ["message.output_text.logprobs"]
 
 
@@ -67,7 +69,10 @@ def ask(client: TestClient, given: Any = "Hello.", **fields: Any) -> dict[str, A
 def stream(client: TestClient, given: Any = "Hello.", **fields: Any) -> list[dict[str, Any]]:
     answer = client.post(ROUTE, json={"input": given, "stream": True, **fields})
     assert answer.headers["content-type"].startswith("text/event-stream")
-    return read_events(answer.text)
+    events = read_events(answer.text)
+    for event in events:
+        SDK_EVENT.validate_python(event)
+    return events
 
 
 def problem(answer: Any, status: int = 400) -> tuple[str, str]:
