@@ -63,12 +63,14 @@ class BufferedResponse:
         on_change: Callable[["BufferedResponse"], None],  # called when the response ends, and when a reader leaves
         waste: Callable[[int], None],  # gets the number of tokens that were generated and sent to no client
         state: dict[str, Any],  # of the request that starts the response
+        has_ids: bool = True,  # the events of a stream get ids, by which a client resumes the stream
     ) -> None:
         self.id = uuid.uuid4().hex
         self.identity = identity
         self._on_change = on_change
         self._waste = waste
         self._scope: Scope = {"type": "http", "state": state}
+        self._has_ids = has_ids
         self.head: Message | None = None
         self.failure: Exception | None = None
         self.has_failed = False
@@ -116,7 +118,7 @@ class BufferedResponse:
         """Return all parts from `start` on, as sent to a client. The events of a stream get ids."""
         sent = [self._parts[index][0] for index in range(start - self._num_dropped, len(self._parts))]
         self._num_read_tokens = max(self._num_read_tokens, self._parts[-1][1])
-        if self.is_stream:
+        if self.is_stream and self._has_ids:
             sent = [b"id: %s/%d\n%b" % (self.id.encode(), start + number, part) for number, part in enumerate(sent)]
         return b"".join(sent)
 
