@@ -454,7 +454,11 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_RENAMED = {"response_format.json_schema.schema": "output_config.format.schema"}
+# Fields of chat completions in messages of errors, and what they are called here.
+_RENAMED = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 
 
 def is_messages_path(path: str) -> bool:

@@ -193,6 +193,12 @@ def test_thinking_can_be_switched_off(client: TestClient, queue: ScriptedChannel
         assert prompt_of(queue).endswith("quiet") is is_off
 
 
+def test_a_thinking_budget_limits_the_reasoning(client: TestClient) -> None:
+    """The tiny model's tokenizer has no token that ends the reasoning, so a limit cannot be enforced."""
+    told = error(ask(client, thinking={"type": "enabled", "budget_tokens": 9}), 400, "invalid_request_error")
+    assert told.startswith("thinking.budget_tokens: this output format cannot be enforced: the limit of reasoning")
+
+
 def test_a_tool_call_becomes_a_tool_use_block(client: TestClient, queue: ScriptedChannel) -> None:
     queue.text = f"Let me look.{CALL}"
     body = message(client, tools=[WEATHER])
