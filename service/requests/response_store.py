@@ -21,9 +21,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from service.http.middleware import KEY_NAME
-from service.http.request_io import TIMEOUT_HEADER, wait_for_disconnect
+from service.http.request_io import TIMEOUT_HEADER, error_event, wait_for_disconnect
 from service.protocol.errors import ApiError, IdempotencyKeyReused, InvalidRequest, ResponseGone
-from service.protocol.responses import KEEP_ALIVE, encode_event
+from service.protocol.responses import KEEP_ALIVE
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class BufferedResponseReplay(Response):
         while self._next < buffered.num_parts and not self._has_gone:
             if not buffered.has(self._next):
                 error = "the stream was read too slowly and its next events were dropped; repeat the request"
-                body = encode_event(ResponseGone(error).body())
+                body = error_event(ResponseGone(error), buffered.identity.path)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 return False
             body = buffered.read(self._next)
