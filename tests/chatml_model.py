@@ -18,8 +18,8 @@ NAME = "tiny-talker"
 GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
 
 
-def chatml_tokenizer() -> ByteLevelTokenizer:
-    """Return a tokenizer of bytes, a few merges, merged line breaks, and three special tokens."""
+def chatml_tokenizer(*marks: str) -> ByteLevelTokenizer:
+    """Return a tokenizer of bytes, a few merges, merged line breaks, three special tokens, and marks as more."""
     ranks = dict(tiny_tokenizer().ranks)
     for token in (b"us", b"se", b"er\n", b"st", b"nt", b"\n\n\n", b"  ", b" \n"):
         ranks.setdefault(token, len(ranks))
@@ -27,16 +27,21 @@ def chatml_tokenizer() -> ByteLevelTokenizer:
     return ByteLevelTokenizer(
         pattern=SPLIT_PATTERN,
         ranks=ranks,
-        special_tokens={END_OF_TEXT: begin, START: begin + 1, END: begin + 2},
+        special_tokens={name: begin + number for number, name in enumerate((END_OF_TEXT, START, END, *marks))},
         eos_token_ids=(begin, begin + 2),
         bos_token_id=begin,
     )
 
 
-def save_chatml_checkpoint(directory: Path, *, generation: Mapping[str, Any] | None = GENERATION) -> Path:
-    """Save a checkpoint with reproducible random weights and a context of 256; return its directory."""
-    tokenizer = chatml_tokenizer()
-    config = tiny_config(tokenizer.vocab_size)
+def save_chatml_checkpoint(
+    directory: Path,
+    *marks: str,
+    generation: Mapping[str, Any] | None = GENERATION,
+    max_context_length: int = 256,
+) -> Path:
+    """Save a checkpoint with reproducible random weights; return its directory. `marks` are more special tokens."""
+    tokenizer = chatml_tokenizer(*marks)
+    config = tiny_config(tokenizer.vocab_size, max_context_length=max_context_length)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.dim() > 1 else 1.0)

@@ -80,6 +80,8 @@ class LarkDocument:
 
     def tokens(self, forbidden_ids: set[int], *, max_tokens: int) -> str:
         """Return an expression for up to `max_tokens` tokens, none of which is in `forbidden_ids`."""
+        if not max_tokens:  # llguidance rejects {0,0}
+            return '""'
         return self.rule(f"<[^{','.join(map(str, sorted(forbidden_ids)))}]>{{0,{max_tokens}}}")
 
     def terminal(self, regex: str, *, lazy: bool = False) -> str:

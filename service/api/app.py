@@ -22,6 +22,7 @@ from service.api.attention import Inspection
 from service.api.completions import Completions
 from service.api.context import ApiContext, call
 from service.api.embeddings import Embeddings
+from service.api.messages import Messages
 from service.api.openapi import ROUTES
 from service.api.responses_api import ResponsesApi
 from service.api.scores import Scores
@@ -79,6 +80,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.context = context = ApiContext(settings, served, admission, engine_client, lifecycle, metrics)
         self.completions = Completions(context)
         self.responses = ResponsesApi(context, self.completions)
+        self.messages = Messages(context, self.completions)
         self.embeddings = Embeddings(context)
         self.scores = Scores(context)
         self.inspection = Inspection(context)

@@ -17,6 +17,7 @@ from service.protocol import (
     completions,
     embeddings,
     errors,
+    messages,
     model_responses,
     responses,
     responses_request,
@@ -135,6 +136,19 @@ ROUTES = (
         errors=(errors.InvalidRequest, errors.ResponseNotFound),
     ),
     RouteEntry(
+        *("POST", "/v1/messages", "messages.create", "Continue a conversation, in Anthropic's Messages API"),
+        *(messages.GeneratedMessage, messages.MessagesRequest, messages.MessageEvent, _RESUMABLE),
+        examples={
+            "greedy": {"model": "claude", "messages": _MESSAGES, **_GREEDY},
+            "streamed": {"messages": _MESSAGES, "system": "Be brief.", "max_tokens": 8, "stream": True},
+        },
+    ),
+    RouteEntry(
+        *("POST", "/v1/messages/count_tokens", "messages.count_tokens", "Count the tokens of a Messages API request"),
+        *(messages.TokenCount, messages.CountTokensRequest, None, _RENDER),
+        examples={"conversation": {"messages": _MESSAGES}},
+    ),
+    RouteEntry(
         *("POST", "/v1/embeddings", "embeddings.embed", "Compute embeddings of texts"),
         *(embeddings.EmbeddingList, embeddings.EmbeddingRequest, None, _RESUMABLE),
         examples={
@@ -247,7 +261,9 @@ def openapi_document() -> dict[str, Any]:
     requests = [(route.request, "validation") for route in ROUTES if route.request is not None]
     _, request_schemas = models_json_schema(requests, ref_template=_REF + "{model}")  # type: ignore[arg-type]
     structs = [struct for route in ROUTES for struct in (route.content, route.event) if isinstance(struct, type)]
-    _, response_schemas = msgspec.json.schema_components([*structs, responses.ErrorBody], ref_template=_REF + "{name}")
+    _, response_schemas = msgspec.json.schema_components(
+        [*structs, responses.ErrorBody, messages.MessagesErrorBody], ref_template=_REF + "{name}"
+    )
     paths: dict[str, Any] = {}
     for route in ROUTES:
         operation = _operation(route)
@@ -280,7 +296,7 @@ def _operation(route: RouteEntry) -> dict[str, Any]:
     kinds: Errors = (*_ALWAYS, *route.errors, *([errors.Unauthorized] if is_guarded else []))
     for error in kinds:
         answer = answers.setdefault(
-            str(error.status), {"description": "", "headers": {**_REQUEST_ID}, "content": _json(responses.ErrorBody)}
+            str(error.status), {"description": "", "headers": {**_REQUEST_ID}, "content": _json(_error_body(route))}
         )
         answer["description"] += f"{' or ' if answer['description'] else ''}`{error.code}`"
         for kind, headers in _ERROR_HEADERS.items():
@@ -307,7 +323,8 @@ def _content(route: RouteEntry) -> dict[str, Any]:
     content = _json(route.content)
     if route.is_list:
         content["application/json"]["schema"] = {"type": "array", "items": content["application/json"]["schema"]}
-    if route.event is model_responses.ModelResponseEvent:
+    if route.event in (model_responses.ModelResponseEvent, messages.MessageEvent):
+        kinds = [route.event, *([messages.MessagesErrorBody] if route.event is messages.MessageEvent else [])]
         content["text/event-stream"] = {
             "schema": {
                 "description": "one event of the stream",
@@ -318,7 +335,7 @@ def _content(route: RouteEntry) -> dict[str, Any]:
                     "data": {
                         "type": "string",
                         "contentMediaType": "application/json",
-                        "contentSchema": {"$ref": _REF + route.event.__name__},
+                        "contentSchema": {"anyOf": [{"$ref": _REF + kind.__name__} for kind in kinds]},
                     },
                 },
             }
@@ -335,6 +352,10 @@ def _content(route: RouteEntry) -> dict[str, Any]:
         }
         content["text/event-stream"] = {"schema": schema}
     return content
+
+
+def _error_body(route: RouteEntry) -> type[msgspec.Struct]:
+    return messages.MessagesErrorBody if messages.is_messages_path(route.path) else responses.ErrorBody
 
 
 def _json(kind: type[object]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class ResponseBuilder(ABC):
         """Return the encoded event of a part that is only text, from a cached event of this `number` of call."""
         key = (choice.index, kind, number)
         if (frame := self._frames.get(key)) is None:
-            event = encode_event(self._text_event(choice, kind, _ANY_TEXT))
+            event = self.encode(self._text_event(choice, kind, _ANY_TEXT))
             frame = self._frames[key] = event.split(encode_event(_ANY_TEXT, b"", b""))
         return encode_event(text, b"", b"").join(frame)
 

@@ -77,7 +77,7 @@ class ResponsesApi:
             if asked.store or asked.background:
                 param = "store" if asked.store else "background"
                 raise InvalidRequest(
-                    f"{param}: this server stores no responses (--response-store-size 0); leave out {param}",
+                    f"{param}: this server stores no responses (--response-store-seconds 0); leave out {param}",
                     param=param,
                 )
             return None

@@ -174,9 +174,9 @@ class ServeSettings(ModelSettings):
     Idempotency-Key; 0: responses are not kept"""
     response_store_size: Size = option("http", "64MiB")
     """memory for stored responses of /v1/responses, the oldest of which make room for new ones; a number alone is in
-    MiB; 0: responses are not stored"""
+    MiB"""
     response_store_seconds: float = option("http", 86_400.0, ge=0, le=31_536_000)
-    """how long a response of /v1/responses is stored after its end"""
+    """how long a response of /v1/responses is stored after its end; 0: responses are not stored"""
     embedding_pooling: Literal["mean", "last"] = option("http", "mean")
     """pooling of embeddings: mean of all tokens' hidden states, or the last token's hidden state"""
     score_method: Literal["auto", "embedding", "yes-no"] = option("http", "auto")

@@ -176,6 +176,11 @@ class GenerationRequest(RequestModel):
         return None
 
     @property
+    def fits_context(self) -> bool:
+        """True if a maximum length beyond the context means the rest of the context, instead of an error."""
+        return False
+
+    @property
     def echoes(self) -> bool:
         """True if the response repeats the prompt before the completion."""
         return bool(getattr(self, "echo", False))

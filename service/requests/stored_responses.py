@@ -35,6 +35,7 @@ class StoredResponse:
         self.events: BufferedResponse | None = None  # of a background response, which goes on without a client
         self.num_counted_bytes = 0
         self.ended_seconds = 0.0
+        self.is_deleted = False
         self._keep = keep
         self._body = b""
         self._snapshot: Snapshot | None = None
@@ -85,8 +86,8 @@ class StoredResponses:
     """Store of responses by id, limited in bytes and time. The oldest ended responses make room for new ones.
 
     Args:
-        max_bytes: maximum bytes of all responses together; 0 turns the store off.
-        keep_seconds: how long an ended response is kept.
+        max_bytes: maximum bytes of all responses together.
+        keep_seconds: how long an ended response is kept; 0 turns the store off.
     """
 
     def __init__(self, *, max_bytes: int, keep_seconds: float) -> None:
@@ -98,7 +99,7 @@ class StoredResponses:
 
     @property
     def is_on(self) -> bool:
-        return self._max_bytes > 0
+        return self._keep_seconds > 0
 
     def check_room(self, record: StoredResponse) -> None:
         """Raise an `ApiError` if a new response does not fit, even without all ended responses."""
@@ -117,6 +118,8 @@ class StoredResponses:
 
     def add(self, record: StoredResponse) -> None:
         """Add a running background response, or a response that has ended, and discard the oldest over the limit."""
+        if record.is_deleted:
+            return
         if not record.is_finished:
             self._running[record.id] = record
             return
@@ -139,6 +142,7 @@ class StoredResponses:
 
     def delete(self, record: StoredResponse) -> None:
         """Discard a response. A running one is cancelled."""
+        record.is_deleted = True
         record.cancel()
         self._running.pop(record.id, None)
         if self._ended.pop(record.id, None) is not None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from model.chat.reasoning import all_marks
+from tests.chatml_model import save_chatml_checkpoint
 from tests.e2e.process import Service, serving
 from tests.tiny_model import save_tiny_checkpoint
 
@@ -20,3 +22,17 @@ def service(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save the tiny model with a context of 8,192 tokens, so that a test can act during a completion."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "long", max_context_length=8192)
+
+
+@pytest.fixture(scope="session")
+def marked_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a tiny chat model with a context of 8,192 tokens, whose tokenizer has the marks of all formats."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "marked"
+    return save_chatml_checkpoint(directory, *all_marks(), generation=None, max_context_length=8192)
+
+
+@pytest.fixture(scope="session")
+def unmarked_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a tiny chat model with a context of 8,192 tokens, whose tokenizer has no marks."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "unmarked"
+    return save_chatml_checkpoint(directory, generation=None, max_context_length=8192)

@@ -39,9 +39,9 @@ LONG: dict[str, Any] = {"prompt": "once", "max_tokens": 1500, "ignore_eos": True
 class Stream(threading.Thread):
     """Client thread that reads one stream to its end. `has_begun` and `finish` raise the error of the thread."""
 
-    def __init__(self, service: Service, **fields: Any) -> None:
+    def __init__(self, service: Service, path: str = "/v1/completions", **fields: Any) -> None:
         super().__init__(daemon=True)
-        self._service, self._fields = service, fields
+        self._url, self._fields = service.url + path, fields
         self._error: Exception | None = None
         self.events: list[str] = []
         self.start()
@@ -53,8 +53,8 @@ class Stream(threading.Thread):
             self._error = error
 
     def _read(self) -> None:
-        body, url = {**self._fields, "stream": True}, self._service.url + "/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=PATIENCE_SECONDS) as response:
+        body = {**self._fields, "stream": True}
+        with httpx.stream("POST", self._url, json=body, timeout=PATIENCE_SECONDS) as response:
             for line in response.iter_lines():
                 if line.startswith("data: "):
                     self.events.append(line.removeprefix("data: "))

@@ -28,8 +28,8 @@ class ScriptedChannel(EchoChannel):
 
     def deltas(self, submit: Submit) -> list[Any]:
         """Return the token deltas of a completion with `text`."""
-        cuts = range(0, len(self.text), self.width)
-        pieces = [(start, self.text[start : start + self.width]) for start in cuts]
+        pieces = [self.text[start : start + self.width] for start in range(0, len(self.text), self.width)] or [""]
+        starts = [len("".join(pieces[:number]).encode()) for number in range(len(pieces))]
         finish = make_finish(self.reason, num_cached_tokens=2)
         return [
             make_delta(
@@ -38,10 +38,10 @@ class ScriptedChannel(EchoChannel):
                 ids=tuple(piece.encode()),
                 text=piece,
                 logprobs=None if submit.params.logprobs is None else tuple(map(_logprob, piece.encode())),
-                finish=finish if start + len(piece) == len(self.text) else None,
+                finish=finish if start == starts[-1] else None,
             )
-            for start, piece in pieces
-        ] or [make_delta(submit.uid, finish=finish)]
+            for start, piece in zip(starts, pieces, strict=True)
+        ]
 
 
 def _logprob(token_id: int) -> TokenLogprob:

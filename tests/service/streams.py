@@ -19,7 +19,8 @@ def events(body: str) -> list[dict[str, Any]]:
 def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join the chunks of a stream into `choices` and the fields beside it, without usage and timings.
 
-    Checks that no field is repeated, that a chunk has at most one choice, and that nothing follows a finish reason.
+    Checks that no field is repeated, that a chunk has at most one choice, that nothing follows a finish reason, and
+    that each tool call begins with its name and id.
     """
     choices: dict[int, dict[str, Any]] = {}
     whole: dict[str, Any] = {}
@@ -31,6 +32,9 @@ def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         assert len(chunk["choices"]) <= 1
         for piece in chunk["choices"]:
             _add(choices.setdefault(piece["index"], {"index": piece["index"], "logprobs": None}), piece)
+    for choice in choices.values():
+        if choice.get("message", {}).get("tool_calls"):
+            choice["message"]["content"] = choice["message"]["content"] or None
     return {**whole, "choices": [choices[index] for index in sorted(choices)]}
 
 
@@ -44,7 +48,7 @@ def _add(choice: dict[str, Any], piece: dict[str, Any]) -> None:
             choice["message"] = {**delta, "refusal": None}
         else:
             assert "role" not in delta
-            choice["message"]["content"] += delta.get("content", "")
+            _extend(choice["message"], delta)
     else:
         choice["text"] = choice.get("text", "") + piece["text"]
     if (logprobs := piece["logprobs"]) is not None:
@@ -56,6 +60,22 @@ def _add(choice: dict[str, Any], piece: dict[str, Any]) -> None:
             assert name not in choice, f"{name} twice"
             choice[name] = piece[name]
     choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
+
+
+def _extend(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a delta to a chat message."""
+    for name in delta.keys() & {"content", "reasoning_content", "reasoning"}:
+        message[name] = message.get(name, "") + delta[name]
+    for piece in delta.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        if piece["index"] == len(calls):
+            assert piece["function"].keys() == {"name", "arguments"}
+            calls.append({"id": piece["id"], "type": piece["type"], "function": dict(piece["function"])})
+        else:
+            assert piece.keys() == {"index", "function"}, "only the first piece of a call has its id"
+            assert piece["index"] == len(calls) - 1
+            assert piece["function"].keys() == {"arguments"}
+            calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
 
 
 def _extended(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`/v1/responses`: conversion of requests, output items, stream events, and the store of responses."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from service.ipc.messages import FinishReason, encode_events
 from service.protocol.errors import EngineFailed
 from tests.service.response_events import ScriptedChannel, read_events, replay, without_ids
 from tests.service.sequences import make_delta, make_finish
+from tests.tiny_model import tiny_tokenizer
 
 ROUTE = "/v1/responses"
 WEATHER = {
@@ -22,6 +24,10 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": False,
 }
+TEMPLATE = """\
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{% endfor %}{% endfor %}{% if tools %}{{ tools | length }} tools{% endif %}"""
 CALLS = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -37,8 +43,11 @@ def options() -> dict[str, Any]:
 
 
 @pytest.fixture
-def settings(tiny_checkpoint: Any, options: dict[str, Any]) -> ServeSettings:
-    return ServeSettings(checkpoint=tiny_checkpoint, max_num_running=2, max_waiting_requests=2, **options)
+def settings(tiny_checkpoint: Path, tmp_path: Path, options: dict[str, Any]) -> ServeSettings:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    given = {"chat_template": str(template), "max_num_running": 2, "max_waiting_requests": 2, **options}
+    return ServeSettings(checkpoint=tiny_checkpoint, **given)
 
 
 @pytest.fixture
@@ -69,7 +78,7 @@ def problem(answer: Any, status: int = 400) -> tuple[str, str]:
 
 
 def prompt_of(queue: ScriptedChannel) -> str:
-    return bytes(i for i in queue.submits[-1].prompt_token_ids if i < 256).decode()
+    return tiny_tokenizer().decode(queue.submits[-1].prompt_token_ids)
 
 
 def text_of(response: dict[str, Any]) -> str:
@@ -288,17 +297,17 @@ def test_a_response_with_store_false_is_not_stored(client: TestClient) -> None:
     assert problem(answer, 404)[0] == "previous_response_id"
 
 
-@pytest.mark.parametrize("options", [{"response_store_size": 40_000}])
+@pytest.mark.parametrize("options", [{"response_store_size": "40KiB"}])
 def test_a_full_store_discards_the_oldest_responses(client: TestClient) -> None:
     ids = [ask(client, str(number))["id"] for number in range(12)]
     found = [client.get(f"{ROUTE}/{each}").status_code for each in ids]
     assert found == sorted(found, reverse=True)
     assert (found[0], found[-1]) == (404, 200)
-    param, message = problem(client.post(ROUTE, json={"input": [{"role": "user", "content": "a" * 40_000}]}))
+    param, message = problem(client.post(ROUTE, json={"input": [{"role": "user", "content": "a" * 41_000}]}))
     assert (param, "send store: false" in message) == ("store", True)
 
 
-@pytest.mark.parametrize("options", [{"response_store_size": 10_000}])
+@pytest.mark.parametrize("options", [{"response_store_size": "12KiB"}])
 def test_a_store_full_of_running_responses_rejects_with_429(client: TestClient, queue: ScriptedChannel) -> None:
     queue.answers = False
     for _ in range(2):
@@ -309,7 +318,7 @@ def test_a_store_full_of_running_responses_rejects_with_429(client: TestClient, 
     assert int(answer.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("options", [{"response_store_seconds": 0}])
+@pytest.mark.parametrize("options", [{"response_store_seconds": 1e-9}])
 def test_a_stored_response_expires(client: TestClient, frontend: Frontend) -> None:
     response = ask(client)
     assert client.get(f"{ROUTE}/{response['id']}").status_code == 200
@@ -317,7 +326,7 @@ def test_a_stored_response_expires(client: TestClient, frontend: Frontend) -> No
     assert client.get(f"{ROUTE}/{response['id']}").status_code == 404
 
 
-@pytest.mark.parametrize("options", [{"response_store_size": 0}])
+@pytest.mark.parametrize("options", [{"response_store_seconds": 0}])
 def test_a_server_without_a_store_rejects_only_requests_that_need_it(client: TestClient) -> None:
     response = ask(client)
     assert response["store"] is False
