@@ -34,6 +34,7 @@ class MessagesBuilder(ChatBuilder):
     """
 
     id_prefix = "msg_"
+    has_timings = False
 
     def __init__(self, asked: GenerationRequest, *, request_id: str | None = None, **about: Any) -> None:
         super().__init__(asked, **about)
@@ -78,9 +79,6 @@ class MessagesBuilder(ChatBuilder):
             events += self._closed()
             self._end(choice, delta.finish)
         return events
-
-    def add_timings(self, event: Any, timings: responses.Timings) -> None:
-        """Do nothing: Anthropic's events have no times."""
 
     def encode(self, event: Any) -> bytes:
         """Return an event as bytes of the stream."""

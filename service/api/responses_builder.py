@@ -51,6 +51,7 @@ class ResponsesBuilder(ChatBuilder):
     """
 
     id_prefix = "resp_"
+    has_timings = False  # the whole response has them
 
     def __init__(
         self, asked: GenerationRequest, *, origin: ResponsesRequest, record: StoredResponse | None, **about: Any
@@ -97,9 +98,6 @@ class ResponsesBuilder(ChatBuilder):
         if not self._output:
             events += self._opened(choice, Part(PartKind.TEXT, ""))
         return [*events, *self._closed("incomplete" if self._is_cut else "completed")]
-
-    def add_timings(self, event: Any, timings: responses.Timings) -> None:
-        """Do nothing: `end_of_stream` adds the times to the whole response."""
 
     def encode(self, event: Any) -> bytes:
         """Return an event as bytes of the stream."""
