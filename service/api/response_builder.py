@@ -334,10 +334,13 @@ class ChatBuilder(ResponseBuilder):
         return f"call_{digest}" if length is None else digest[:length]
 
     def _finish_fields(self, choice: Choice, finish: Finish | None) -> tuple[ChatFinishReason | None, str | int | None]:
-        """Return the fields `finish_reason` and `stop_reason`. Complete tool calls end with `tool_calls`."""
+        """Return the fields `finish_reason` and `stop_reason`. Complete tool calls end with `tool_calls`.
+
+        A stop string or stop token of the client may cut a call off. Its completion ends with `stop`.
+        """
         reason, stop = _finish_fields(finish)
         parser = self._parsers.get(choice.index)
-        is_whole = reason == "stop" and not isinstance(stop, str)
+        is_whole = reason == "stop" and stop is None
         return ("tool_calls" if is_whole and parser is not None and parser.num_calls else reason), stop
 
     def _logprobs(self, delta: TokenDelta) -> responses.ChatLogprobs | None:

@@ -103,14 +103,19 @@ class ResponsesApi:
 
         identity = RequestIdentity(tenant=record.tenant, key=None, path="/v1/responses", digest=b"", timeout=None)
         state = record.body
-        record.events = BufferedResponse(make, identity, on_change=check, waste=lambda num_tokens: None, state={})
+        # Clients resume by sequence number. With an Idempotency-Key, the buffer around this one adds ids.
+        record.events = BufferedResponse(
+            make, identity, on_change=check, waste=lambda num_tokens: None, state={}, has_ids=False
+        )
         self.store.add(record)
         return BufferedResponseReplay(record.events, is_again=False) if is_stream else _json(state)
 
     async def read(self, request: Request, response_id: str) -> Response:
         """Handle `GET /v1/responses/{response_id}`: the response so far, or the events of a background response."""
         record = self.store.get(response_id, _tenant(request))
-        if request.query_params.get("stream", "false").lower() != "true":
+        if (streams := request.query_params.get("stream", "false").lower()) not in ("true", "false"):
+            raise InvalidRequest("stream must be true or false", param="stream")
+        if streams == "false":
             return _json(record.body)
         if record.events is None:
             raise InvalidRequest(

@@ -133,7 +133,7 @@ class ResponsesBuilder(ChatBuilder):
         return opened if part.kind is PartKind.CALL else opened + self._plain_delta(part.text)
 
     def _framed(self, choice: Choice, kind: PartKind, text: str, number: int = 0) -> bytes:
-        return self._part_event(choice, Part(kind, text))
+        return self._plain_delta(text) if kind is self._open else self._part_event(choice, Part(kind, text))
 
     def _plain_delta(self, text: str) -> bytes:
         self._pieces.append(text)

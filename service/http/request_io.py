@@ -19,7 +19,7 @@ from service.protocol.errors import (
     UnsupportedEncoding,
 )
 from service.protocol.messages import is_messages_path, messages_error
-from service.protocol.responses import encode
+from service.protocol.responses import encode, encode_event
 
 # Lists and objects in a body: 4,096 messages of two parts each have 16,386.
 MAX_CONTAINERS = 20_000
@@ -70,6 +70,12 @@ def error_body(error: ApiError, scope: Scope) -> object:
     if is_messages_path(scope["path"]):
         return messages_error(error, scope.get("state", {}).get(REQUEST_ID))
     return error.body()
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """Return the event of an error that ends a stream of the route `path`."""
+    body = error_body(error, {"path": path})
+    return encode_event(body, b"event: error\ndata: ") if is_messages_path(path) else encode_event(body)
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:

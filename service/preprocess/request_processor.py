@@ -444,7 +444,7 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float]:
 
 
 def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
-    """Raise InvalidRequest if other fields forbid each token of `allowed_token_ids` as the completion's first token."""
+    """Raise InvalidRequest if `bad_words` or `min_tokens` forbids every token of `allowed_token_ids` as the first."""
     if not params.allowed_token_ids or not params.max_tokens:
         return
     forbidden = {word[0] for word in params.bad_word_ids if len(word) == 1}

@@ -89,7 +89,7 @@ class PlacedBlock:
 class ConversationMessage(RequestModel):
     """Field `messages[]`. Messages of one role in a row are one turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["system", "user", "assistant"]
     content: str | Annotated[list[ContentBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     def placed_blocks(self, place: str) -> list[PlacedBlock]:
@@ -197,6 +197,7 @@ class CountTokensRequest(RequestModel):
     context_management: IGNORED = None
     inference_geo: IGNORED = None
     speed: IGNORED = None
+    diagnostics: IGNORED = None
 
     def check_fields(self) -> None:
         """Raise InvalidRequest for a thread."""
@@ -248,11 +249,14 @@ class CountTokensRequest(RequestModel):
         found: list[Message] = []
         if self.system:
             system = _placed(self.system, "system")
-            found.append(Message.model_construct(role="system", content=_text(system, "system")))
+            found.append(_system_message(system))
         call_ids: set[str] = set()
         for role, turn in itertools.groupby(enumerate(self.messages), lambda placed: placed[1].role):
             blocks = [each for number, message in turn for each in message.placed_blocks(f"messages[{number}]")]
-            found += [_assistant_message(blocks, call_ids)] if role == "assistant" else _user_messages(blocks, call_ids)
+            if role == "user":
+                found += _user_messages(blocks, call_ids)
+            else:
+                found.append(_system_message(blocks) if role == "system" else _assistant_message(blocks, call_ids))
         if self.messages[-1].role == "assistant" and found[-1].tool_calls:
             param = f"messages[{len(self.messages) - 1}]"
             raise InvalidRequest(
@@ -278,6 +282,10 @@ def _text(blocks: Sequence[PlacedBlock], where: str) -> str:
     for each in blocks:
         each.check_type(["text"], where)
     return "\n".join(each.get("text") for each in blocks)
+
+
+def _system_message(blocks: Sequence[PlacedBlock]) -> Message:
+    return Message.model_construct(role="system", content=_text(blocks, "a system message"))
 
 
 def _user_messages(blocks: Sequence[PlacedBlock], call_ids: set[str]) -> Iterator[Message]:
@@ -343,6 +351,12 @@ def _response_format(wanted: OutputFormat) -> ResponseFormat:
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
+class ThinkingTokens(msgspec.Struct, kw_only=True):
+    """Details of `output_tokens`. `thinking_tokens` counts the tokens of reasoning, marks included."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
     """Token counts. The prompt has `input_tokens` and, found in the prefix cache, `cache_read_input_tokens`.
 
@@ -353,6 +367,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
     output_tokens: int
+    output_tokens_details: ThinkingTokens | UnsetType = UNSET
 
 
 class OutputBlock(msgspec.Struct, kw_only=True):
@@ -447,7 +462,11 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_RENAMED = {"response_format.json_schema.schema": "output_config.format.schema"}
+# Fields of chat completions in messages of errors, and what they are called here.
+_RENAMED = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 
 
 def is_messages_path(path: str) -> bool:
@@ -470,7 +489,12 @@ def message_usage(usage: responses.Usage) -> MessageUsage:
     """Return a request's token counts in Anthropic's form, in which cached tokens are no input tokens."""
     details = usage.prompt_tokens_details
     cached = 0 if isinstance(details, UnsetType) else details.cached_tokens
+    reasoning = usage.completion_tokens_details
+    thinking: ThinkingTokens | UnsetType = UNSET
+    if not isinstance(reasoning, UnsetType):
+        thinking = ThinkingTokens(thinking_tokens=reasoning.reasoning_tokens)
     return MessageUsage(
+        output_tokens_details=thinking,
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=usage.completion_tokens,

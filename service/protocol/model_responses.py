@@ -27,7 +27,7 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """Message of the assistant."""
+    """Output item of `/v1/responses`: message of the assistant."""
 
     id: str
     status: ItemStatus

@@ -8,7 +8,7 @@ from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import RequestModel
 
 MAX_TOOLS = 128
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionDefinition(RequestModel):

@@ -53,10 +53,7 @@ def _calls(document: LarkDocument, content: Mapping[str, Any], body: str | None)
     form = TOOL_FORMATS[content["tool_format"]]
     tools = []
     for tool in content["tools"]:
-        try:
-            parameters = prepare_schema(tool["parameters"], lenient=tool["lenient"])
-        except GrammarError as error:
-            raise GrammarError(f"the parameters of the tool {tool['name']!r}: {error}") from None
+        parameters = prepare_schema(tool["parameters"], lenient=tool["lenient"])
         tools.append(ToolSchema(name=tool["name"], parameters=parameters, lenient=tool["lenient"]))
     calls = form.calls(tools, document, is_parallel=content["is_parallel"])
     if content["must_call"]:

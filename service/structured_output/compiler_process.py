@@ -124,12 +124,28 @@ def _prepare(opening: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, An
             return chat_grammar(command["content"], opening["mark_ids"], opening["eos_token_ids"], grammar_of)
         return constraint_grammar(command["kind"], command["content"], lenient=command["lenient"])
 
+    def compiled(command: Mapping[str, Any]) -> str:
+        grammar = grammar_of(command)
+        try_out(vocabulary, grammar)
+        return grammar
+
     def handle(command: dict[str, Any]) -> dict[str, Any]:
         try:
-            grammar = grammar_of(command)
-            try_out(vocabulary, grammar)
-            return {"grammar": grammar}
+            return {"grammar": compiled(command)}
         except ValueError as error:  # GrammarError, or text that is not valid Unicode
-            return {"error": str(GrammarError(str(error)))}
+            tool = _faulty_tool(command, compiled)
+            place = "" if tool is None else f"the parameters of the tool {tool!r}: "
+            return {"error": f"{place}{GrammarError(str(error))}"}
 
     return handle
+
+
+def _faulty_tool(command: Mapping[str, Any], compiled: Callable[[Mapping[str, Any]], str]) -> str | None:
+    """Return the name of the first tool of a chat completion whose calls alone cannot be compiled, if there is one."""
+    content = command["content"]
+    for tool in content["tools"] if command["kind"] == "chat" else ():
+        try:
+            compiled({**command, "content": {**content, "tools": [tool], "reasoning": None, "body": None}})
+        except ValueError:
+            return str(tool["name"])
+    return None

@@ -25,7 +25,7 @@ _MAX_REFERENCES = 100
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSchemas:
-    """Schemas of a tool's arguments. Errors name the format and the tool.
+    """Schemas of a tool's arguments. Errors name the format.
 
     format_name: format that is to enforce the schemas.
     """
@@ -81,6 +81,4 @@ class ArgumentSchemas:
 
     def error(self, fact: str, remedy: str) -> GrammarError:
         """Return the error of a schema that the format cannot enforce."""
-        return GrammarError(
-            f"{fact} cannot be enforced in the {self.format_name} format for the tool {self.tool.name!r}; {remedy}"
-        )
+        return GrammarError(f"{fact} cannot be enforced in the {self.format_name} format; {remedy}")

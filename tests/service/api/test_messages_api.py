@@ -131,6 +131,7 @@ def test_a_message_has_anthropics_fields(client: TestClient, queue: ScriptedChan
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 4,
             "output_tokens": 5,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 
@@ -179,7 +180,9 @@ def test_max_tokens_beyond_the_context_end_at_the_contexts_end(client: TestClien
 def test_thinking_becomes_a_block_before_the_text(client: TestClient, queue: ScriptedChannel) -> None:
     queue.text = THOUGHT
     thinking = {"type": "thinking", "thinking": "Hm, é.", "signature": ""}
-    assert message(client)["content"] == [thinking, {"type": "text", "text": "Yes."}]
+    body = message(client)
+    assert body["content"] == [thinking, {"type": "text", "text": "Yes."}]
+    assert body["usage"]["output_tokens_details"] == {"thinking_tokens": len("<think>Hm, é.</think>".encode())}
     omitted = message(client, thinking={"type": "enabled", "display": "omitted"})
     assert omitted["content"] == [{"type": "text", "text": "Yes."}]
 
@@ -188,6 +191,12 @@ def test_thinking_can_be_switched_off(client: TestClient, queue: ScriptedChannel
     for thinking, is_off in (({"type": "disabled"}, True), ({"type": "adaptive"}, False), (None, False)):
         ask(client, thinking=thinking)
         assert prompt_of(queue).endswith("quiet") is is_off
+
+
+def test_a_thinking_budget_limits_the_reasoning(client: TestClient) -> None:
+    """The tiny model's tokenizer has no token that ends the reasoning, so a limit cannot be enforced."""
+    told = error(ask(client, thinking={"type": "enabled", "budget_tokens": 9}), 400, "invalid_request_error")
+    assert told.startswith("thinking.budget_tokens: this output format cannot be enforced: the limit of reasoning")
 
 
 def test_a_tool_call_becomes_a_tool_use_block(client: TestClient, queue: ScriptedChannel) -> None:
@@ -240,12 +249,12 @@ def test_calls_and_results_return_in_the_next_request(client: TestClient, queue:
 
 
 def test_tool_choice_selects_the_tools(client: TestClient, queue: ScriptedChannel) -> None:
-    clock = {**WEATHER, "name": "clock"}
+    clock = {**WEATHER, "name": "mcp__" + "clock" * 20}
     queue.text = CALL
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}, {"type": "auto"}):
         body = message(client, tools=[WEATHER, clock], tool_choice={**choice, "disable_parallel_tool_use": True})
         assert body["stop_reason"] == "tool_use"
-    assert prompt_of(queue).startswith("weather,clock;")
+    assert prompt_of(queue).startswith(f"weather,{clock['name']};")
     queue.text = "No."
     message(client, tools=[WEATHER], tool_choice={"type": "none"})
     assert prompt_of(queue).startswith("user:")
@@ -263,6 +272,8 @@ def test_system_texts_come_first_and_ignored_fields_are_named(client: TestClient
     assert prompt_of(queue) == "system:Be brief.\nRhyme.;user:Hello;assistant:"
     assert set(answer.headers["x-ignored-fields"].split(",")) == {"metadata", "system[].cache_control"}
     assert queue.submits[-1].params.top_k == 5
+    ask(client, [*HELLO, {"role": "system", "content": "Rhyme."}])
+    assert prompt_of(queue) == "user:Hello;system:Rhyme.;assistant:"
 
 
 def test_an_output_format_is_enforced(client: TestClient, queue: ScriptedChannel) -> None:
@@ -287,7 +298,7 @@ def test_count_tokens_returns_the_length_of_the_prompt(client: TestClient, queue
         ({"max_tokens": None}, "max_tokens must be a whole number"),
         ({"max_tokens": 0}, "max_tokens must be greater than or equal to 1"),
         ({"messages": []}, "messages must not be empty"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role must be 'user' or 'assistant'"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role must be 'system', 'user' or 'assistant'"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be a string, or a list of blocks"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]: image blocks"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
@@ -311,6 +322,7 @@ def test_count_tokens_returns_the_length_of_the_prompt(client: TestClient, queue
         ({"stop_sequences": [""]}, "stop_sequences must not be empty"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: 'bash_20250124' is not supported"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
+        ({"tools": [{"name": "f" * 129, "input_schema": {}}]}, "tools[0].name must match pattern"),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema must be a JSON Schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: any needs tools; add tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is required"),

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.responses import Response, ResponseItemList
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from service.api.app import Frontend
@@ -33,6 +34,7 @@ CALLS = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 )
 THINKS = {"reasoning_format": "think"}
+SDK_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOGPROBS = ["message.output_text.logprobs"]
 
 
@@ -67,7 +69,10 @@ def ask(client: TestClient, given: Any = "Hello.", **fields: Any) -> dict[str, A
 def stream(client: TestClient, given: Any = "Hello.", **fields: Any) -> list[dict[str, Any]]:
     answer = client.post(ROUTE, json={"input": given, "stream": True, **fields})
     assert answer.headers["content-type"].startswith("text/event-stream")
-    return read_events(answer.text)
+    events = read_events(answer.text)
+    for event in events:
+        SDK_EVENT.validate_python(event)
+    return events
 
 
 def problem(answer: Any, status: int = 400) -> tuple[str, str]:
@@ -373,6 +378,7 @@ def test_a_background_response_goes_on_without_its_client(
     assert replay(events) == ended
     later = read_events(client.get(f"{path}?stream=true&starting_after=3").text)
     assert later == events[4:]
+    assert problem(client.get(f"{path}?stream=maybe"))[0] == "stream"
     for start in ("x", "-1", "99"):
         assert problem(client.get(f"{path}?stream=true&starting_after={start}"))[0] == "starting_after"
 
@@ -381,6 +387,19 @@ def test_a_background_response_can_be_streamed(client: TestClient) -> None:
     response = replay(stream(client, background=True))
     assert response["background"] is True
     assert client.get(f"{ROUTE}/{response['id']}").json() == response
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_retry_under_the_same_key_resumes_the_same_response(
+    client: TestClient, queue: ScriptedChannel, background: bool
+) -> None:
+    body = {"input": "a", "stream": True, "background": background}
+    first, again = (client.post(ROUTE, json=body, headers={"idempotency-key": "k"}) for _ in range(2))
+    assert first.text == again.text
+    assert len(queue.submits) == 1
+    *_, before, _ = [line.removeprefix("id: ") for line in first.text.splitlines() if line.startswith("id: ")]
+    resumed = client.post(ROUTE, json=body, headers={"last-event-id": before})
+    assert read_events(resumed.text) == read_events(first.text)[-1:]
 
 
 def test_a_cancelled_background_response_stops_in_the_engine(
