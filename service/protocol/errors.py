@@ -35,6 +35,10 @@ class InvalidRequest(ApiError, status=400, type="invalid_request_error", code="i
     """Rejection of a request that cannot be served unless the client changes it."""
 
 
+class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
+    """Rejection of a Messages request that continues a conversation held by the server. The code is Anthropic's."""
+
+
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Rejection of a prompt too long for the model's context with its completion, or for attention inspection."""
 

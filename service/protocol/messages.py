@@ -12,7 +12,7 @@ from pydantic import Field
 from service.protocol import responses
 from service.protocol.chat import ChatCompletionRequest, Effort, Message
 from service.protocol.completions import MAX_STOPS, Count, StopString, StreamOptions
-from service.protocol.errors import ApiError, InvalidRequest
+from service.protocol.errors import ApiError, InvalidRequest, ThreadUnsupported
 from service.protocol.request_model import IGNORED, MAX_MESSAGES, RequestModel, Unsupported
 from service.protocol.response_format import JsonSchemaFormat, ResponseFormat, Schema
 from service.protocol.tools import (
@@ -189,6 +189,7 @@ class CountTokensRequest(RequestModel):
     output_format: Annotated[OutputFormat | None, Field(description="older name of output_config.format")] = None
     mcp_servers: Annotated[Any, Unsupported([])] = None
     container: Annotated[Any, Unsupported()] = None
+    thread: Annotated[Any, Field(description="rejected; Anthropic's SDK then sends whole conversations")] = None
     # Fields that change nothing here.
     metadata: IGNORED = None
     service_tier: IGNORED = None
@@ -197,6 +198,12 @@ class CountTokensRequest(RequestModel):
     inference_geo: IGNORED = None
     speed: IGNORED = None
     diagnostics: IGNORED = None
+
+    def check_fields(self) -> None:
+        """Raise InvalidRequest for a thread."""
+        if self.thread is not None:
+            message = "thread is not supported: this server holds no conversations; leave it out"
+            raise ThreadUnsupported(message, param="thread")
 
     def chat(self) -> ChatCompletionRequest:
         """Return the chat completion request that generates the message. Raises InvalidRequest."""
@@ -430,10 +437,11 @@ class TokenCount(msgspec.Struct, kw_only=True):
 
 
 class MessagesErrorDetail(msgspec.Struct, kw_only=True):
-    """Error of a request to `/v1/messages`."""
+    """Error of a request to `/v1/messages`. `details` has the error's code, which Anthropic's SDK reads."""
 
     type: str
     message: str
+    details: dict[str, str]
 
 
 class MessagesErrorBody(msgspec.Struct, kw_only=True):
@@ -472,7 +480,8 @@ def messages_error(error: ApiError, request_id: str | None) -> MessagesErrorBody
     message = error.message
     for name, new in _RENAMED.items():
         message = message.replace(name, new)
-    detail = MessagesErrorDetail(type=_ERROR_TYPES.get(error.status, default), message=message)
+    kind, details = _ERROR_TYPES.get(error.status, default), {"error_code": error.code}
+    detail = MessagesErrorDetail(type=kind, message=message, details=details)
     return MessagesErrorBody(error=detail, request_id=request_id)
 
 

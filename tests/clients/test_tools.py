@@ -25,6 +25,7 @@ CLIENTS = [
     ToolClient("Tools with openai", "own", "tools_with_openai.py", ("chat",)),
     ToolClient("Responses with openai", "own", "responses_with_openai.py", ("responses",)),
     ToolClient("openai-agents", "openai-agents", "tools_with_openai_agents.py"),
+    ToolClient("Tools with anthropic", "anthropic", "tools_with_anthropic.py", ("messages",)),
     ToolClient("langchain agents", "langchain", "tools_with_langchain.py"),
     ToolClient("pydantic-ai", "pydantic-ai", "tools_with_pydantic_ai.py"),
     ToolClient(

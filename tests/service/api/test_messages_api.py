@@ -106,7 +106,7 @@ def error(answer: Any, status: int, kind: str) -> str:
     assert (answer.status_code, body["type"], body["error"]["type"]) == (status, "error", kind), body
     assert set(body) == {"type", "error", "request_id"}
     assert body["request_id"] == answer.headers["x-request-id"] == answer.headers["request-id"]
-    assert set(body["error"]) == {"type", "message"}
+    assert set(body["error"]) == {"type", "message", "details"}
     return str(body["error"]["message"])
 
 
@@ -339,6 +339,14 @@ def test_count_tokens_returns_the_length_of_the_prompt(client: TestClient, queue
 )
 def test_invalid_requests_name_the_field(client: TestClient, fields: dict[str, Any], part: str) -> None:
     assert part in error(ask(client, **{"messages": HELLO, **fields}), 400, "invalid_request_error")
+
+
+def test_a_thread_is_rejected_with_the_code_on_which_anthropics_sdk_sends_whole_conversations(
+    client: TestClient,
+) -> None:
+    answer = ask(client, thread={"type": "create"})
+    assert "thread is not supported" in error(answer, 400, "invalid_request_error")
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 def test_errors_have_anthropics_form(client: TestClient, settings: ServeSettings) -> None:
