@@ -43,7 +43,7 @@ class XmlCalls(ToolFormat):
         for name, schema, is_required in schemas.properties(tool.parameters):
             if not name or self.after_key[0] in name or "\n" in name:
                 raise schemas.error(f"the property {name!r}", "rename it")
-            key = document.literal(f"{self.before_key}{name}{self.after_key}")
+            key = f"{document.literal(self.before_key)} {document.plain(name)} {document.literal(self.after_key)}"
             argument = document.rule(f"{key} {self._value(schema, schemas, document)}")
             arguments.append(argument if is_required else f"({argument})?")
         head = document.literal(f"{self.before_name}{tool.name}{self.after_name}")
