@@ -53,7 +53,7 @@ class XmlCalls(ToolFormat):
         """Return the Lark expression of a value and `after_value`."""
         kind, string = _kind(schema, schemas)
         if kind is not _Kind.JSON:
-            regex = _string_regex(string, schemas)
+            regex = _string_regex(string, schemas, self.after_value)
             return document.until(self.after_value, f"/null/ | ({regex})" if kind is _Kind.NULLABLE else regex)
         value = document.json(schemas.standalone(schema), lenient=schemas.tool.lenient)
         resolved = schemas.resolve(schema)
@@ -100,13 +100,15 @@ def _are_strings(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
-def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas) -> str:
-    """Return the regular expressions of a schema's strings, in the form of `LarkDocument.terminal`."""
+def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas, end: str) -> str:
+    """Return the regular expressions of a schema's strings before `end`, in the form of `LarkDocument.terminal`."""
     schemas.check_keywords(schema, "type", "enum", "const", "minLength", "maxLength", "pattern")
     regexes = [ANY_TEXT]
     if "enum" in schema or "const" in schema:
         values = [value for value in schemas.read(schema, "enum", [schema.get("const")]) if isinstance(value, str)]
-        regexes = [f"/{'|'.join(map(escape, values))}/"]
+        if found := next((value for value in values if (value + end).find(end) < len(value)), None):
+            raise schemas.error(f"the value {found!r}, which contains {end!r},", "remove the value")
+        regexes = [f"/({'|'.join(map(escape, values))})/"]  # // would be a comment
     if "minLength" in schema or "maxLength" in schema:
         most = schemas.read(schema, "maxLength", 0) if "maxLength" in schema else ""
         regexes.append(rf"/(.|\n){{{schemas.read(schema, 'minLength', 0)},{most}}}/")
