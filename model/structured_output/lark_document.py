@@ -36,6 +36,10 @@ class LarkDocument:
         pieces.append(_quote(text[start:]))
         return " ".join(piece for piece in pieces if piece) or '""'
 
+    def plain(self, text: str) -> str:
+        """Return an expression for exactly this text of a client, in which marks are text."""
+        return _quote(text) or '""'
+
     def until(self, text: str, *, regex: str = "", min_length: int = 0, max_length: int | None = None) -> str:
         """Return an expression for text up to and including the first occurrence of `text`.
 

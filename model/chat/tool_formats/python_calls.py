@@ -121,7 +121,7 @@ class _Literals:
         return f"({joined})"
 
     def _exactly(self, value: Any) -> str:
-        return self.document.literal(_python(value))
+        return self.document.plain(_python(value))
 
     def _list(self, schema: Mapping[str, Any]) -> str:
         self.schemas.check_keywords(schema, "type", "items", "minItems", "maxItems")
@@ -151,7 +151,7 @@ class _Literals:
         for name, part, is_required in reversed(list(self.schemas.properties(schema))):
             if is_call and not name.isidentifier():
                 raise self.schemas.error(f"the property {name!r}", "rename it to a Python identifier")
-            key = self.document.literal(f"{name}=" if is_call else f"{_python(name)}: ")
+            key = self.document.plain(f"{name}=" if is_call else f"{_python(name)}: ")
             pair = self.document.rule(f"{key} {self.value(part)}")
             first = self.document.rule(f"{pair} {after}" + ("" if is_required else f" | {first}"))
             after = self.document.rule(f'", " {pair} {after}' + ("" if is_required else f" | {after}"))

@@ -45,7 +45,7 @@ class XmlCalls(ToolFormat):
         for name, schema, is_required in schemas.properties(tool.parameters):
             if not name or self.after_key[0] in name or "\n" in name:
                 raise schemas.error(f"the property {name!r}", "rename it")
-            key = document.literal(f"{self.before_key}{name}{self.after_key}")
+            key = f"{document.literal(self.before_key)} {document.plain(name)} {document.literal(self.after_key)}"
             argument = document.rule(f"{key} {self._value(schema, schemas, document)}")
             arguments.append(argument if is_required else f"({argument})?")
         head = document.literal(f"{self.before_name}{tool.name}{self.after_name}")
@@ -69,7 +69,7 @@ class XmlCalls(ToolFormat):
         schemas.check_keywords(schema, "type", "enum", "const", "minLength", "maxLength", "pattern")
         least = schemas.read(schema, "minLength", 0)
         most = schemas.read(schema, "maxLength", 0) if "maxLength" in schema else None
-        regex = _string_regex(schema, schemas)
+        regex = _string_regex(schema, schemas, self.after_value)
         if not is_nullable or (not regex and least <= len("null") and (most is None or most >= len("null"))):
             return document.until(self.after_value, regex=regex, min_length=least, max_length=most)
         lengths = rf"/(.|\n){{{least},{'' if most is None else most}}}/"
@@ -114,12 +114,14 @@ def _are_strings(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
-def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas) -> str:
-    """Return the regular expressions of a schema's strings except their length, as for `LarkDocument.terminal`."""
+def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas, end: str) -> str:
+    """Return the regular expressions of a schema's strings before `end`, except their length, as for `terminal`."""
     regexes = []
     if "enum" in schema or "const" in schema:
         values = [value for value in schemas.read(schema, "enum", [schema.get("const")]) if isinstance(value, str)]
-        regexes.append(f"/{'|'.join(map(escape, values))}/")
+        if found := next((value for value in values if (value + end).find(end) < len(value)), None):
+            raise schemas.error(f"the value {found!r}, which contains {end!r},", "remove the value")
+        regexes = [f"/({'|'.join(map(escape, values))})/"]  # // would be a comment
     if "pattern" in schema:
         regexes.append(_pattern_regex(schemas.read(schema, "pattern", "")))
     return " & ".join(regexes)

@@ -1,6 +1,7 @@
 """Every tool format: its grammar accepts written calls, its parser reads them, and random calls are valid."""
 
 import random
+from typing import Any
 
 import jsonschema
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from model.chat.tool_formats.table import TOOL_FORMATS
 from model.chat.tool_formats.tool_format import ToolSchema
+from model.structured_output.grammar import GrammarError
 from tests.model.chat.tool_formats.samples import (
     CUTS,
     Calls,
@@ -57,3 +59,36 @@ def test_random_calls_of_the_grammar_are_valid(name: str, has_marks: bool, tools
     schemas = {tool.name: tool.parameters for tool in tools}
     for called, arguments in calls:
         jsonschema.validate(arguments, schemas[called])
+
+
+@each_tokenizer
+@each_format
+def test_texts_of_a_client_are_no_marks_and_no_grammar(name: str, has_marks: bool) -> None:
+    form, tokens = TOOL_FORMATS[name], byte_tokens(has_marks=has_marks)
+    marks = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|tool_call_end|>", "<think></think>")
+    for text in (*marks, "", "/", "/*#//", '"]}', "\\u0041", "<[284]>", "@g0", "%json {}", "😀\u2028", "\n"):
+        key = _object({text: {"const": 1}})
+        for schema in ({"const": text}, {"enum": [text, "b"]}, {"type": "string", "enum": [text]}, key):
+            tools = [ToolSchema(name="f", parameters=_object({"a": schema}), lenient=False)]
+            found = tokens.walk(tokens.matcher(form, tools, parallel=False), random.Random(1))
+            assert found is not None
+            ((_, arguments),) = calls_of(form.parser(tools).push(found.removeprefix(form.opening)))
+            jsonschema.validate(arguments, tools[0].parameters)
+
+
+def _object(parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("qwen3_coder", "a\n</parameter>\nb"),
+        ("qwen3_coder", "\n</parameter>"),  # with the closing tag, the first closing tag begins within the value
+        ("glm4", "</arg_value>\n"),
+    ],
+)
+def test_a_value_with_the_closing_tag_is_rejected(name: str, value: str) -> None:
+    tools = [ToolSchema(name="f", parameters=_object({"a": {"enum": ["b", value]}}), lenient=False)]
+    with pytest.raises(GrammarError, match=r"the value .* cannot be enforced in the .* format; remove the value"):
+        byte_tokens(has_marks=True).matcher(TOOL_FORMATS[name], tools)
