@@ -40,7 +40,7 @@ class ScriptedChannel(EchoChannel):
 
     text = "Fine."
     reason = FinishReason.STOP
-    stop: str | int | None = 273
+    stop: str | int | None = None
     num_cached_tokens = 0
 
     def submit(self, message: bytes) -> None:
