@@ -8,6 +8,7 @@ from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import RequestModel
 
 MAX_TOOLS = 128
+NO_PARAMETERS = {"type": "object", "properties": {}}
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -44,9 +45,12 @@ class ToolDefinition(RequestModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool in the form that chat templates expect, which is OpenAI's without `strict`."""
+        """Return the tool in the form that chat templates expect, which is OpenAI's without `strict`.
+
+        A tool without parameters gets an empty schema, because some templates fail without one.
+        """
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        return {"type": "function", "function": function}
+        return {"type": "function", "function": {**function, "parameters": function.get("parameters") or NO_PARAMETERS}}
 
 
 class NamedFunction(RequestModel):
