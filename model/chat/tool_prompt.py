@@ -1,4 +1,4 @@
-"""Tools in conversations for chat templates that know no tools: descriptions, calls and results as plain text."""
+"""Tools in conversations for chat templates without the variable `tools`: descriptions, calls and results as text."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +36,16 @@ def write_tools_as_text(
         else:
             rewritten.insert(0, {"role": "system", "content": text})
     return rewritten
+
+
+def put_tools_in_message(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return a conversation whose system message has the tools' functions in its field `tools`, as JSON text."""
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "tools": text}, *map(dict, messages[1:])]
+    return [{"role": "system", "content": "", "tools": text}, *map(dict, messages)]
 
 
 def write_calls(calls: Iterable[Mapping[str, Any]], form: ToolFormat) -> str:

@@ -40,15 +40,26 @@ class LarkDocument:
         """Return an expression for exactly this text of a client, in which marks are text."""
         return _quote(text) or '""'
 
-    def until(self, text: str, regex: str = ANY_TEXT) -> str:
+    def until(self, text: str, *, regex: str = "", min_length: int = 0, max_length: int | None = None) -> str:
         """Return an expression for text up to and including the first occurrence of `text`.
 
-        regex: regular expressions of the text before, as for `terminal`.
+        Args:
+            regex: regular expressions of the text before, as for `terminal`; "": any text.
+            min_length, max_length: characters of the text before.
         """
+        before = rf"/(.|\n){{{min_length},{'' if max_length is None else max_length}}}/"
+        if regex:
+            before = f"({regex}) & {before}" if min_length or max_length is not None else f"({regex})"
         if self._begins_with_mark(text):
-            return f"{self.text_without(text, regex)} {self.literal(text)}"
-        end = escape(text)
-        return self.terminal(rf"(({regex}) /{end}/) & ~/(.|\n)*{end}(.|\n)+/")
+            return f"{self.text_without(text, before)} {self.literal(text)}"
+        # The shortest match ends at the first occurrence, unless the text before must be longer or match a regex.
+        # Excluding early occurrences by length is cheap; excluding them by regex exceeds limits for long bounded texts.
+        end, later = escape(text), ""
+        if regex:
+            later = rf" & ~/(.|\n)*{end}(.|\n)+/"
+        elif min_length:
+            later = rf" & ~/(.|\n){{0,{min_length - 1}}}{end}(.|\n)*/"
+        return self.terminal(f"(({before}) /{end}/){later}", lazy=True)
 
     def text_without(self, text: str, regex: str = ANY_TEXT) -> str:
         """Return an expression for text without `text`. `regex`: its regular expressions, as for `terminal`."""
@@ -77,10 +88,13 @@ class LarkDocument:
             return '""'
         return self.rule(f"<[^{','.join(map(str, sorted(forbidden_ids)))}]>{{0,{max_tokens}}}")
 
-    def terminal(self, regex: str) -> str:
-        """Return an expression for text that matches regular expressions `/…/`, joined by operators such as `&`."""
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {regex}")
+    def terminal(self, regex: str, *, lazy: bool = False) -> str:
+        """Return an expression for text that matches regular expressions `/…/`, joined by operators such as `&`.
+
+        lazy: end at the shortest match.
+        """
+        name = f"t{len(self._rules)}" if lazy else f"T{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {regex}")
         return name
 
     def rule(self, body: str) -> str:

@@ -154,7 +154,9 @@ def _load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> 
     config, path = read_tokenizer_config(directory), directory / vocabulary_file
     name = ("GPT2Tokenizer" if config.tokenizer_class is None else config.tokenizer_class).removesuffix("Fast")
     if name not in _SPLITS:
-        raise CheckpointError(f"{path}: this file lacks the split pattern of {name}; {_SAVE_FAST_TOKENIZER}")
+        raise CheckpointError(
+            f"{path}: the split pattern of the tokenizer class {name} is unknown; {_SAVE_FAST_TOKENIZER}"
+        )
     pattern, normalizer = _SPLITS[name]
     vocabulary = read_json(path)
     if _END_OF_TEXT in vocabulary:  # GPT-2's own files name no EOS token

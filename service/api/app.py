@@ -22,7 +22,9 @@ from service.api.attention import Inspection
 from service.api.completions import Completions
 from service.api.context import ApiContext, call
 from service.api.embeddings import Embeddings
+from service.api.messages import Messages
 from service.api.openapi import ROUTES
+from service.api.responses_api import ResponsesApi
 from service.api.scores import Scores
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response
@@ -77,6 +79,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         )
         self.context = context = ApiContext(settings, served, admission, engine_client, lifecycle, metrics)
         self.completions = Completions(context)
+        self.responses = ResponsesApi(context, self.completions)
+        self.messages = Messages(context, self.completions)
         self.embeddings = Embeddings(context)
         self.scores = Scores(context)
         self.inspection = Inspection(context)
@@ -196,6 +200,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             await asyncio.sleep(_TICK_SECONDS)
             context.lifecycle.end_if_orphaned()
             context.response_store.discard_expired()
+            self.responses.store.discard_expired()
             context.engine_client.wake_silent_requests(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
             context.engine_client.expire(time.monotonic(), is_stalled=context.readiness().state == "stalled")
 
@@ -204,6 +209,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.context.chat.close()
         self.context.grammar_checker.close()
         self.context.response_store.close()
+        self.responses.store.close()
 
     def end_all(self) -> None:
         """Fail all unfinished requests with `Draining`. Called when the drain time of a shutdown is over."""

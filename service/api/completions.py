@@ -18,6 +18,7 @@ from service.preprocess.chat_renderer import ChatPlan
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest
+from service.protocol.request_model import RequestModel
 from service.protocol.responses import RenderedPrompt
 from service.requests.inflight import Choice, InflightRequest
 
@@ -128,9 +129,13 @@ class Completions:
         )
         delivery = CompletionStream if asked.stream else CompletionBody
         response = delivery(live, response_builder, metrics=context.metrics, finish=context.engine_client.finish)
+        self.report_ignored_fields(response, asked)
+        context.engine_client.submit(live)
+        return response
+
+    def report_ignored_fields(self, response: Response, asked: RequestModel) -> None:
+        """Name the ignored fields of a request in a header of its response, and count them."""
         if ignored := asked.ignored_fields:
             response.raw_headers.append((b"x-ignored-fields", _header_list(ignored)))
             for name in {name.partition("[")[0] for name in ignored}:
-                context.metrics.count("ignored_fields", name)
-        context.engine_client.submit(live)
-        return response
+                self._context.metrics.count("ignored_fields", name)

@@ -12,7 +12,17 @@ from pydantic.json_schema import models_json_schema
 
 from service.api import attention
 from service.http.middleware import ALWAYS_OPEN
-from service.protocol import chat, completions, embeddings, errors, responses, scores
+from service.protocol import (
+    chat,
+    completions,
+    embeddings,
+    errors,
+    messages,
+    model_responses,
+    responses,
+    responses_request,
+    scores,
+)
 
 Errors = tuple[type[errors.ApiError], ...]
 _REF = "#/components/schemas/"
@@ -97,6 +107,48 @@ ROUTES = (
         examples={"conversation": {"messages": _MESSAGES}},
     ),
     RouteEntry(
+        *("POST", "/v1/responses", "responses.create", "Continue a conversation, in OpenAI's Responses API"),
+        *(model_responses.ModelResponse, responses_request.ResponsesRequest, model_responses.ModelResponseEvent),
+        (*_RESUMABLE, errors.ResponseNotFound, errors.ResponseStoreFull),
+        examples={
+            "text": {"input": _PROMPT, "max_output_tokens": 16, "temperature": 0, "store": False},
+            "conversation": {"input": _MESSAGES, "instructions": "Be brief.", "stream": True},
+        },
+    ),
+    RouteEntry(
+        *("GET", "/v1/responses/{response_id}", "responses.read", "Get a stored response, or the events of its stream"),
+        *(model_responses.ModelResponse, None, model_responses.ModelResponseEvent),
+        (errors.InvalidRequest, errors.ResponseNotFound, errors.ResponseGone),
+    ),
+    RouteEntry(
+        *("DELETE", "/v1/responses/{response_id}", "responses.delete", "Delete a stored response"),
+        model_responses.DeletedResponse,
+        errors=(errors.ResponseNotFound,),
+    ),
+    RouteEntry(
+        *("POST", "/v1/responses/{response_id}/cancel", "responses.cancel", "Cancel a background response"),
+        model_responses.ModelResponse,
+        errors=(errors.InvalidRequest, errors.ResponseNotFound),
+    ),
+    RouteEntry(
+        *("GET", "/v1/responses/{response_id}/input_items", "responses.input_items", "List a response's input items"),
+        model_responses.InputItemList,
+        errors=(errors.InvalidRequest, errors.ResponseNotFound),
+    ),
+    RouteEntry(
+        *("POST", "/v1/messages", "messages.create", "Continue a conversation, in Anthropic's Messages API"),
+        *(messages.GeneratedMessage, messages.MessagesRequest, messages.MessageEvent, _RESUMABLE),
+        examples={
+            "greedy": {"model": "claude", "messages": _MESSAGES, **_GREEDY},
+            "streamed": {"messages": _MESSAGES, "system": "Be brief.", "max_tokens": 8, "stream": True},
+        },
+    ),
+    RouteEntry(
+        *("POST", "/v1/messages/count_tokens", "messages.count_tokens", "Count the tokens of a Messages API request"),
+        *(messages.TokenCount, messages.CountTokensRequest, None, _RENDER),
+        examples={"conversation": {"messages": _MESSAGES}},
+    ),
+    RouteEntry(
         *("POST", "/v1/embeddings", "embeddings.embed", "Compute embeddings of texts"),
         *(embeddings.EmbeddingList, embeddings.EmbeddingRequest, None, _RESUMABLE),
         examples={
@@ -169,6 +221,18 @@ _KEY = "Key that names this request. A retry of the request with the same key ge
 _LAST_EVENT = "Resumes an earlier stream after its event with this id. Empty: the same as no header."
 _API_KEY = "An API key, if the server requires API keys."
 _TIMEOUT = "Maximum seconds in the queue, like the field timeout of the body. The shorter of the two limits applies."
+_ID = _parameter("response_id", "Id of the response", place="path", type="string")
+_QUERIES = {
+    "responses.read": [
+        _parameter("stream", "Get the events of a background response", place="query", type="boolean"),
+        _parameter("starting_after", "Sequence number of the last event received", place="query", type="integer"),
+    ],
+    "responses.input_items": [
+        _parameter("limit", "Maximum number of items, 1 to 100", place="query", type="integer"),
+        _parameter("order", "Order of the items", place="query", enum=["asc", "desc"]),
+        _parameter("after", "Id of the item before the first one listed", place="query", type="string"),
+    ],
+}
 _RESUME_HEADERS = [
     _parameter("Idempotency-Key", _KEY, type="string", pattern="^[!-~]{1,255}$"),
     _parameter("Last-Event-ID", _LAST_EVENT, type="string", pattern="^([0-9a-f]{32}/[0-9]{1,9})?$"),
@@ -197,7 +261,9 @@ def openapi_document() -> dict[str, Any]:
     requests = [(route.request, "validation") for route in ROUTES if route.request is not None]
     _, request_schemas = models_json_schema(requests, ref_template=_REF + "{model}")  # type: ignore[arg-type]
     structs = [struct for route in ROUTES for struct in (route.content, route.event) if isinstance(struct, type)]
-    _, response_schemas = msgspec.json.schema_components([*structs, responses.ErrorBody], ref_template=_REF + "{name}")
+    _, response_schemas = msgspec.json.schema_components(
+        [*structs, responses.ErrorBody, messages.MessagesErrorBody], ref_template=_REF + "{name}"
+    )
     paths: dict[str, Any] = {}
     for route in ROUTES:
         operation = _operation(route)
@@ -230,14 +296,16 @@ def _operation(route: RouteEntry) -> dict[str, Any]:
     kinds: Errors = (*_ALWAYS, *route.errors, *([errors.Unauthorized] if is_guarded else []))
     for error in kinds:
         answer = answers.setdefault(
-            str(error.status), {"description": "", "headers": {**_REQUEST_ID}, "content": _json(responses.ErrorBody)}
+            str(error.status), {"description": "", "headers": {**_REQUEST_ID}, "content": _json(_error_body(route))}
         )
         answer["description"] += f"{' or ' if answer['description'] else ''}`{error.code}`"
         for kind, headers in _ERROR_HEADERS.items():
             if issubclass(error, kind):
                 answer["headers"] |= headers
-    parameters = [_parameter("model_id", "Model or alias", place="path", type="string")] if "{" in route.path else []
-    parameters += _RESUME_HEADERS if errors.ResponseGone in route.errors else []
+    parameters = [_ID] if "{response_id}" in route.path else []
+    parameters += [_parameter("model_id", "Model or alias", place="path", type="string")] if "{m" in route.path else []
+    parameters += _QUERIES.get(route.handler, [])
+    parameters += _RESUME_HEADERS if errors.IdempotencyKeyReused in route.errors else []
     parameters += [_TIMEOUT_HEADER] if errors.QueueTimeout in route.errors else []
     operation: dict[str, Any] = {"summary": route.summary, "parameters": parameters, "responses": answers}
     if route.request is not None:
@@ -255,7 +323,24 @@ def _content(route: RouteEntry) -> dict[str, Any]:
     content = _json(route.content)
     if route.is_list:
         content["application/json"]["schema"] = {"type": "array", "items": content["application/json"]["schema"]}
-    if route.event is not None:
+    if route.event in (model_responses.ModelResponseEvent, messages.MessageEvent):
+        kinds = [route.event, *([messages.MessagesErrorBody] if route.event is messages.MessageEvent else [])]
+        content["text/event-stream"] = {
+            "schema": {
+                "description": "one event of the stream",
+                "type": "object",
+                "required": ["event", "data"],
+                "properties": {
+                    "event": {"type": "string"},
+                    "data": {
+                        "type": "string",
+                        "contentMediaType": "application/json",
+                        "contentSchema": {"anyOf": [{"$ref": _REF + kind.__name__} for kind in kinds]},
+                    },
+                },
+            }
+        }
+    elif route.event is not None:
         # The schema describes one event, because OpenAPI before 3.2 has no streams.
         data = [{"$ref": _REF + kind.__name__} for kind in (route.event, responses.ErrorBody)]
         event = {"contentMediaType": "application/json", "contentSchema": {"anyOf": data}}
@@ -267,6 +352,10 @@ def _content(route: RouteEntry) -> dict[str, Any]:
         }
         content["text/event-stream"] = {"schema": schema}
     return content
+
+
+def _error_body(route: RouteEntry) -> type[msgspec.Struct]:
+    return messages.MessagesErrorBody if messages.is_messages_path(route.path) else responses.ErrorBody
 
 
 def _json(kind: type[object]) -> dict[str, Any]:

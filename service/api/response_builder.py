@@ -3,7 +3,7 @@
 import hashlib
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET
@@ -31,6 +31,8 @@ class ResponseBuilder(ABC):
     """Builder of the JSON body or the stream events of one response. Keeps state between the events of a stream."""
 
     id_prefix: ClassVar[str]
+    has_timings: ClassVar[bool] = True  # the event that ends the last choice has the times of the request
+    encode: Callable[[Any], bytes] = staticmethod(encode_event)  # returns an event as bytes of the stream
     _event_type: ClassVar[type[responses.Completion] | type[responses.ChatCompletionChunk]]
 
     def __init__(
@@ -73,14 +75,6 @@ class ResponseBuilder(ABC):
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the stream events of a token delta; with `is_first`, also the requested data of the prompt."""
 
-    def add_timings(self, event: Event, timings: responses.Timings) -> None:
-        """Add the times of the request to the event that ends its last choice."""
-        event.timings = timings
-
-    def encode(self, event: Event) -> bytes:
-        """Return an event as bytes of the stream."""
-        return encode_event(event)
-
     def error_event(self, error: ApiError) -> bytes:
         """Return the event of an error that ends a stream which has begun."""
         return encode_event(error.body())
@@ -98,7 +92,7 @@ class ResponseBuilder(ABC):
         """Return the encoded event of a part that is only text, from a cached event of this `number` of call."""
         key = (choice.index, kind, number)
         if (frame := self._frames.get(key)) is None:
-            event = encode_event(self._text_event(choice, kind, _ANY_TEXT))
+            event = self.encode(self._text_event(choice, kind, _ANY_TEXT))
             frame = self._frames[key] = event.split(encode_event(_ANY_TEXT, b"", b""))
         return encode_event(text, b"", b"").join(frame)
 

@@ -279,7 +279,8 @@ class CompletionStream(CompletionDelivery):
                 built[-1].usage = self._usage()
             if not self._num_unfinished:
                 times = self._timings()
-                self._builder.add_timings(built[-1], times)
+                if self._builder.has_timings:
+                    built[-1].timings = times
             events += map(self._builder.encode, built)
         if not self._num_unfinished:
             events += self._builder.end_of_stream(

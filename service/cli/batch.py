@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from service.cli.batch_server import BatchClient, Reply, own_server
-from service.config.settings import BatchSettings
+from service.config.client_settings import BatchSettings
 
 _PATH = re.compile(r"/[!-~]*")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from model.io.files import error_line, first_line
+from service.config import client_settings
 from service.config import settings as config
 from service.config.flags import CommandSettings
 from service.supervisor.worker_process import WorkerProcess
@@ -35,8 +36,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("serve a checkpoint over HTTP, in OpenAI's protocol", config.ServeSettings, "serve:main"),
-    "batch": Command("answer a file of requests in OpenAI's batch format", config.BatchSettings, "batch:main"),
+    "batch": Command("answer a file of requests in OpenAI's batch format", client_settings.BatchSettings, "batch:main"),
     "generate": Command("complete a text in this process, without a server", config.GenerateSettings, "generate:main"),
+    "chat": Command("chat with the model of a running server", client_settings.ChatSettings, "chat:main"),
     "train": Command("train a model and write its checkpoint", config.TrainSettings, "train:main"),
     "eval": Command("evaluate a model on held-out texts, minimal pairs, samples", config.EvalSettings, "eval:main"),
     "bench": Command("measure the engine in this process"),

@@ -136,7 +136,9 @@ def _check_apart(out: Path, run_directory: Path) -> None:
     finished, run = out.resolve(), run_directory.resolve()
     is_run_file = any(run / name in (finished, *finished.parents) for name in RUN_FILES)
     if is_run_file or finished in (run, *run.parents):
-        raise SettingsError(f"--out {out} overlaps the training run saved in {run_directory}; choose another directory")
+        raise SettingsError(
+            f"--out {out} overlaps {run_directory}, where this command saves the run; choose another --out"
+        )
 
 
 def _check_memory(config: TrainConfig, device: str) -> None:

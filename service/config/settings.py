@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import ByteSize, SecretStr, ValidationError, field_validator, model_validator
 
@@ -172,6 +172,11 @@ class ServeSettings(ModelSettings):
     resume_seconds: float = option("http", 15.0, ge=0, le=3600)
     """how long a response is kept for a client that lost its connection and retries with Last-Event-ID or its
     Idempotency-Key; 0: responses are not kept"""
+    response_store_size: Size = option("http", "64MiB")
+    """memory for stored responses of /v1/responses, the oldest of which make room for new ones; a number alone is in
+    MiB"""
+    response_store_seconds: float = option("http", 86_400.0, ge=0, le=31_536_000)
+    """how long a response of /v1/responses is stored after its end; 0: responses are not stored"""
     embedding_pooling: Literal["mean", "last"] = option("http", "mean")
     """pooling of embeddings: mean of all tokens' hidden states, or the last token's hidden state"""
     score_method: Literal["auto", "embedding", "yes-no"] = option("http", "auto")
@@ -241,41 +246,6 @@ class ServeSettings(ModelSettings):
         if 0 < value < 3:
             raise ValueError("must be 0 (never replace a worker), or at least 3 seconds (heartbeats come every second)")
         return value
-
-
-class BatchSettings(CommandSettings):
-    """Answer a file of requests in OpenAI's batch format, one JSON object per line: custom_id, method, url and body.
-    Each line of the output file is one response. The same command continues an interrupted batch. Without --url it
-    starts a server for --checkpoint, which KVASIR_* variables configure as they do `kvasir serve`, and stops it at the
-    end.
-    """
-
-    POSITIONAL: ClassVar[tuple[str, ...]] = ("input", "output")
-
-    input: Path = option("files", metavar="FILE")
-    """file of requests"""
-    output: OutputFile = option("files", metavar="FILE")
-    """file of responses; a custom_id that it contains is not requested again"""
-    url: str | None = option("server", None, pattern=r"^https?://[!-~]+$")
-    """base URL of a running server, such as http://127.0.0.1:8000 (default: start a server)"""
-    checkpoint: Path | None = option("server", None, default_text="the shipped model, without --url")
-    """checkpoint directory to start a server for"""
-    api_key: SecretStr | None = option("server", None)
-    """API key of the server"""
-    concurrency: int = option("requests", 64, ge=1, le=4096)
-    """maximum requests at a time; the default is that of --max-num-running of `kvasir serve`"""
-    max_retries: int = option("requests", 20, ge=0, le=1000)
-    """retries of a request that a busy server rejects, or whose connection is lost"""
-
-    @model_validator(mode="after")
-    def _check_server(self) -> Self:
-        if self.url is not None and self.checkpoint is not None:
-            raise ValueError("give either --url (a running server) or --checkpoint (a server to start)")
-        if self.url is None and self.checkpoint is None:
-            raise ValueError("--checkpoint is needed, or --url of a running server")
-        if self.input.exists() and self.output.exists() and self.input.samefile(self.output):
-            raise ValueError("the input file and the output file are the same; choose another output file")
-        return self
 
 
 class GenerateSettings(ModelSettings):
@@ -485,7 +455,7 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
         settings = kind(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         sources = variables | {name: flags.flag_of(name) for name in given}
-        raise SettingsError(_first_problem(kind, sources, error)) from None
+        raise SettingsError(first_problem(kind, sources, error)) from None
     if default is not None:
         print(f"kvasir {command}: no --checkpoint given; using the shipped model, {default}", file=sys.stderr)
     return settings
@@ -503,7 +473,7 @@ def _given_variable(name: str) -> str | None:
     return next(filter(os.environ.get, [*variables, _STANDARD_VARIABLES.get(name, "")]), None)
 
 
-def _first_problem(kind: type[CommandSettings], sources: Mapping[str, str], error: ValidationError) -> str:
+def first_problem(kind: type[CommandSettings], sources: Mapping[str, str], error: ValidationError) -> str:
     """Return a one-line error message: the flag or variable of the first invalid field, the problem, and the value."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.config.settings import SettingsError
-from service.http.request_io import TIMEOUT_HEADER, keep_error
+from service.http.request_io import TIMEOUT_HEADER, error_body, keep_error
 from service.protocol.errors import (
     ApiError,
     HeadTooLarge,
@@ -406,10 +406,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif is_one_incomplete and unanswered[-1].response_started:
             self.transport.abort()  # its response has begun, so no error can be sent
         else:
-            self._send_refusal(error)
+            self._send_refusal(error, unanswered[-1].scope if is_one_incomplete else None)
 
-    def _send_refusal(self, error: ApiError) -> None:
-        body = encode(error.body())
+    def _send_refusal(self, error: ApiError, scope: Any = None) -> None:
+        body = encode(error.body() if scope is None else error_body(error, scope))
         fields = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in {**fields, "connection": "close"}.items())

@@ -13,21 +13,30 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.config.settings import ServeSettings
 from service.http.api_keys import ApiKeys
-from service.http.request_io import error_response, keep_error
+from service.http.request_io import REQUEST_ID, error_response, keep_error
 from service.protocol.errors import ApiError, Unauthorized
+from service.protocol.messages import is_messages_path
 
 logger = logging.getLogger(__name__)
 
 # The playground, where the user types an API key, and the OpenAPI document. Neither contains a secret.
 ALWAYS_OPEN: Final = frozenset({"/", "/playground", "/openapi.json"})
 KEY_NAME: Final = "api_key_name"  # attribute of `request.state`: the name of the request's API key
-REQUEST_ID: Final = "x-request-id"  # response header, and attribute of `request.state`
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # safe to echo into a header and a log line
 # Response headers that scripts of allowed origins may read: the request id for support, and the retry hints.
 _EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry", "idempotent-replayed")
 # Routes whose requests wait for the engine.
 SHED_ROUTES: Final = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/rerank",
+    }
 )
 # With the first two headers, a response may already be buffered. A compressed body cannot be searched for `timeout`.
 _UNSHED_HEADERS: Final = frozenset({b"idempotency-key", b"last-event-id", b"content-encoding"})
@@ -52,7 +61,7 @@ def middlewares(
     if settings.cors_origins:
         cors = {
             "allow_origins": settings.cors_origins,
-            "allow_methods": ("GET", "POST"),
+            "allow_methods": ("GET", "POST", "DELETE"),
             "allow_headers": ("*",),  # the OpenAI SDKs send a dozen extra headers
             "expose_headers": _EXPOSED_HEADERS,
             # No route reads cookies, and with credentials any allowed origin could use those of the browser.
@@ -78,7 +87,10 @@ class RequestId:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = request_id
+                if is_messages_path(scope["path"]):
+                    headers["request-id"] = request_id  # the name that Anthropic's clients read
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -119,16 +131,20 @@ class EarlyRejection:
         except ApiError as error:
             self.count(error)
             keep_error(scope, error)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         await self.app(scope, receive_again, send)
 
     def _authenticate(self, scope: Scope) -> None:
         """Store the name of the request's API key in the request's state. Raises Unauthorized: no key, or unknown."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
+        # Anthropic's clients send the key itself in a header of its own.
+        given = given or [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         scheme, _, key = given[0].strip().partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer" or not key.strip():
-            raise Unauthorized("this server requires an API key; send it as Authorization: Bearer KEY")
+            raise Unauthorized(
+                "this server requires an API key; send it as Authorization: Bearer KEY or x-api-key: KEY"
+            )
         name = self.keys.name_of(key.strip())
         if name is None:
             # litellm raises BadRequestError for a 401 unless the message begins as OpenAI's does.

@@ -1,4 +1,4 @@
-"""HTTP request handling of all routes: body limits, JSON responses, errors in OpenAI's format."""
+"""HTTP request handling of all routes: body limits, JSON responses, errors in the format of the route."""
 
 import re
 from collections.abc import Callable
@@ -18,13 +18,15 @@ from service.protocol.errors import (
     RouteNotFound,
     UnsupportedEncoding,
 )
-from service.protocol.responses import encode
+from service.protocol.messages import is_messages_path, messages_error
+from service.protocol.responses import encode, encode_event
 
 # Lists and objects in a body: 4,096 messages of two parts each have 16,386.
 MAX_CONTAINERS = 20_000
 # Matches one more opening bracket than the limit, outside strings. Possessive quantifiers prevent backtracking.
 _TOO_MANY = re.compile(rb'(?:(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+"?)*+[\[{]){%d}+' % (MAX_CONTAINERS + 1), re.DOTALL)
 TIMEOUT_HEADER = "x-request-timeout"
+REQUEST_ID = "x-request-id"  # response header, and attribute of `request.state`
 ERROR = "error"  # attribute of `request.state`: the error that the request's response reports
 
 
@@ -63,9 +65,22 @@ def json_response(value: object, status: int = 200, headers: dict[str, str] | No
     return Response(encode(value), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return an HTTP response for an error, in OpenAI's format."""
-    return json_response(error.body(), error.status, error.headers())
+def error_body(error: ApiError, scope: Scope) -> object:
+    """Return the JSON body of an error response: in Anthropic's format for Anthropic's routes, else in OpenAI's."""
+    if is_messages_path(scope["path"]):
+        return messages_error(error, scope.get("state", {}).get(REQUEST_ID))
+    return error.body()
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """Return the event of an error that ends a stream of the route `path`."""
+    body = error_body(error, {"path": path})
+    return encode_event(body, b"event: error\ndata: ") if is_messages_path(path) else encode_event(body)
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """Return an HTTP response for an error of the request in `scope`."""
+    return json_response(error_body(error, scope), error.status, error.headers())
 
 
 def keep_error(scope: Scope, error: ApiError) -> None:
@@ -74,7 +89,7 @@ def keep_error(scope: Scope, error: ApiError) -> None:
 
 
 def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> None:
-    """Make `app` count every error and send it in OpenAI's format, including those of unknown routes and bugs."""
+    """Make `app` count every error and send it in the route's format, including those of unknown routes and bugs."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
@@ -90,7 +105,7 @@ def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> N
                 reported = InvalidRequest(str(error.detail))
         count(reported)
         keep_error(request.scope, reported)
-        response = error_response(reported)
+        response = error_response(reported, request.scope)
         if isinstance(reported, MethodNotAllowed):
             # Several routes may share a path, each with its own methods.
             routes = [r for r in app.routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]

@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from model.chat.output_parser import OutputParser
 from model.chat.reasoning import REASONING_FORMATS, ReasoningFormat, all_marks, find_reasoning_format, mark_ids
-from model.chat.template import ChatTemplate
+from model.chat.template import PLAIN_SOURCE, ChatTemplate
 from model.chat.template_sandbox import TemplateFailure
 from model.chat.tool_formats.table import DEFAULT_FORMAT, TOOL_FORMATS, find_tool_format
 from model.chat.tool_formats.tool_format import ToolFormat, ToolSchema
@@ -16,7 +16,7 @@ from model.tokenizer.interface import Tokenizer
 from service.config.flags import SettingsError
 from service.preprocess.template_process import TemplateProcess
 
-_VARIABLE_TOOLS = re.compile(r"\btools\b")
+_MESSAGE_TOOLS = re.compile(r"""message(\.tools|\[['"]tools['"]\])|['"]tools['"] in message""")
 _PROBE = {"kvasir_key": "kvasir_value"}
 _PROBE_IN_JSON = re.compile(r'"kvasir_key":\s*"kvasir_value"')
 
@@ -27,8 +27,9 @@ class ChatFormat:
 
     tools: format of tool calls.
     reasoning: marks around the model's reasoning; None: the model does not reason.
-    template_knows_tools: the chat template describes tools; else Kvasir describes them in the system message.
-    is_chosen: --tool-format names the format of tool calls.
+    tools_go_to: place from which the chat template reads the tools: the variable `tools`, or the field `tools` of the
+        system message, as JSON text (Phi-4-mini). text: the template has no tools, so Kvasir writes them into messages.
+    is_plain: the model has no chat template and --tool-format no value, so the model was not trained for tools.
     arguments_are_text: the template expects the arguments of past calls as JSON text, not as an object.
     variables: names of variables that the template reads.
     mark_ids: ids of the marks that are single tokens of the tokenizer.
@@ -36,8 +37,8 @@ class ChatFormat:
 
     tools: ToolFormat = DEFAULT_FORMAT
     reasoning: ReasoningFormat | None = None
-    template_knows_tools: bool = False
-    is_chosen: bool = False
+    tools_go_to: Literal["variable", "message", "text"] = "text"
+    is_plain: bool = False
     arguments_are_text: bool = False
     variables: frozenset[str] = frozenset()
     mark_ids: Mapping[str, int] = field(default_factory=dict)
@@ -66,9 +67,9 @@ class ChatFormat:
 
     def describe(self) -> dict[str, object]:
         """Return the entries of the start-up listing by name."""
-        knows = "" if self.template_knows_tools else ", described in the system message"
+        place = ", described in the system message" if self.tools_go_to == "text" else ""
         return {
-            "tool_format": f"{self.tools.name}{knows}",
+            "tool_format": f"{self.tools.name}{place}",
             "reasoning_format": "none" if self.reasoning is None else self.reasoning.name,
         }
 
@@ -95,12 +96,18 @@ def read_chat_format(
     return ChatFormat(
         tools=found or DEFAULT_FORMAT,
         reasoning=reasoning,
-        template_knows_tools=_VARIABLE_TOOLS.search(source) is not None,
-        is_chosen=tool_format != "auto",
+        tools_go_to=_tools_place(source),
+        is_plain=source == PLAIN_SOURCE and tool_format == "auto",
         arguments_are_text="tool_calls" in source and _wants_text(template, process),
         variables=frozenset(re.findall(r"\b[a-z_]+\b", source)),
         mark_ids=mark_ids(tokenizer, all_marks()),
     )
+
+
+def _tools_place(source: str) -> Literal["variable", "message", "text"]:
+    if "tools" in _MESSAGE_TOOLS.sub("", source):
+        return "variable"
+    return "message" if _MESSAGE_TOOLS.search(source) else "text"
 
 
 def _wants_text(template: ChatTemplate, process: TemplateProcess) -> bool:

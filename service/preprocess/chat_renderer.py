@@ -11,7 +11,7 @@ from model.chat.special_token_escaping import ForbiddenText, SpecialTokenEscaper
 from model.chat.template import ChatTemplate, cut_at_continuation, mark_continuation
 from model.chat.template_sandbox import TemplateFailure
 from model.chat.tool_formats.tool_format import ToolSchema
-from model.chat.tool_prompt import write_tools_as_text
+from model.chat.tool_prompt import put_tools_in_message, write_tools_as_text
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.preprocess.chat_format import ChatFormat
 from service.preprocess.template_process import TemplateProcess
@@ -80,10 +80,10 @@ class ChatPrompts:
         form = self._form
         tools, must_call = asked.callable_tools
         strict = next((tool.function.name for tool in tools if tool.function.strict), None)
-        if strict is not None and not (form.template_knows_tools or form.is_chosen):
+        if strict is not None and form.is_plain:
             raise InvalidRequest(
-                f"tools: {strict!r} is strict, but this model's chat template has no tools; leave out strict, or start "
-                "the server with --tool-format",
+                f"tools: {strict!r} is strict, but this model has no chat template; leave out strict, or start the "
+                "server with --tool-format",
                 param="tools",
             )
         more = dict(asked.chat_template_kwargs or {})
@@ -162,7 +162,7 @@ class ChatPrompts:
             raise InvalidRequest(
                 "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
             )
-        is_text = self._form.template_knows_tools and self._form.arguments_are_text
+        is_text = self._form.tools_go_to != "text" and self._form.arguments_are_text
         variables = self._template.variables(
             messages_for_template(messages, arguments_are_text=is_text),
             add_generation_prompt=add_generation_prompt,
@@ -219,8 +219,10 @@ class ChatPrompts:
         try:
             (*messages, extra), breaker = self._escaper.escape([*variables["messages"], {"tools": tools, "more": more}])
             tools = extra["tools"]
-            if not form.template_knows_tools:
+            if form.tools_go_to == "text":
                 messages, tools = write_tools_as_text(messages, tools, form.tools), []
+            elif form.tools_go_to == "message" and tools:
+                messages, tools = put_tools_in_message(messages, tools), []
             prefill = messages[-1].get("content", "") if continues else ""
             if continues:
                 messages = mark_continuation(messages)

@@ -83,11 +83,11 @@ class RequestProcessor:
             processor.encode_prompt,
             param=prompt_param,
             # A completion without a length gets the rest of the context, so at least 1 token must fit.
-            max_tokens=self.max_context_length - (1 if max_tokens is None else max_tokens),
+            max_tokens=self.max_context_length - (1 if max_tokens is None or request.fits_context else max_tokens),
             num_kept=request.truncate_prompt_tokens,
             keeps_end=request.truncation_side != "right",
             clause=clause,
-            length_param=prompt_param if max_tokens is None else length_param,
+            length_param=prompt_param if max_tokens is None or request.fits_context else length_param,
         )
         shared = self._sampling_params(request, chat)
         if isinstance(request, CompletionRequest) and request.suffix:
@@ -95,7 +95,9 @@ class RequestProcessor:
         choices: list[Choice] = []
         for prompt in prompts:
             token_ids = tuple(encode(prompt))
-            params = dataclasses.replace(shared, max_tokens=self._length(len(token_ids), max_tokens, shared.min_tokens))
+            room = self.max_context_length - len(token_ids)
+            length = min(max_tokens, room) if max_tokens is not None and request.fits_context else max_tokens
+            params = dataclasses.replace(shared, max_tokens=self._length(len(token_ids), length, shared.min_tokens))
             _check_possible(params, self.tokenizer.eos_token_ids)
             submit = Submit(
                 uid="",
@@ -124,8 +126,8 @@ class RequestProcessor:
         max_tokens = asked = request.value(param, {param: None})
         if asked is None and self.defaults.max_new_tokens is None:
             max_tokens = request.value(param)
-        if max_tokens is None:
-            return param, None, ", which leaves no room for a completion"
+        if max_tokens is None or request.fits_context:
+            return param, max_tokens, ", which leaves no room for a completion"
         return param, max_tokens, f" and max_tokens is {max_tokens}{', its default' if asked is None else ''}"
 
     def _fill_in_middle(
@@ -442,7 +444,7 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float]:
 
 
 def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
-    """Raise InvalidRequest if other fields forbid each token of `allowed_token_ids` as the completion's first token."""
+    """Raise InvalidRequest if `bad_words` or `min_tokens` forbids every token of `allowed_token_ids` as the first."""
     if not params.allowed_token_ids or not params.max_tokens:
         return
     forbidden = {word[0] for word in params.bad_word_ids if len(word) == 1}

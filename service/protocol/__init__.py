@@ -1,1 +1,1 @@
-"""OpenAI wire contract: requests, responses and errors."""
+"""Wire contract of the public API, OpenAI's and Anthropic's: requests, responses and errors."""

@@ -147,6 +147,7 @@ class ChatCompletionRequest(GenerationRequest):
     function_call: Annotated[Any, Unsupported("none", "auto")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
     audio: Annotated[Any, Unsupported()] = None
+    moderation: Annotated[Any, Unsupported()] = None
     web_search_options: Annotated[Any, Unsupported({})] = None
     documents: Annotated[Any, Unsupported([])] = None
     best_of: Annotated[Any, Unsupported(1)] = None

@@ -119,6 +119,7 @@ class GenerationRequest(RequestModel):
     safety_identifier: IGNORED = None
     prompt_cache_key: IGNORED = None
     prompt_cache_retention: IGNORED = None
+    prompt_cache_options: IGNORED = None
     request_id: IGNORED = None
     cache_prompt: IGNORED = None
     keep_alive: IGNORED = None
@@ -126,7 +127,7 @@ class GenerationRequest(RequestModel):
     timings_per_token: IGNORED = None
     return_progress: IGNORED = None
     guided_decoding_backend: IGNORED = None
-    guided_whitespace_pattern: IGNORED = None
+    guided_whitespace_pattern: Annotated[Any, Unsupported()] = None
 
     def check_fields(self) -> None:
         """Raise InvalidRequest for a field that needs another field, and for an invalid output constraint."""
@@ -173,6 +174,11 @@ class GenerationRequest(RequestModel):
     def num_logprobs(self) -> int | None:
         """Number of most likely tokens to list per completion token; 0: only its own logprob; None: no logprobs."""
         return None
+
+    @property
+    def fits_context(self) -> bool:
+        """True if a maximum length beyond the context means the rest of the context, instead of an error."""
+        return False
 
     @property
     def echoes(self) -> bool:

@@ -35,6 +35,10 @@ class InvalidRequest(ApiError, status=400, type="invalid_request_error", code="i
     """Rejection of a request that cannot be served unless the client changes it."""
 
 
+class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
+    """Rejection of a Messages request that continues a conversation held by the server. The code is Anthropic's."""
+
+
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Rejection of a prompt too long for the model's context with its completion, or for attention inspection."""
 
@@ -56,6 +60,10 @@ class RouteNotFound(ApiError, status=404, type="invalid_request_error", code="ro
 
 class ResponseGone(ApiError, status=404, type="invalid_request_error", code="answer_gone"):
     """Rejection of a request to resume a stream whose response is no longer buffered."""
+
+
+class ResponseNotFound(ApiError, status=404, type="invalid_request_error", code="response_not_found"):
+    """Rejection of a request that names a response which is not stored."""
 
 
 class MethodNotAllowed(ApiError, status=405, type="invalid_request_error", code="method_not_allowed"):
@@ -118,6 +126,10 @@ class Overloaded(RetryLater, status=429, type="rate_limit_error", code="queue_fu
 
 class WaitTooLong(Overloaded, code="queue_time"):
     """Rejection of a request because its predicted time in the queue is too long."""
+
+
+class ResponseStoreFull(Overloaded, code="response_store_full"):
+    """Rejection of a request whose response cannot be stored beside the running background responses."""
 
 
 class TooManyConnections(Overloaded, status=503, type="server_error", code="too_many_connections"):

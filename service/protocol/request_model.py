@@ -13,6 +13,7 @@ from service.protocol.errors import InvalidRequest
 
 # Similarity of two names, from 0 to 1, from which an unknown field is taken for a misspelt known one.
 _LEAST_SIMILARITY = 0.8
+_MAX_FOREIGN_FIELDS = 32  # different names of ignored unknown fields in a request
 _INDEX = re.compile(r"\[\d+\]")
 MAX_PROMPTS = MAX_MESSAGES = 4096
 # fail_fast: a million wrong items make one error. `RequestProcessor` checks the bounds of the vocabulary.
@@ -84,7 +85,7 @@ class RequestModel(BaseModel):
             request = cls.model_validate_json(body)
         except ValidationError as error:
             raise cls._explain(error, body) from None
-        if (unknown := _find_unknown_field(request)) is not None:
+        if (unknown := _find_unknown_field(request, set())) is not None:
             *above, name = unknown.rpartition(".")
             near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=_LEAST_SIMILARITY)
             remedy = f"did you mean {near[0]}?" if near and not any(above) else "leave it out"
@@ -115,13 +116,19 @@ class RequestModel(BaseModel):
         return InvalidRequest(f"{name} {reword(kind, first['msg']) if wanted is None else wanted}", param=name)
 
 
-def _find_unknown_field(model: RequestModel, prefix: str = "") -> str | None:
+def _find_unknown_field(model: RequestModel, foreign: set[str], prefix: str = "") -> str | None:
+    """Return the first unknown field that is an error. `foreign`: names found so far that may be ignored."""
     fields = type(model).model_fields
     for name in model.model_extra or ():
-        if not model.IGNORES_UNKNOWN or difflib.get_close_matches(name, fields, n=1, cutoff=_LEAST_SIMILARITY):
+        if name in foreign:
+            continue
+        # A comparison of names takes 0.1 ms.
+        is_typo = difflib.get_close_matches(name[:100], fields, n=1, cutoff=_LEAST_SIMILARITY)
+        if not model.IGNORES_UNKNOWN or is_typo or len(foreign) >= _MAX_FOREIGN_FIELDS:
             return prefix + name[:100]
+        foreign.add(name)
     for place, part in _nested_models(model, prefix):
-        if (unknown := _find_unknown_field(part, place)) is not None:
+        if (unknown := _find_unknown_field(part, foreign, place)) is not None:
             return unknown
     return None
 

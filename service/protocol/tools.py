@@ -1,6 +1,6 @@
 """Request fields of tool calling, in OpenAI's chat completions form: tools, the choice of a tool, and past calls."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -9,7 +9,7 @@ from service.protocol.request_model import RequestModel
 
 MAX_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}}
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionDefinition(RequestModel):
@@ -90,12 +90,16 @@ TOOL_CHOICE_ERROR = (
 class CalledFunction(RequestModel):
     """Field `tool_calls[].function` of a past assistant message. `arguments` is JSON text."""
 
+    IGNORES_UNKNOWN: ClassVar[bool] = True  # openai's `parsed_arguments`, for example
+
     name: str
     arguments: str = "{}"
 
 
 class PastToolCall(RequestModel):
     """Field `tool_calls[]` of a past assistant message."""
+
+    IGNORES_UNKNOWN: ClassVar[bool] = True
 
     id: str
     type: Literal["function"] = "function"

@@ -21,9 +21,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from service.http.middleware import KEY_NAME
-from service.http.request_io import TIMEOUT_HEADER, wait_for_disconnect
+from service.http.request_io import TIMEOUT_HEADER, error_event, wait_for_disconnect
 from service.protocol.errors import ApiError, IdempotencyKeyReused, InvalidRequest, ResponseGone
-from service.protocol.responses import KEEP_ALIVE, encode_event
+from service.protocol.responses import KEEP_ALIVE
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ MAX_RESPONSE_BYTES: Final = 4 * 2**20
 MAX_KEPT_BYTES: Final = 64 * 2**20
 _OVERHEAD_BYTES: Final = 4096  # of a buffer without text
 _EVENT_ID: Final = re.compile(r"([0-9a-f]{32})/(\d{1,9})")
+# Beginnings of the events that end a failed stream.
+_ERRORS: Final = (b'data: {"error":', b"event: error", b"event: response.failed")
 _KEY: Final = re.compile(r"[!-~]{1,255}")
 
 Make: TypeAlias = Callable[[], Awaitable[Response]]
@@ -61,12 +63,14 @@ class BufferedResponse:
         on_change: Callable[["BufferedResponse"], None],  # called when the response ends, and when a reader leaves
         waste: Callable[[int], None],  # gets the number of tokens that were generated and sent to no client
         state: dict[str, Any],  # of the request that starts the response
+        has_ids: bool = True,  # the events of a stream get ids, by which a client resumes the stream
     ) -> None:
         self.id = uuid.uuid4().hex
         self.identity = identity
         self._on_change = on_change
         self._waste = waste
         self._scope: Scope = {"type": "http", "state": state}
+        self._has_ids = has_ids
         self.head: Message | None = None
         self.failure: Exception | None = None
         self.has_failed = False
@@ -114,7 +118,7 @@ class BufferedResponse:
         """Return all parts from `start` on, as sent to a client. The events of a stream get ids."""
         sent = [self._parts[index][0] for index in range(start - self._num_dropped, len(self._parts))]
         self._num_read_tokens = max(self._num_read_tokens, self._parts[-1][1])
-        if self.is_stream:
+        if self.is_stream and self._has_ids:
             sent = [b"id: %s/%d\n%b" % (self.id.encode(), start + number, part) for number, part in enumerate(sent)]
         return b"".join(sent)
 
@@ -159,7 +163,7 @@ class BufferedResponse:
         self._wake_readers()
 
     def _keep(self, parts: list[bytes], end: bytes = b"") -> None:
-        self.has_failed |= any(part.startswith(b'data: {"error":') for part in parts)
+        self.has_failed |= any(part.startswith(_ERRORS) for part in parts)
         self._num_tokens = getattr(self._response, "num_sent_tokens", 0)
         self._parts.extend((part + end, self._num_tokens) for part in parts)
         self.num_bytes += sum(len(part) + len(end) for part in parts)
@@ -226,7 +230,7 @@ class BufferedResponseReplay(Response):
         while self._next < buffered.num_parts and not self._has_gone:
             if not buffered.has(self._next):
                 error = "the stream was read too slowly and its next events were dropped; repeat the request"
-                body = encode_event(ResponseGone(error).body())
+                body = error_event(ResponseGone(error), buffered.identity.path)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 return False
             body = buffered.read(self._next)

@@ -1,1 +1,1 @@
-"""Main process: starts, watches and replaces the worker."""
+"""Main process: starts and watches the API process and the worker, and replaces a dead worker."""

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.streaming import DELIVERY, Delivery
 from service.config.log_setup import FIELDS
-from service.http.middleware import KEY_NAME, REQUEST_ID
-from service.http.request_io import ERROR
+from service.http.middleware import KEY_NAME
+from service.http.request_io import ERROR, REQUEST_ID
 from service.protocol.errors import ApiError, ClientGone
 from service.requests.inflight import Choice
 

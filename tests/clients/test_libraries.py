@@ -70,3 +70,23 @@ def test_streams_usage_and_errors(service: Service, full: Service, library: Libr
     assert said["errors"] == [["NotFoundError", 404], [bad, 400], [busy, 429], [library.authentication, 401]]
     if library.section.startswith("openai"):
         assert said["models"] == [MODEL], "with the key"
+
+
+def test_anthropic_streams_usage_and_errors(service: Service, full: Service, tmp_path: Path) -> None:
+    path = tmp_path / "with_anthropic.py"
+    path.write_text((PROGRAMS / path.name).read_text())
+    printed = run([executable("anthropic", "python"), path, service.url, full.url, MODEL, KEY], tmp_path)
+    said = json.loads(printed.splitlines()[-1])
+    assert (said["chat"], said["usage"]) == talk(service), "a message is the chat completion of its conversation"
+    assert said["text"] == said["chat"]
+    assert said["num_input_tokens"] == said["usage"][0]
+    assert said["models"] == [MODEL]
+    errors = [["NotFoundError", 404], ["BadRequestError", 400], ["RateLimitError", 429], ["AuthenticationError", 401]]
+    assert said["errors"] == errors
+
+
+def test_the_snippet_for_anthropic_prints_a_message_whole_and_streamed(service: Service, tmp_path: Path) -> None:
+    path = tmp_path / "snippet.py"
+    path.write_text(snippet("anthropic", "python").replace(URL, service.url))
+    text, _ = talk(service)
+    assert run([executable("anthropic", "python"), path], tmp_path) == f"{text}\n{text}"

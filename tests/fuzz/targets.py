@@ -20,6 +20,7 @@ from service.protocol.chat import ChatCompletionRequest, TokenizeRequest
 from service.protocol.completions import CompletionRequest, DetokenizeRequest
 from service.protocol.embeddings import EmbeddingRequest
 from service.protocol.errors import InvalidRequest
+from service.protocol.messages import MessagesRequest
 from service.protocol.scores import RerankRequest, ScoreRequest
 from tests.service.wire import connect
 from tests.tiny_model import tiny_tokenizer
@@ -32,10 +33,12 @@ def request(data: bytes) -> None:
     """A request body is parsed, or rejected with a short message."""
     for kind in (
         *(CompletionRequest, ChatCompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest),
-        *(TokenizeRequest, DetokenizeRequest),
+        *(TokenizeRequest, DetokenizeRequest, MessagesRequest),
     ):
         try:
-            kind.parse(data)
+            parsed = kind.parse(data)
+            if isinstance(parsed, MessagesRequest):
+                parsed.chat()
         except InvalidRequest as error:
             _is_short(error)
 

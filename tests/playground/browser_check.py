@@ -2,7 +2,7 @@
 
     python -m tests.playground.browser_check                                # against a stub server that can fail
     python -m tests.playground.browser_check --url http://127.0.0.1:8000    # against a running service
-    … --screenshots DIR    # also write playground.png and inside.png, and their -dark and -phone variants
+    … --screenshots DIR    # also write playground.png, inside.png and others, and their -dark and -phone variants
 
 Needs Chromium on the PATH and, to run the copied commands, curl and the `openai` package. Prints a line per check. The
 exit status is 1 if a check failed. Not collected by pytest: a new machine has no browser.
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from service.protocol.completions import CompletionRequest
 from tests.playground import event_stream
-from tests.playground.chat_check import CHAT_CHECKS, CHAT_STUB_CHECKS
+from tests.playground.chat_check import CHAT_CHECKS, CHAT_STUB_CHECKS, begin, say
 from tests.playground.chromium import Chromium
 from tests.playground.inside_check import INSIDE_CHECKS, INSIDE_STUB_CHECKS, choose, look
 from tests.playground.key_check import KEY_STUB_CHECKS
@@ -32,6 +32,7 @@ from tests.playground.stub_server import HOSTILE, STORY, Record, StubServer
 DESK: dict[str, Any] = {"width": 1280, "height": 800}
 PHONE: dict[str, Any] = {"width": 390, "height": 844, "phone": True}
 SHOT_STATE = "#seed=11&max_tokens=120&logprobs=on"
+SHOT_CHAT = "&seed=11&max_tokens=120&logprobs=on"
 SHOT_TOKEN = 40
 SHOT_LOOK = {"layer": "4", "head": "1"}  # of the shipped model: the head whose " it" looks at " dog"
 SHOT_WORD = " it"
@@ -280,29 +281,40 @@ def check_quiet(browser: Chromium, url: str) -> None:
     assert not strangers, strangers
 
 
-def take_screenshots(page: Playground, folder: Path) -> None:
-    """Save screenshots of the page after a completion: light, dark, and on a phone."""
+def take_screenshots(page: Playground, tool_page: Playground, folder: Path) -> None:
+    """Save screenshots: a chat, light, dark and on a phone, a completion, tool calls, and the attention weights."""
     folder.mkdir(parents=True, exist_ok=True)
     screens: dict[str, dict[str, Any]] = {
-        "playground": DESK | {"scale": 1.5},
-        "playground-dark": DESK | {"scale": 1.5, "dark": True},
-        "playground-phone": PHONE | {"scale": 2},
+        "": DESK,
+        "-dark": DESK | {"dark": True},
+        "-phone": PHONE | {"scale": 2},
+        "-phone-dark": PHONE | {"scale": 2, "dark": True},
     }
     for name, screen in screens.items():
         page.browser.set_screen(**screen)
+        begin(page, SHOT_CHAT)
+        for message in ("Hello! Who are you?", "Tell me a story about a little fox."):
+            say(page, message)
+        if "phone" not in name:
+            tokens = "[...document.querySelectorAll('article')].at(-1).querySelectorAll('.token')"
+            page.browser.run(f"{tokens}[{SHOT_TOKEN}].id = 'shot'")
+            page.browser.point_at("#shot")
+        page.browser.screenshot(folder / f"playground{name}.png")
+        begin(tool_page)
+        page.browser.run("document.getElementById('tools').value = '[{}]'")
+        for message in ("<think> Hello", "<tools> Is it raining in Bergen?"):
+            say(tool_page, message)
+        page.browser.screenshot(folder / f"playground-tools{name}.png")
         page.open(SHOT_STATE)
         page.browser.run("document.getElementById('generate').click()")
         page.wait()
-        if "phone" not in name:
-            page.browser.run(f"document.querySelectorAll('.token')[{SHOT_TOKEN}].id = 'shot'")
-            page.browser.point_at("#shot")
-        page.browser.screenshot(folder / f"{name}.png")
+        page.browser.screenshot(folder / f"playground-completion{name}.png")
         look(page)
         for kind, value in SHOT_LOOK.items():
             choose(page, kind, value)
             page.browser.until_script(f"inside.look.layer === {SHOT_LOOK['layer']}")
         page.browser.run(f"lookAt(inside.look.tokens.indexOf({SHOT_WORD!r}))")
-        page.browser.screenshot(folder / f"{name.replace('playground', 'inside')}.png")
+        page.browser.screenshot(folder / f"inside{name}.png")
     page.browser.set_screen(**DESK)
 
 
@@ -334,9 +346,7 @@ def run_checks(page: Playground, checks: Sequence[Callable[[Playground], None]])
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="URL of a running service; default: a stub server, which also sends errors")
-    parser.add_argument(
-        "--screenshots", type=Path, help="folder for playground.png and inside.png, light, dark and on a phone"
-    )
+    parser.add_argument("--screenshots", type=Path, help="folder for pictures of the page, light, dark and on a phone")
     arguments = parser.parse_args()
     with Chromium() as browser, stub() as (stub_url, record):
         browser.set_screen(**DESK)
@@ -344,7 +354,7 @@ def main() -> int:
         page = Playground(browser, arguments.url.rstrip("/") if real else stub_url, None if real else record)
         num_failed = run_checks(page, CHECKS if real else CHECKS + STUB_CHECKS)
         if arguments.screenshots is not None:
-            take_screenshots(page, arguments.screenshots)
+            take_screenshots(page, Playground(browser, stub_url, record), arguments.screenshots)
     return 1 if num_failed else 0
 
 

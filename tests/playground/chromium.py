@@ -133,18 +133,26 @@ class Chromium:
     def until_script(self, script: str, seconds: float = 20.0) -> None:
         self.until(lambda: self.run(script), script, seconds)
 
-    def press(self, key: str, *, ctrl: bool = False) -> None:
-        """Press and release a key by its DOM name, such as "Enter" or "ArrowRight"."""
-        codes = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, " ": 32}
+    def press(self, key: str, *, ctrl: bool = False, alt: bool = False, shift: bool = False) -> None:
+        """Press and release a key by its DOM name, such as "Enter", "ArrowRight" or "e"."""
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32, "F2": 113, "Delete": 46}
+        codes |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        is_letter = len(key) == 1 and key.isalpha()
         for kind in ("keyDown", "keyUp"):
+            text: dict[str, Any] = {"text": "\r"} if key == "Enter" and kind == "keyDown" and not ctrl else {}
             self._command(
                 "Input.dispatchKeyEvent",
                 type=kind,
                 key=key,
-                code=key,
-                windowsVirtualKeyCode=codes[key],
-                modifiers=2 if ctrl else 0,
+                code=f"Key{key.upper()}" if is_letter else key,
+                windowsVirtualKeyCode=codes.get(key, ord(key[0].upper())),
+                modifiers=1 * alt + 2 * ctrl + 8 * shift,
+                **text,
             )
+
+    def type(self, text: str) -> None:
+        """Type a text into the focused element."""
+        self._command("Input.insertText", text=text)
 
     def wheel(self, selector: str, pixels: float) -> None:
         """Turn the mouse wheel over an element; positive is down."""

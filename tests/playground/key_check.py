@@ -13,7 +13,7 @@ def check_key(page: Playground) -> None:
     server = StubServer(key=KEY).start()
     other = Playground(page.browser, server.url, server.record)
     try:
-        other.browser.open(f"{server.url}/playground")
+        other.browser.open(f"{server.url}/playground#mode=completion")
         other.browser.until_script(f"{READINESS} === 'requires an API key'")
         assert other.visible("key")
         assert other.problem("Once upon a time")["title"] == "This server requires an API key"
@@ -28,6 +28,7 @@ def check_key(page: Playground) -> None:
         assert other.generate("Once upon a time", max_tokens="200") == STORY
         copies = [other.browser.run(script) for script in ("curlCommand({})", "pythonProgram({})", "location.href")]
         assert KEY not in "".join(copies)
+        assert KEY not in other.browser.run("JSON.stringify(localStorage)"), "the key is never kept beyond the tab"
         assert "$OPENAI_API_KEY" in copies[0]
     finally:
         server.stop()

@@ -18,8 +18,9 @@ class Playground:
         self.record = record
 
     def open(self, state: str = "") -> None:
-        """Load the page and wait until it knows the server's model. state: fragment of the URL."""
-        self.browser.open(f"{self.url}/playground{state}")
+        """Load the page in completion mode, if the fragment `state` names no mode, and wait for the server's model."""
+        mode = "" if "mode=" in state else "&mode=completion" if state else "#mode=completion"
+        self.browser.open(f"{self.url}/playground{state}{mode}")
         self.browser.until_script("server.model !== null && document.getElementById('budget').textContent !== ''")
 
     def start(self, prompt: str, **values: str | bool) -> None:

@@ -1,8 +1,9 @@
 """HTTP server with the service's routes but without a model, which fails on request.
 
 `StubServer` serves the playground page and the routes that the page calls. A word of `FAULTS` in the prompt selects a
-failure of `/v1/completions`; without such a word it streams `STORY` token by token. `_send` writes a stream in chunks
-cut at seeded random bytes, also inside characters and line ends.
+failure; without such a word the server streams `STORY` token by token. A word of `ANSWERS` in a message selects a
+canned answer of `/v1/chat/completions`, with reasoning, tool calls or Markdown, in OpenAI's streaming format. `_send`
+writes a stream in chunks cut at seeded random bytes, also inside characters and line ends.
 """
 
 import json
@@ -32,6 +33,29 @@ STORY = (
 )
 # Markup must reach the page as text: these words would become an element if it did not.
 HOSTILE = '<img src=x onerror="document.title=1"> & <b>bold</b> </script><script>document.title=2</script>'
+
+REASONING = "The user greets me. A short greeting is enough."
+MARKDOWN = """## A plan
+
+Take **three** steps, with `care`:
+
+1. Open the *box*
+   - gently
+2. Read <script>document.title=3</script>
+
+```python
+print("<b>hello</b>")
+```
+
+| key | door |
+|---|---|
+| gold | <img src=x onerror=document.title=4> |
+
+> See [the docs](https://example.org/a?b=1), [not this](javascript:document.title=5) or https://example.org/x.
+"""
+CALLS = [("call_1", "weather", '{"city": "Bergen", "days": 2}'), ("call_2", "clock", "{}")]
+ESCAPES = "\x1b[2J\x1b]0;owned\x07 a\rb\x9b31m \u202etxt 👩\u200d🔬\n"  # a terminal must not obey these
+ANSWERS = ("<think>", "<tools>", "<markdown>", "<escapes>")
 
 
 @dataclass
@@ -126,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
-            text = "".join(message["content"] for message in body.get("messages", ())) or body["prompt"]
+            text = "".join(message["content"] for message in body["messages"]) if "messages" in body else body["prompt"]
             self._answer_json(200, {"count": len(split_tokens(text)), "max_model_len": CONTEXT_LENGTH})
         elif self.path == "/inspect/attention":
             if "<429>" in body["prompt"]:
@@ -136,6 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/completions":
             self.record.bodies.append(body)
             self._complete(body)
+        elif body.get("model", MODEL) != MODEL:
+            self._answer_error(404, f"the model {body['model']} does not exist", "model_not_found", param="model")
         elif self.path == "/v1/chat/completions" and self.chats:
             self.record.bodies.append(body)
             self._complete(body | {"prompt": body["messages"][-1]["content"]})
@@ -174,10 +200,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-cache")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        tokens = [HOSTILE] if "<hostile>" in body["prompt"] else split_tokens(STORY)[: body["max_tokens"]]
+        deltas = _deltas(body)
         pause = {"<slow>": 0.25, "<steady>": 0.03}.get(fault, self.token_seconds)
         try:
-            self._send_tokens(body, tokens, fault, pause)
+            self._send_deltas(body, deltas, fault, pause)
             if fault != "<truncated>":
                 self._send(f"data: [DONE]{self.line_end * 2}")
             self.wfile.write(b"0\r\n\r\n")
@@ -185,25 +211,30 @@ class _Handler(BaseHTTPRequestHandler):
             self.record.num_left += 1
             self.close_connection = True
 
-    def _send_tokens(self, body: dict[str, Any], tokens: list[str], fault: str, pause: float) -> None:
+    def _send_deltas(self, body: dict[str, Any], deltas: list[dict[str, Any]], fault: str, pause: float) -> None:
         started = time.perf_counter()
         draws = random.Random(len(body["prompt"]))
         offset = 0
         self._send(f": keep-alive{self.line_end * 2}")
         time.sleep(4 * pause)
         prefill = time.perf_counter() - started
-        for index, token in enumerate(tokens):
+        for index, delta in enumerate(deltas):
             if fault in ("<error>", "<cut>", "<truncated>") and index == 12:
                 return self._break(fault)
-            last = index == len(tokens) - 1
-            logprobs = _logprobs(token, offset, body["logprobs"], draws) if "logprobs" in body else None
-            said = {"delta": {"content": token}} if "messages" in body else {"text": token}
-            choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
-            self._send_event({"choices": [choice | {"finish_reason": "length" if last else None}]})
-            offset += len(token)
-            time.sleep(0 if last else pause * draws.uniform(0.6, 1.4))
+            text = delta.get("content", "")
+            logprobs = None
+            if text and "messages" in body and body.get("logprobs"):
+                logprobs = _chat_logprobs(text, body["top_logprobs"], draws)
+            elif text and body.get("logprobs"):
+                logprobs = _logprobs(text, offset, body["logprobs"], draws)
+            reason = ("tool_calls" if "tool_calls" in delta else "length") if index == len(deltas) - 1 else None
+            said = {"delta": delta} if "messages" in body else {"text": text}
+            choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}
+            self._send_event({"choices": [choice]})
+            offset += len(text)
+            time.sleep(0 if reason else pause * draws.uniform(0.6, 1.4))
         total = time.perf_counter() - started
-        self._send_event({"choices": []} | _closing_facts(len(tokens), prefill, total))
+        self._send_event({"choices": []} | _closing_facts(len(deltas), prefill, total))
 
     def _break(self, fault: str) -> None:
         if fault == "<error>":
@@ -246,10 +277,55 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+def _deltas(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the deltas of a stream's events: one token of the answer each."""
+    said = body["prompt"]
+    if "<think>" in said:
+        reasoning = [{"reasoning_content": token} for token in split_tokens(REASONING)]
+        return reasoning + [{"content": token} for token in split_tokens("Hello! I am a stub.")]
+    if "<tools>" in said and "tools" in body:
+        return [{"content": "Let me look."}, *_call_deltas()]
+    canned = {"<markdown>": MARKDOWN, "<hostile>": HOSTILE, "<escapes>": ESCAPES}
+    text = next((text for word, text in canned.items() if word in said), STORY)
+    if body.get("messages", [{}])[-1].get("role") == "tool":
+        text = "The tools say: " + " and ".join(m["content"] for m in body["messages"] if m["role"] == "tool") + "."
+    tokens = [HOSTILE] if text == HOSTILE else split_tokens(text)
+    return [{"content": token} for token in tokens[: body.get("max_tokens") if text == STORY else None]]
+
+
+def _call_deltas() -> list[dict[str, Any]]:
+    """Return the deltas of `CALLS`: the name first, then the arguments in pieces of 4 characters."""
+    parts: list[dict[str, Any]] = []
+    for index, (call_id, name, arguments) in enumerate(CALLS):
+        function = {"name": name, "arguments": ""}
+        parts.append({"index": index, "id": call_id, "type": "function", "function": function})
+        pieces = [arguments[at : at + 4] for at in range(0, len(arguments), 4)]
+        parts += [{"index": index, "function": {"arguments": piece}} for piece in pieces]
+    return [{"tool_calls": [part]} for part in parts]
+
+
+def _token_names(text: str) -> list[str]:
+    """Return the names of a text's tokens. A character outside the basic plane is two incomplete tokens."""
+    halves = [text.encode()[:2], text.encode()[2:]] if max(text) > "\uffff" and len(text) == 1 else []
+    return ["bytes:" + "".join(f"\\x{byte:02x}" for byte in half) for half in halves] or [text]
+
+
+def _chat_logprobs(text: str, num_top: int, draws: random.Random) -> dict[str, Any]:
+    """Return the logprobs of one delta in the form of chat completions."""
+    names = _token_names(text)
+    pieces = [text.encode()] if len(names) == 1 else [text.encode()[:2], text.encode()[2:]]
+    content = []
+    for name, piece in zip(names, pieces, strict=True):
+        top = [
+            {"token": token, "logprob": p, "bytes": None} for token, p in _alternatives(name, num_top, draws).items()
+        ]
+        content.append({"token": name, "logprob": top[0]["logprob"], "bytes": [*piece], "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
 def _logprobs(text: str, offset: int, num_top: int, draws: random.Random) -> dict[str, Any]:
-    """Return one logprobs entry per token. A character outside the basic plane is two incomplete tokens."""
-    halves = [text.encode()[:2], text.encode()[2:]] if max(text) > "\uffff" else []
-    names = ["bytes:" + "".join(f"\\x{byte:02x}" for byte in half) for half in halves] or [text]
+    """Return one logprobs entry per token."""
+    names = _token_names(text)
     tops = [_alternatives(name, num_top, draws) for name in names]
     return {
         "tokens": names,

@@ -96,7 +96,8 @@ def test_the_api_key_is_sent_only_to_the_server(script: str, elements: list[tupl
     assert "name" not in key, "what has a name is put into links and requests"
     assert len(re.findall(r"\bfetch\(", script)) == 1, "all is asked by the one function that adds the key"
     assert re.findall(r"\$\{apiKey\}", script) == ["${apiKey}"]
-    assert "localStorage" not in script
+    assert len(re.findall(r"localStorage\.setItem\(", script)) == 1, "all is kept by the one function `keep`"
+    assert not [line for line in script.splitlines() if "apiKey" in line and re.search(r"localStorage|\bkeep\(", line)]
 
 
 def test_every_reference_between_elements_exists(elements: list[tuple[str, Attributes]], ids: set[str]) -> None:
@@ -118,14 +119,16 @@ def test_the_service_knows_every_field_that_the_page_sends(script: str, elements
     from_controls = {a["name"] for tag, a in elements if tag in ("input", "textarea") and a.get("name")}
     from_script = set(re.findall(r"\brequest\.(\w+) = ", script))
     assert from_script >= {"model", "prompt", "messages", "stop", "logprobs", "stream", "stream_options"}
-    assert (from_controls | from_script) - {"messages"} <= set(CompletionRequest.model_fields)
+    of_chat = {"messages", "tools", "top_logprobs"}
+    assert (from_controls | from_script) - of_chat <= set(CompletionRequest.model_fields)
     assert (from_controls | from_script) - {"prompt"} <= set(ChatCompletionRequest.model_fields)
 
 
 @pytest.mark.parametrize("end", ["value", "min", "max"])
 def test_the_service_accepts_every_value_of_the_controls(end: str, numbers: list[Attributes]) -> None:
     values = {str(a["name"]): json.loads(a.get(end) or "null") for a in numbers}
-    assert set(values) == {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"}
+    penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+    assert set(values) == {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"} | penalties
     options = {"stream": True, "stream_options": {"include_usage": True}, "stop": ["\n", "The end"], "logprobs": 5}
     request = CompletionRequest.parse(json.dumps({"prompt": "Once", **options, **values}).encode())
     assert {name: getattr(request, name) for name in values} == values

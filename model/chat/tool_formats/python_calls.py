@@ -74,25 +74,22 @@ class _Literals:
         if reference not in self._known:
             self._known[reference] = None
             self._known[reference] = self.document.rule(self._value(self.schemas.resolve(schema)))
-        known = self._known[reference]
-        if known is None:
-            raise self.schemas.error(f"the recursive schema {reference!r}", "describe a fixed number of levels")
-        return known
+        return self._known[reference] or self._any_value(
+            f"the recursive schema {reference!r}", "describe a fixed number of levels"
+        )
 
     def _value(self, schema: Any) -> str:
         if schema is True:
             schema = {}
         if not isinstance(schema, Mapping):
             raise self.schemas.error(f"the schema {str(schema)[:50]}", "replace it with an object")
-        if not set(schema) - {"title", "description"}:
-            return self.document.nested(json.dumps({"grammars": [{"lark_grammar": _ANY_VALUE}]}))
+        kind, choices = schema.get("type"), "anyOf" if "anyOf" in schema else "oneOf"
         if "enum" in schema or "const" in schema:
             self.schemas.check_keywords(schema, "type", "enum", "const")
             return self._one_of(map(self._exactly, self.schemas.read(schema, "enum", [schema.get("const")])))
-        if "anyOf" in schema:
-            self.schemas.check_keywords(schema, "anyOf")
-            return self._one_of(map(self.value, self.schemas.read(schema, "anyOf", [])))
-        kind = schema.get("type")
+        if "anyOf" in schema or ("oneOf" in schema and self.schemas.tool.lenient):
+            self.schemas.check_keywords(schema, choices)
+            return self._one_of(map(self.value, self.schemas.read(schema, choices, [])))
         if isinstance(kind, list):
             return self._one_of(self._value({**schema, "type": each}) for each in kind)
         match kind:
@@ -107,7 +104,16 @@ class _Literals:
                 return self._list(schema)
             case "object":
                 return self._dict(schema)
-        raise self.schemas.error("a schema without type, enum, const or anyOf", "add its type")
+            case None:
+                self.schemas.check_keywords(schema)
+                return self._any_value()
+        raise self.schemas.error(f"the type {str(kind)[:50]!r}", "replace it with a type of JSON Schema")
+
+    def _any_value(self, fact: str = "", remedy: str = "") -> str:
+        """Return the expression of any value. Raises GrammarError for a fact, unless the tool is lenient."""
+        if fact and not self.schemas.tool.lenient:
+            raise self.schemas.error(fact, remedy)
+        return self.document.nested(json.dumps({"grammars": [{"lark_grammar": _ANY_VALUE}]}))
 
     def _one_of(self, expressions: Iterable[str]) -> str:
         if not (joined := " | ".join(expressions)):

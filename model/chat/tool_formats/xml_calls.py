@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from model.chat.tool_formats.argument_schema import ArgumentSchemas
 from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, ToolFormat, ToolSchema, safe_length
 from model.structured_output.lark_document import ANY_TEXT, LarkDocument, escape
@@ -53,13 +55,25 @@ class XmlCalls(ToolFormat):
         """Return the Lark expression of a value and `after_value`."""
         kind, string = _kind(schema, schemas)
         if kind is not _Kind.JSON:
-            regex = _string_regex(string, schemas, self.after_value)
-            return document.until(self.after_value, f"/null/ | ({regex})" if kind is _Kind.NULLABLE else regex)
+            return self._string(string, schemas, document, is_nullable=kind is _Kind.NULLABLE)
         value = document.json(schemas.standalone(schema), lenient=schemas.tool.lenient)
         resolved = schemas.resolve(schema)
         if isinstance(resolved, Mapping) and resolved.get("type") == "boolean" and "enum" not in resolved:
             value = f'({value} | "True" | "False")'  # templates in Jinja write booleans as Python does
         return f"{value} {document.literal(self.after_value)}"
+
+    def _string(
+        self, schema: Mapping[str, Any], schemas: ArgumentSchemas, document: LarkDocument, *, is_nullable: bool
+    ) -> str:
+        """Return the Lark expression of a string and `after_value`."""
+        schemas.check_keywords(schema, "type", "enum", "const", "minLength", "maxLength", "pattern")
+        least = schemas.read(schema, "minLength", 0)
+        most = schemas.read(schema, "maxLength", 0) if "maxLength" in schema else None
+        regex = _string_regex(schema, schemas, self.after_value)
+        if not is_nullable or (not regex and least <= len("null") and (most is None or most >= len("null"))):
+            return document.until(self.after_value, regex=regex, min_length=least, max_length=most)
+        lengths = rf"/(.|\n){{{least},{'' if most is None else most}}}/"
+        return document.until(self.after_value, regex=f"/null/ | (({regex or ANY_TEXT}) & {lengths})")
 
     def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
         """Return a parser for the calls of one completion."""
@@ -101,17 +115,13 @@ def _are_strings(values: Any) -> bool:
 
 
 def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas, end: str) -> str:
-    """Return the regular expressions of a schema's strings before `end`, in the form of `LarkDocument.terminal`."""
-    schemas.check_keywords(schema, "type", "enum", "const", "minLength", "maxLength", "pattern")
-    regexes = [ANY_TEXT]
+    """Return the regular expressions of a schema's strings before `end`, except their length, as for `terminal`."""
+    regexes = []
     if "enum" in schema or "const" in schema:
         values = [value for value in schemas.read(schema, "enum", [schema.get("const")]) if isinstance(value, str)]
         if found := next((value for value in values if (value + end).find(end) < len(value)), None):
             raise schemas.error(f"the value {found!r}, which contains {end!r},", "remove the value")
         regexes = [f"/({'|'.join(map(escape, values))})/"]  # // would be a comment
-    if "minLength" in schema or "maxLength" in schema:
-        most = schemas.read(schema, "maxLength", 0) if "maxLength" in schema else ""
-        regexes.append(rf"/(.|\n){{{schemas.read(schema, 'minLength', 0)},{most}}}/")
     if "pattern" in schema:
         regexes.append(_pattern_regex(schemas.read(schema, "pattern", "")))
     return " & ".join(regexes)
@@ -121,7 +131,7 @@ def _pattern_regex(pattern: str) -> str:
     """Return a regular expression of whole texts in which a JSON Schema's pattern is found."""
     is_anchored = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     inner = pattern[is_anchored[0] : len(pattern) - is_anchored[1]]
-    inner = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", inner).replace("\n", r"\n")
+    inner = regex_to_lark(inner, "d").replace("\n", r"\n")  # "d": \d is an ASCII digit, as in JavaScript
     before, after = (r"" if anchored else r"(.|\n)*" for anchored in is_anchored)
     return f"/{before}({inner}){after}/"
 

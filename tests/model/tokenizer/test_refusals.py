@@ -75,7 +75,7 @@ def test_an_unsupported_tokenizer_json_gives_one_error_line(name: str, tmp_path:
         ({"vocab.json": "{}", "merges.txt": "#version: 0.2\na b c\n"}, "merges.txt: expected two tokens a line"),
         (
             {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "BartTokenizer"}'},
-            "vocab.json: this file lacks the split pattern of BartTokenizer",
+            "vocab.json: the split pattern of the tokenizer class BartTokenizer is unknown",
         ),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "3"}, "tokenizer_config.json: a JSON object expected"),
     ],

@@ -19,6 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ROUTES = [
     ("/v1/completions", {"prompt": "abc"}),
     ("/v1/chat/completions", CHAT),
+    ("/v1/responses", {"input": "abc"}),
     ("/v1/embeddings", {"input": "abc"}),
     ("/v1/score", {"text_1": "a", "text_2": "b"}),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}),

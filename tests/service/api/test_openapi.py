@@ -64,7 +64,8 @@ def test_openapi_documents_each_status_and_media_type_of_completions() -> None:
 
 def test_every_request_in_openapi_has_valid_examples() -> None:
     bodies = {name: operation["requestBody"] for name, operation in operations() if "requestBody" in operation}
-    assert {name for name, _ in operations() if name.startswith("POST ")} == set(bodies)
+    without_body = {"POST /v1/responses/{response_id}/cancel"}
+    assert {name for name, _ in operations() if name.startswith("POST ")} - without_body == set(bodies)
     for name, body in bodies.items():
         content = body["content"]["application/json"]
         assert content["examples"], name

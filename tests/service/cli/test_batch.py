@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from service.cli.main import main
-from service.config.settings import BatchSettings, ServeSettings
+from service.config.client_settings import BatchSettings
+from service.config.settings import ServeSettings
 from tests.e2e.process import PATIENCE_SECONDS, alive, clean_environment, wait_until
 
 

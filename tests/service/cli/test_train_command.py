@@ -94,7 +94,7 @@ def test_the_output_directory_may_not_overlap_the_run_directory(
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "runs" / "tiny")
     assert run("--out", f"{tmp_path}/{out}", "--run-directory", f"{tmp_path}/runs/tiny") == 2
-    message = f"overlaps the training run saved in {tmp_path}/runs/tiny; choose another directory\n"
+    message = f"overlaps {tmp_path}/runs/tiny, where this command saves the run; choose another --out\n"
     assert capsys.readouterr().err == f"kvasir train: --out {tmp_path / out} {message}"
     assert started == []
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
@@ -104,7 +104,7 @@ def test_the_output_directory_may_not_be_the_default_run_directory(
     started: list[tuple[TrainConfig, RunSettings]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--out", "runs/attention-alibi") == 2
-    message = "overlaps the training run saved in runs/attention-alibi; choose another directory\n"
+    message = "overlaps runs/attention-alibi, where this command saves the run; choose another --out\n"
     assert capsys.readouterr().err == f"kvasir train: --out runs/attention-alibi {message}"
     assert started == []
 

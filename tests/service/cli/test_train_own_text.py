@@ -292,7 +292,10 @@ REJECTED: dict[str, tuple[list[str], str]] = {
     "negative": (["--corpus", "a.txt", "--minutes", "-3"], "--minutes: must be greater than 0, not '-3'"),
     "no number": (["--corpus", "a.txt", "--minutes", "nan"], "--minutes: must be"),
     "a year": (["--corpus", "a.txt", "--minutes", "525600"], "--minutes: must be less than or equal to 10080"),
-    "in itself": (["--corpus", "a.txt", "--run-directory", "x"], "--out x overlaps the training run saved in x"),
+    "in itself": (
+        ["--corpus", "a.txt", "--run-directory", "x"],
+        "--out x overlaps x, where this command saves the run",
+    ),
 }
 
 

@@ -97,6 +97,19 @@ def test_an_incomplete_request_times_out(sent: bytes, status: bytes) -> None:
     assert [error.status for error in refused] == ([408] if status else [])
 
 
+def test_an_incomplete_message_request_gets_anthropics_error() -> None:
+    async def scene(app: App, state: ServerState) -> None:
+        protocol, wire = connect(app, state, limits=QUICK)
+        protocol.data_received(b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nab")
+        await until(lambda: wire.is_closed)
+        body = json.loads(wire.written.partition(b"\r\n\r\n")[2])
+        assert (wire.written[9:12], body["type"], body["error"]["type"]) == (b"408", "error", "timeout_error")
+        protocol.connection_lost(None)
+        await until(lambda: not state.tasks)
+
+    run(scene)
+
+
 def test_empty_lines_do_not_extend_the_timeout() -> None:
     async def scene(app: App, state: ServerState) -> None:
         protocol, wire = connect(app, state, limits=QUICK)

@@ -29,7 +29,7 @@ def test_a_request_that_cannot_be_admitted_is_rejected_before_its_body_is_parsed
     client: TestClient, frontend: Frontend, path: str
 ) -> None:
     answer = client.post(path, content=b"this is not JSON", headers={"x-request-id": "mine"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
     assert int(answer.headers["retry-after"]) >= 1
     assert (answer.headers["x-should-retry"], answer.headers["x-request-id"]) == ("true", "mine")
     assert 'reason="queue_full"} 1.0' in client.get("/metrics").text

@@ -222,7 +222,11 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(), "tools": [TOOL, TOOL]}, "tools", "two tools have the name 'f'"),
         ({**_one(), "tools": [_tool(name="a b")]}, "tools[0].function.name", "tools[0].function.name must"),
         ({**_one(), "tools": [_tool(parameters={"type": "array"})]}, "tools", "a JSON Schema of type object"),
-        ({**_one(), "tools": [_tool(strict=True)]}, "tools", "start the server with --tool-format"),
+        (
+            {**_one(), "tools": [_tool(strict=True, parameters={"minProperties": 2, "additionalProperties": True})]},
+            "tools",
+            "minProperties: 2 with 0 required cannot be enforced",
+        ),
         ({**_one(), "tool_choice": "required"}, "tool_choice", "required needs tools; add tools"),
         ({**_one(), "tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto"'),
         (
@@ -280,6 +284,13 @@ def test_neutral_values_of_unsupported_fields_are_accepted(client: TestClient) -
         "store": False,
     }
     assert ask(client, "a", user="u", metadata={}, service_tier="auto", **fields).status_code == 200
+
+
+def test_a_strict_tool_needs_no_template_with_tools(client: TestClient, queue: EchoChannel) -> None:
+    """OpenAI's SDKs send `strict: true` by default."""
+    tool = _tool(strict=True, parameters={"properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+    assert ask(client, "a", tools=[tool], max_tokens=1, truncate_prompt_tokens=-1).status_code == 200
+    assert queue.submits[0].grammar is not None
 
 
 def test_an_unknown_model_is_a_404(client: TestClient) -> None:

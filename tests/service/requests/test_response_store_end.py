@@ -126,12 +126,21 @@ def test_buffers_are_bounded_and_a_late_reader_gets_an_error(monkeypatch: pytest
     asyncio.run(scenario())
 
 
-def test_a_reader_that_is_too_slow_gets_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "beginning"),
+    [
+        ("/v1/completions", 'data: {"error":'),
+        ("/v1/messages", 'event: error\ndata: {"type":"error","error":'),
+    ],
+)
+def test_a_reader_that_is_too_slow_gets_an_error_event(
+    monkeypatch: pytest.MonkeyPatch, path: str, beginning: str
+) -> None:
     monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", 5_000)
 
     async def scenario() -> None:
         async with Kept() as kept:
-            stream, client = Events(40, size=1_000), Client(idempotency_key="k")
+            stream, client = Events(40, size=1_000), Client(idempotency_key="k", path=path)
             may_send = asyncio.Event()
             send = client.send
 
@@ -147,6 +156,7 @@ def test_a_reader_that_is_too_slow_gets_an_error_event(monkeypatch: pytest.Monke
             may_send.set()
             await asking
             assert "too slowly" in client.events[-1]
+            assert client.received.decode().startswith(beginning)
             assert len(client.events) < 40
 
     asyncio.run(scenario())

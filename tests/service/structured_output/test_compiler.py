@@ -93,7 +93,7 @@ def test_request_fields_become_an_output_constraint(fields: dict[str, Any], want
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",
-            "not both",
+            "give only one of response_format and structured_outputs",
         ),
     ],
 )

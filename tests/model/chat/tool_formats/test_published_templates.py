@@ -103,6 +103,11 @@ def test_every_template_of_the_directory_is_tested() -> None:
     assert {path.stem for path in DIRECTORY.glob("*.jinja")} == set(EXPECTED)
 
 
+def test_the_page_of_tool_formats_lists_every_format() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "tools.md").read_text()
+    assert set(re.findall(r"^\| `([a-z0-9_.]+)` \|", page, re.MULTILINE)) == set(TOOL_FORMATS)
+
+
 @pytest.mark.parametrize("has_marks", [True, False], ids=["marks", "plain"])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_grammar_accepts_the_calls_that_a_template_writes(name: str, has_marks: bool) -> None:

@@ -1,0 +1,310 @@
+"""Builder of the response to a `/v1/responses` request, and of its stream events."""
+
+import time
+from typing import Any
+
+from model.chat.output_parser import OutputParser
+from model.chat.tool_formats.tool_format import Part, PartKind
+from model.tokenizer.interface import StreamDecoder
+from service.api.response_builder import ChatBuilder
+from service.ipc.messages import Finish, FinishReason, TokenDelta
+from service.protocol import responses
+from service.protocol.completions import GenerationRequest
+from service.protocol.errors import ApiError
+from service.protocol.logprobs import chat_logprobs
+from service.protocol.model_responses import (
+    IncompleteDetails,
+    ItemStatus,
+    ModelResponse,
+    ModelResponseEvent,
+    OutputFunctionCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    ResponseStatus,
+    response_failure,
+    response_usage,
+)
+from service.protocol.responses import ChatTokenLogprob, encode, encode_event
+from service.protocol.responses_request import ResponsesRequest
+from service.requests.inflight import Choice
+from service.requests.stored_responses import StoredResponse
+
+_DELTAS = {
+    PartKind.TEXT: "response.output_text",
+    PartKind.REASONING: "response.reasoning_text",
+    PartKind.CALL: "response.function_call_arguments",
+}
+_EMPTY_DELTA = b'"","sequence_number":0}\n\n'
+
+
+class ResponsesBuilder(ChatBuilder):
+    """Builder of the response to a `/v1/responses` request. Such a request has one choice.
+
+    A response is a list of output items. An item is open from its first part to the first part of the next item.
+
+    Args:
+        origin: the request, whose fields the response repeats.
+        record: gets the response when it ends; None: the response is not stored.
+    """
+
+    id_prefix = "resp_"
+    has_timings = False  # the whole response has them
+
+    def __init__(
+        self, asked: GenerationRequest, *, origin: ResponsesRequest, record: StoredResponse | None, **about: Any
+    ) -> None:
+        super().__init__(asked, **about)
+        self._echo = {**origin.echo(), "store": record is not None}
+        self._record = record
+        self._output: list[OutputItem] = []
+        self._open: PartKind | None = None  # kind of the last item, until the item is done
+        self._pieces: list[str] = []  # of the open item's text or arguments
+        self._logprobs_of_item: list[ChatTokenLogprob] = []
+        self._unsent_logprobs: list[ChatTokenLogprob] = []
+        self._message_tokens: MessageTokens | None = None
+        self._before_delta = b""  # bytes of a delta event of the open item
+        self._num_events = 0
+        self._finish: Finish | None = None
+        if self._num_logprobs is not None and self._new_parser is not None and self._chat is not None:
+            decoder = StreamDecoder(self._tokenizer, self._chat.visible_token_ids)
+            self._message_tokens = MessageTokens(self._new_parser(), decoder)
+        if record is not None:
+            record.begin(self._id, self.snapshot)
+
+    def body(self, wholes: Any, usage: responses.Usage, timings: responses.Timings) -> Any:
+        """Return the JSON body: the response that the events of a stream would end with."""
+        ((choice, delta),) = wholes
+        self.events(choice, delta, is_first=True)
+        return self._end(usage, timings)
+
+    def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Any]:
+        """Return the stream events of a token delta. The last token delta also ends the open item."""
+        events = []
+        if is_first:
+            begun = self._response("in_progress")
+            events = [self._event("response.created", response=begun)]
+            events.append(self._event("response.in_progress", response=begun))
+        self._unsent_logprobs += self._text_logprobs(delta)
+        for part in self._parts(choice, delta):
+            events += self._opened(choice, part)
+            if part.kind is not PartKind.CALL:
+                events.append(self._delta_event(part.text))
+        if delta.finish is None:
+            return events
+        self._finish = delta.finish
+        if not self._output:
+            events += self._opened(choice, Part(PartKind.TEXT, ""))
+        return [*events, *self._closed("incomplete" if self._is_cut else "completed")]
+
+    def encode(self, event: Any) -> bytes:
+        """Return an event as bytes of the stream."""
+        return encode_event(event, b"event: %b\ndata: " % event.type.encode())
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event of an error that ends a stream: `error` before the response's first event."""
+        response = self._response("failed")
+        response.error = response_failure(error)
+        self._keep(response)
+        if self._num_events:
+            return self.encode(self._event("response.failed", response=response))
+        return self.encode(self._event("error", code=error.code, message=error.message, param=error.param))
+
+    def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
+        """Return the encoded event with the whole response."""
+        assert usage is not None
+        response = self._end(usage, timings)
+        return [self.encode(self._event(f"response.{response.status}", response=response))]
+
+    def snapshot(self, *, error: ApiError | None = None, is_cancelled: bool = False) -> bytes:
+        """Return the JSON of the response so far: running, failed with an error, or cancelled."""
+        if error is None and not is_cancelled:
+            return encode(self._response("in_progress" if self._num_events else "queued"))
+        response = self._response("cancelled" if error is None else "failed")
+        response.error = None if error is None else response_failure(error)
+        return encode(response)
+
+    def _part_event(self, choice: Choice, part: Part) -> bytes:
+        opened = b"".join(map(self.encode, self._opened(choice, part)))
+        return opened if part.kind is PartKind.CALL else opened + self._plain_delta(part.text)
+
+    def _framed(self, choice: Choice, kind: PartKind, text: str, number: int = 0) -> bytes:
+        return self._plain_delta(text) if kind is self._open else self._part_event(choice, Part(kind, text))
+
+    def _plain_delta(self, text: str) -> bytes:
+        self._pieces.append(text)
+        self._num_events += 1
+        after = b',"sequence_number":%d}\n\n' % (self._num_events - 1)
+        return encode_event(text, self._before_delta, after)
+
+    def _event(self, kind: str, **fields: Any) -> ModelResponseEvent:
+        self._num_events += 1
+        return ModelResponseEvent(type=kind, sequence_number=self._num_events - 1, **fields)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._finish is not None and self._finish.reason is FinishReason.LENGTH
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Fields of an event that name the open item and its only part."""
+        place: dict[str, Any] = {"item_id": self._output[-1].id, "output_index": len(self._output) - 1}
+        return place if self._open is PartKind.CALL else {**place, "content_index": 0}
+
+    def _opened(self, choice: Choice, part: Part) -> list[ModelResponseEvent]:
+        """Return the events before a part: the end of the open item and the beginning of the next, if it begins one."""
+        item_kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
+        if item_kind is self._open and part.kind is not PartKind.CALL:
+            return []
+        events = self._closed("completed")
+        index = len(self._output)
+        unique = f"{choice.submit.uid}{index:03d}"
+        item: OutputItem
+        match part.kind:
+            case PartKind.CALL:
+                number = sum(isinstance(each, OutputFunctionCall) for each in self._output)
+                call_id = self._call_id(choice, number)
+                item = OutputFunctionCall(
+                    id=f"fc_{unique}", status="in_progress", call_id=call_id, name=part.text, arguments=""
+                )
+            case PartKind.REASONING:
+                item = OutputReasoning(id=f"rs_{unique}", status="in_progress", content=[])
+            case _:
+                item = OutputMessage(id=f"msg_{unique}", status="in_progress", content=[])
+        self._output.append(item)
+        self._open = part.kind
+        events.append(self._event("response.output_item.added", output_index=index, item=item))
+        if (empty := self._part("", [])) is not None:
+            events.append(self._event("response.content_part.added", **self._place, part=empty))
+        logprobs: dict[str, Any] = {"logprobs": []} if part.kind is PartKind.TEXT else {}
+        frame = ModelResponseEvent(
+            type=f"{_DELTAS[part.kind]}.delta", **self._place, **logprobs, delta="", sequence_number=0
+        )
+        self._before_delta = self.encode(frame).removesuffix(_EMPTY_DELTA)
+        return events
+
+    def _delta_event(self, text: str) -> ModelResponseEvent:
+        """Return the event of the open item's next text, with the logprobs of the message's tokens."""
+        assert self._open is not None
+        self._pieces.append(text)
+        logprobs: dict[str, Any] = {}
+        if self._open is PartKind.TEXT:
+            logprobs["logprobs"] = self._unsent_logprobs
+            self._logprobs_of_item += self._unsent_logprobs
+            self._unsent_logprobs = []
+        return self._event(f"{_DELTAS[self._open]}.delta", **self._place, delta=text, **logprobs)
+
+    def _closed(self, status: ItemStatus) -> list[ModelResponseEvent]:
+        """Return the events that end the open item, if there is one, and write its whole text into the item."""
+        if self._open is None:
+            return []
+        kind, index = self._open, len(self._output) - 1
+        # Tokens without text of their own, such as the rest of a stop string.
+        events = [self._delta_event("")] if kind is PartKind.TEXT and self._unsent_logprobs else []
+        place, whole = self._place, self._whole(status)
+        self._output[-1] = whole
+        part = self._part("".join(self._pieces), self._logprobs_of_item)
+        if isinstance(whole, OutputFunctionCall):
+            done: dict[str, Any] = {"name": whole.name, "arguments": whole.arguments}
+        else:
+            done = {"text": whole.content[0].text}
+            done |= {"logprobs": self._logprobs_of_item} if kind is PartKind.TEXT else {}
+        events.append(self._event(f"{_DELTAS[kind]}.done", **place, **done))
+        if part is not None:
+            events.append(self._event("response.content_part.done", **place, part=part))
+        events.append(self._event("response.output_item.done", output_index=index, item=whole))
+        self._open, self._pieces, self._logprobs_of_item = None, [], []
+        return events
+
+    def _part(self, text: str, logprobs: list[ChatTokenLogprob]) -> OutputText | ReasoningText | None:
+        """Return the open item's only part with a text; None for a function call."""
+        match self._open:
+            case PartKind.TEXT:
+                return OutputText(text=text, logprobs=logprobs)
+            case PartKind.REASONING:
+                return ReasoningText(text=text)
+            case _:
+                return None
+
+    def _whole(self, status: ItemStatus) -> OutputItem:
+        """Return the open item with its text so far."""
+        item, text = self._output[-1], "".join(self._pieces)
+        match item:
+            case OutputMessage():
+                part = OutputText(text=text, logprobs=self._logprobs_of_item)
+                return OutputMessage(id=item.id, status=status, content=[part])
+            case OutputReasoning():
+                return OutputReasoning(id=item.id, status=status, content=[ReasoningText(text=text)])
+            case OutputFunctionCall():
+                return OutputFunctionCall(
+                    id=item.id, status=status, call_id=item.call_id, name=item.name, arguments=text
+                )
+
+    def _response(self, status: ResponseStatus) -> ModelResponse:
+        """Return the response so far."""
+        output = list(self._output)
+        if self._open is not None:
+            output[-1] = self._whole("in_progress" if status == "in_progress" else "incomplete")
+        return ModelResponse(
+            id=self._id, created_at=self._created, status=status, model=self._model, output=output, **self._echo
+        )
+
+    def _end(self, usage: responses.Usage, timings: responses.Timings) -> ModelResponse:
+        """Return the whole response, and store it."""
+        response = self._response("incomplete" if self._is_cut else "completed")
+        response.usage, response.timings = response_usage(usage), timings
+        if self._is_cut:
+            response.incomplete_details = IncompleteDetails()
+        else:
+            response.completed_at = int(time.time())
+        self._keep(response)
+        return response
+
+    def _keep(self, response: ModelResponse) -> None:
+        if self._record is not None:
+            self._record.end(encode(response))
+
+    def _text_logprobs(self, delta: TokenDelta) -> list[ChatTokenLogprob]:
+        """Return the logprobs of the tokens of a token delta that belong to the message."""
+        if self._num_logprobs is None:
+            return []
+        entries = chat_logprobs(delta.logprobs or (), self._logprob_format).content
+        for entry in entries:
+            for each in (entry, *entry.top_logprobs):
+                each.bytes = each.bytes or []  # OpenAI's clients expect a list, for special tokens too
+        if self._message_tokens is None:
+            return entries
+        token_ids = [entry.token_id for entry in delta.logprobs or ()]
+        return self._message_tokens.select(token_ids, entries, is_end=delta.finish is not None)
+
+
+class MessageTokens:
+    """Filter of the logprobs of a completion, which drops the tokens of reasoning and tool calls."""
+
+    def __init__(self, parser: OutputParser, decoder: StreamDecoder) -> None:
+        self._parser = parser
+        self._decoder = decoder
+        self._undecided: list[ChatTokenLogprob] = []  # since the last part, such as the beginning of a mark
+        self._is_text = False  # the last part was text
+
+    def select(self, token_ids: list[int], entries: list[ChatTokenLogprob], *, is_end: bool) -> list[ChatTokenLogprob]:
+        """Return the entries of the message's tokens among the next tokens, and those held back before."""
+        found: list[ChatTokenLogprob] = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            is_reasoning = self._parser.may_reason
+            kinds = {part.kind for part in self._parser.push(self._decoder.push_one(token_id))}
+            if is_reasoning and PartKind.TEXT not in kinds:
+                continue
+            self._undecided.append(entry)
+            found += self._decided(kinds)
+        return [*found, *self._decided({part.kind for part in self._parser.flush()}, is_end=True)] if is_end else found
+
+    def _decided(self, kinds: set[PartKind], *, is_end: bool = False) -> list[ChatTokenLogprob]:
+        """Return the undecided entries if parts of these kinds make them text. At the end, the last part decides."""
+        if not kinds and not is_end:
+            return []
+        self._is_text = PartKind.TEXT in kinds if kinds else self._is_text
+        decided, self._undecided = self._undecided, []
+        return decided if self._is_text else []
