@@ -52,10 +52,10 @@ def call(number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"abcdefgh{number}", "type": "function", "function": function}
 
 
-ASK = [{"role": "user", "content": "How is Zürich? 😀"}]
-SYSTEM = {"role": "system", "content": "Be brief."}
-CALLED = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call(1, "get_weather", {"city": "Zürich\n</a>"})]}]
-RESULT = {"role": "tool", "tool_call_id": "abcdefgh1", "name": "get_weather", "content": "21 °C\n"}
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "How is Zürich? 😀"}]
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
+CALLED: list[dict[str, Any]] = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call(1, "get_weather", {"city": "Zürich\n</a>"})]}]
+RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "abcdefgh1", "name": "get_weather", "content": "21 °C\n"}
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "question": ASK,
     "system": [SYSTEM, *ASK],
@@ -63,7 +63,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "answer": [SYSTEM, *CALLED, RESULT, {"role": "assistant", "content": "Warm."}, {"role": "user", "content": "And?"}],
 }
 TWO = [call(1, "get_weather", {"city": "", "days": [1, 2], "units": None}), call(2, "stop", {})]
-SEVERAL = [
+SEVERAL: list[dict[str, Any]] = [
     *ASK,
     {"role": "assistant", "content": "Two calls.", "tool_calls": TWO},
     RESULT,
