@@ -124,7 +124,7 @@ def prompt(
 
 def for_library(messages: list[dict[str, Any]], form: ChatFormat) -> list[dict[str, Any]]:
     """Return messages with objects as arguments, as transformers demands, except for templates that need text."""
-    if form.arguments_are_text and form.template_knows_tools:
+    if form.arguments_are_text and form.tools_go_to != "text":
         return messages
     written = []
     for message in messages:
@@ -143,7 +143,7 @@ def test_a_prompt_with_tools_equals_that_of_transformers(
 ) -> None:
     messages, tools = CONVERSATIONS[name], TOOLS if has_tools else []
     given, known = for_library(messages, form), tools
-    if not form.template_knows_tools:
+    if form.tools_go_to == "text":
         given, known = write_tools_as_text(given, tools, form.tools), []
     try:
         expected = library.apply_chat_template(
