@@ -54,7 +54,10 @@ def call(number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "How is Zürich? 😀"}]
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
-CALLED: list[dict[str, Any]] = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call(1, "get_weather", {"city": "Zürich\n</a>"})]}]
+CALLED: list[dict[str, Any]] = [
+    *ASK,
+    {"role": "assistant", "content": "", "tool_calls": [call(1, "get_weather", {"city": "Zürich\n</a>"})]},
+]
 RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "abcdefgh1", "name": "get_weather", "content": "21 °C\n"}
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "question": ASK,
