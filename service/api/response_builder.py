@@ -126,9 +126,14 @@ class ResponseBuilder(ABC):
             found = found or parser.may_reason
             decoder = StreamDecoder(self._tokenizer, self._chat.visible_token_ids)
             number = 0
-            for number, token_id in enumerate(choice.token_ids, 1):  # noqa: B007 (used after the loop)
+            for number, token_id in enumerate(choice.token_ids, 1):
                 parser.push(decoder.push_one(token_id))
                 if not parser.may_reason:
+                    break
+                if parser.has_reasoned and (end_id := self._chat.reasoning_end_id) is not None:
+                    # Pushing each token of a long reasoning would delay other streams.
+                    later = choice.token_ids[number:]
+                    number += later.index(end_id) + 1 if end_id in later else len(later)
                     break
             total += number if parser.has_reasoned else 0
         return total if found else None

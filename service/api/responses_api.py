@@ -56,6 +56,7 @@ class ResponsesApi:
         except ApiError as error:
             rename_fields(error)
             raise
+        self._completions.report_ignored_fields(response, asked)
         if not asked.background:
             return response
         assert record is not None

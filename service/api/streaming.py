@@ -60,6 +60,11 @@ class Delivery(Response, ABC):
         self._first_token_seconds: dict[int, float] = {}  # by the choice's index
         self._last_token_seconds: dict[int, float] = {}
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Number of reasoning tokens so far; None for a response without parsed reasoning."""
+        return None
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises an `ApiError` if the request failed before anything was sent."""
         scope.setdefault("state", {})[DELIVERY] = self
@@ -153,6 +158,10 @@ class CompletionDelivery(Delivery):
         self._first_samples = {choice.prompt_index: choice for choice in reversed(request.choices)}.values()
         self._num_prompt_tokens = sum(choice.num_prompt_tokens for choice in self._first_samples)
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return self._builder.num_reasoning_tokens(self._request.choices)
+
     def _usage(self) -> Usage:
         """Return a request's token counts so far. Cached prompt tokens are included after all choices have finished."""
         usage = Usage(
@@ -163,7 +172,7 @@ class CompletionDelivery(Delivery):
         if not self._num_unfinished:
             cached = sum(choice.finish.num_cached_tokens for choice in self._first_samples if choice.finish)
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
-            if (num_reasoning := self._builder.num_reasoning_tokens(self._request.choices)) is not None:
+            if (num_reasoning := self.num_reasoning_tokens) is not None:
                 usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=num_reasoning)
         return usage
 

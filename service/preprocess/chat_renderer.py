@@ -38,6 +38,7 @@ class ChatPlan:
     visible_token_ids: special tokens that the parser must see in the completion's text.
     new_parser: returns a parser of one completion; None: the whole completion is text.
     call_id_length: see `ToolFormat.id_length`.
+    reasoning_end_id: closing mark of the reasoning, if the mark is one token.
     """
 
     token_ids: list[int]
@@ -45,6 +46,7 @@ class ChatPlan:
     visible_token_ids: tuple[int, ...] = ()
     new_parser: Callable[[], OutputParser] | None = None
     call_id_length: int | None = None
+    reasoning_end_id: int | None = None
 
 
 class ChatPrompts:
@@ -112,6 +114,7 @@ class ChatPrompts:
             visible_token_ids=form.visible_token_ids(self._tokenizer, has_tools=bool(tools)),
             new_parser=form.new_parser(schemas, is_reasoning),
             call_id_length=form.tools.id_length,
+            reasoning_end_id=None if form.reasoning is None else form.mark_ids.get(form.reasoning.closing),
         )
 
     async def encode(

@@ -23,7 +23,7 @@ from service.protocol.completions import (
     Timeout,
 )
 from service.protocol.errors import ApiError, InvalidRequest
-from service.protocol.request_model import MAX_MESSAGES, RequestModel, Unsupported
+from service.protocol.request_model import IGNORED, MAX_MESSAGES, RequestModel, Unsupported
 from service.protocol.response_format import JsonSchemaFormat, OutputConstraint, ResponseFormat, Schema
 from service.protocol.tools import (
     MAX_TOOLS,
@@ -321,8 +321,12 @@ class ResponsesRequest(RequestModel):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
+    prompt_cache_retention: IGNORED = None
+    prompt_cache_options: IGNORED = None
+    access_programs: Annotated[Any, Unsupported()] = None
+    background_options: Annotated[Any, Unsupported()] = None
+    image: Annotated[Any, Unsupported()] = None
     conversation: Annotated[Any, Unsupported()] = None
     prompt: Annotated[Any, Unsupported()] = None
     context_management: Annotated[Any, Unsupported([])] = None

@@ -43,6 +43,7 @@ class Generation:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_completion_tokens: int
+    num_reasoning_tokens: int | None
     start: float
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
@@ -187,6 +188,7 @@ def _generation(delivery: Delivery) -> Generation:
         num_prompt_tokens=sum(choice.num_prompt_tokens for choice in prompts),
         num_cached_tokens=sum(choice.finish.num_cached_tokens for choice in prompts if choice.finish is not None),
         num_completion_tokens=sum(len(choice.token_ids) for choice in choices),
+        num_reasoning_tokens=delivery.num_reasoning_tokens,
         start=start,
         queue_seconds=None if earliest is None else earliest.queue_seconds,
         prefill_seconds=None if earliest is None else earliest.prefill_seconds,
@@ -239,6 +241,7 @@ class RequestLog:
             "num_prompt_tokens": done.num_prompt_tokens,
             "num_cached_tokens": done.num_cached_tokens,
             "num_completion_tokens": done.num_completion_tokens,
+            "num_reasoning_tokens": done.num_reasoning_tokens,
             "num_worker_restarts": len(done.restarts),
         }
         for name in ("queue_seconds", "prefill_seconds", "ttft_seconds", "decode_seconds"):

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params
 from starlette.testclient import TestClient
 
 from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest
 from service.protocol.request_model import Ignored, RequestModel, Unsupported
+from service.protocol.responses_request import ResponsesRequest
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 ROUTES: dict[str, tuple[str, type[RequestModel], dict[str, Any]]] = {
@@ -49,15 +51,21 @@ def test_the_table_lists_all_ignored_and_unsupported_fields(route: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("route", "params"),
+    ("model", "params"),
     [
-        ("completions", completion_create_params.CompletionCreateParamsBase),
-        ("chat", chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+        (ChatCompletionRequest, chat_params.CompletionCreateParamsBase),
+        (ResponsesRequest, response_create_params.ResponseCreateParamsBase),
     ],
 )
-def test_every_parameter_of_openais_sdk_is_a_known_field(route: str, params: Any) -> None:
-    _, model, _ = ROUTES[route]
+def test_every_parameter_of_openais_sdk_is_a_known_field(model: type[RequestModel], params: Any) -> None:
     assert set(params.__annotations__) <= set(model.model_fields)
+
+
+def test_the_responses_api_names_ignored_fields_too(client: TestClient) -> None:
+    body = {"input": "a", "max_output_tokens": 3, "prompt_cache_retention": "24h", "store": False}
+    response = client.post("/v1/responses", json=body)
+    assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "prompt_cache_retention")
 
 
 @pytest.mark.parametrize(("name", "route", "values"), ROWS)
