@@ -11,7 +11,7 @@ from pydantic import Field
 
 from service.protocol import responses
 from service.protocol.chat import ChatCompletionRequest, Effort, Message
-from service.protocol.completions import MAX_STOPS, Count, StopString, StreamOptions
+from service.protocol.completions import MAX_STOPS, Count, StopString, StreamOptions, Timeout
 from service.protocol.errors import ApiError, InvalidRequest, ThreadUnsupported
 from service.protocol.request_model import IGNORED, MAX_MESSAGES, RequestModel, Unsupported
 from service.protocol.response_format import JsonSchemaFormat, ResponseFormat, Schema
@@ -28,7 +28,7 @@ from service.protocol.tools import (
 
 _BLOCKS = "must be a string, or a list of blocks of the types"
 # Fields with the same name and meaning in a chat completion request.
-_SAME_FIELDS = ("model", "temperature", "top_p", "top_k", "stream")
+_SAME_FIELDS = ("model", "temperature", "top_p", "top_k", "stream", "timeout")
 
 
 class ContentBlock(RequestModel):
@@ -187,6 +187,7 @@ class CountTokensRequest(RequestModel):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: Annotated[OutputFormat | None, Field(description="older name of output_config.format")] = None
+    timeout: Timeout | None = None
     mcp_servers: Annotated[Any, Unsupported([])] = None
     container: Annotated[Any, Unsupported()] = None
     thread: Annotated[Any, Field(description="rejected; Anthropic's SDK then sends whole conversations")] = None

@@ -18,7 +18,8 @@ from tests.tiny_model import save_tiny_checkpoint
 def seeds() -> dict[str, list[bytes]]:
     """Return the valid inputs by name of the target."""
     posts = [methods["post"] for methods in openapi_document()["paths"].values() if "post" in methods]
-    contents = [post["requestBody"]["content"]["application/json"]["examples"] for post in posts]
+    with_body = [post["requestBody"] for post in posts if "requestBody" in post]
+    contents = [body["content"]["application/json"]["examples"] for body in with_body]
     bodies = [json.dumps(example["value"]).encode() for examples in contents for example in examples.values()]
     heads = [b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body) for body in bodies[:3]]
     chunked = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n2;a=b\r\nok\r\n0\r\nc: d\r\n\r\n"

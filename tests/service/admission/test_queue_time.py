@@ -20,6 +20,7 @@ ROUTES = [
     ("/v1/completions", {"prompt": "abc"}),
     ("/v1/chat/completions", CHAT),
     ("/v1/responses", {"input": "abc"}),
+    ("/v1/messages", {**CHAT, "max_tokens": 8}),
     ("/v1/embeddings", {"input": "abc"}),
     ("/v1/score", {"text_1": "a", "text_2": "b"}),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}),
@@ -67,15 +68,21 @@ def test_a_timeout_becomes_the_deadline_of_a_submission(
     assert last.deadline_seconds - last.arrival_seconds == pytest.approx(7.0)
 
 
+def named_field(response: Any) -> str:
+    """Return the field or header that an error names: `param`, or in Anthropic's form the message's beginning."""
+    error = response.json()["error"]
+    return str(error["param"] if "param" in error else error["message"].removeprefix("the header ").split()[0])
+
+
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("timeout", [0, -1, "5", True, 86_401])
 def test_an_invalid_timeout_is_rejected(
     client: TestClient, queue: EchoChannel, path: str, body: dict[str, Any], timeout: object
 ) -> None:
     response = client.post(path, json={**body, "timeout": timeout})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")
+    assert (response.status_code, named_field(response)) == (400, "timeout")
     response = client.post(path, json=body, headers={"x-request-timeout": "soon"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "x-request-timeout")
+    assert (response.status_code, named_field(response)) == (400, "x-request-timeout")
     assert queue.submits == []
 
 
