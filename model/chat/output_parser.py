@@ -38,6 +38,9 @@ class OutputParser:
         self._reasoning = reasoning
         self._tools = tools
         self._calls = None if tools is None else tools.parser(schemas)
+        # Characters without which reasoning and text go on. None: text has no end.
+        self._reasoning_end = "" if reasoning is None else reasoning.closing[0]
+        self._text_end = None if tools is None or tools.begins_text else tools.opening[0]
         self._held = ""
         self._state = _State.TEXT if tools is None else _State.LEADING
         if reasoning is not None and is_reasoning is not False:
@@ -51,14 +54,27 @@ class OutputParser:
         """True until the reasoning has ended, or the completion has begun with other text."""
         return self._state in (_State.UNDECIDED, _State.REASONING)
 
+    def plain_kind(self, text: str) -> PartKind | None:
+        """Return the kind of the next text if `push` returns it as one part and keeps its state, as for most tokens.
+
+        None: only `push` can tell. This method costs a fraction of `push`.
+        """
+        if self._held or not text:
+            return None
+        state = self._state
+        if state is _State.TEXT:
+            end = self._text_end
+            return PartKind.TEXT if end is None or not (end in text or text[-1].isspace()) else None
+        if state is _State.REASONING:
+            is_inner = self._has_shown_reasoning and self._reasoning_end not in text and not text[-1].isspace()
+            return PartKind.REASONING if is_inner else None
+        is_inner = state is _State.CALLS and self._calls is not None and self._calls.passes(text)
+        return PartKind.ARGUMENTS if is_inner else None
+
     def push(self, text: str) -> list[Part]:
         """Return the parts that the next text of the completion completes."""
-        if (
-            self._state is _State.TEXT
-            and not self._held
-            and (self._tools is None or not (self._tools.opening[0] in text or text[-1:].isspace()))
-        ):
-            return [Part(PartKind.TEXT, text)] if text else []
+        if (kind := self.plain_kind(text)) is not None:
+            return [Part(kind, text)]
         self._held += text
         parts: list[Part] = []
         while self._held and self._advance(parts):

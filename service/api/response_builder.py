@@ -83,7 +83,13 @@ class ResponseBuilder(ABC):
         """Return the encoded stream events of a token delta that is only text, from cached events with another text."""
         if self._new_parser is None:
             return self._framed(choice, PartKind.TEXT, text)
-        return b"".join(self._part_event(choice, part) for part in self.parser_of(choice).push(text))
+        parser = self._parsers.get(choice.index) or self.parser_of(choice)
+        kind = parser.plain_kind(text)
+        if kind is None:
+            return b"".join([self._part_event(choice, part) for part in parser.push(text)])
+        if kind is PartKind.TEXT:
+            return self._framed(choice, kind, text)
+        return self._part_event(choice, Part(kind, text))
 
     def _part_event(self, choice: Choice, part: Part) -> bytes:
         return self._framed(choice, part.kind, part.text)
@@ -198,6 +204,7 @@ class ChatBuilder(ResponseBuilder):
     def __init__(self, asked: GenerationRequest, **about: Any) -> None:
         super().__init__(asked, **about)
         self._num_calls: dict[int, int] = {}  # number of the last call, by the choice's index
+        self._shows_reasoning = getattr(asked, "include_reasoning", True) is not False
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.ChatCompletion:
         """Return the JSON body: one assistant message per choice."""
@@ -260,21 +267,19 @@ class ChatBuilder(ResponseBuilder):
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta))
 
     def _part_event(self, choice: Choice, part: Part) -> bytes:
-        if part.kind is PartKind.REASONING and not self._shows_reasoning:
+        kind, text = part
+        if kind is PartKind.ARGUMENTS:
+            return self._framed(choice, kind, text, self._num_calls[choice.index])
+        if kind is PartKind.REASONING and not self._shows_reasoning:
             return b""
-        if part.kind is PartKind.CALL:
+        if kind is PartKind.CALL:
             delta = self._delta(choice, part)
             assert delta is not None
             return encode_event(self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta)))
-        number = self._num_calls[choice.index] if part.kind is PartKind.ARGUMENTS else 0
-        return self._framed(choice, part.kind, part.text, number)
+        return self._framed(choice, kind, text)
 
     def _chunk(self, choice: responses.ChatChunkChoice) -> responses.ChatCompletionChunk:
         return responses.ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[choice])
-
-    @property
-    def _shows_reasoning(self) -> bool:
-        return getattr(self.asked, "include_reasoning", True) is not False
 
     def _parts(self, choice: Choice, delta: TokenDelta) -> list[Part]:
         """Return the parts of the message that a token delta completes."""

@@ -20,6 +20,10 @@ class JsonEnd:
         self._in_string = False
         self._is_escaped = False
 
+    def passes(self, text: str) -> bool:
+        """Return True if a text is inside a string and does not end it. It then changes no state."""
+        return self._in_string and not self._is_escaped and '"' not in text and "\\" not in text
+
     def find(self, text: str) -> int | None:
         """Return the position in the next text after the value's last character; None: the value goes on."""
         start = 0
@@ -81,6 +85,9 @@ class _JsonCallParser(CallParser):
         self._held = ""  # text before a name, or after arguments
         self._end: JsonEnd | None = None  # set within arguments
         self._is_first = True
+
+    def passes(self, text: str) -> bool:
+        return self._end is not None and self._end.passes(text)
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []

@@ -172,6 +172,9 @@ class _PythonCallParser(CallParser):
         self._depth = 0  # brackets around the current position in a value
         self._has_arguments = False
 
+    def passes(self, text: str) -> bool:
+        return self._state is _State.STRING and not self._held and '"' not in text and "\\" not in text
+
     def push(self, text: str) -> list[Part]:
         self._held += text
         parts: list[Part] = []

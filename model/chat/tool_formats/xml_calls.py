@@ -153,6 +153,12 @@ class _XmlCallParser(CallParser):
         self._kind = _Kind.JSON  # of the current value
         self._has_arguments = self._has_begun = False  # begun: a piece of the current value was passed
 
+    def passes(self, text: str) -> bool:
+        if self._state is not _State.VALUE or not self._has_begun or self._held or self._form.after_value[0] in text:
+            return False
+        # JSON escapes no character that is printable, except these.
+        return self._kind is _Kind.JSON or (text.isprintable() and '"' not in text and "\\" not in text)
+
     def push(self, text: str) -> list[Part]:
         self._held += text
         parts: list[Part] = []

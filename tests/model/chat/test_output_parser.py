@@ -71,6 +71,26 @@ def test_parts_of_completions(completion: str, options: dict[str, Any], wanted: 
         assert parser.num_calls == sum(part.kind is PartKind.CALL for part in wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "begun", "kind"),
+    [
+        ("hermes", "a", PartKind.TEXT),
+        ("hermes", "<think>a", PartKind.REASONING),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "b', PartKind.ARGUMENTS),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nb", PartKind.ARGUMENTS),
+        ("pythonic", '[f(a="b', PartKind.ARGUMENTS),
+    ],
+)
+def test_most_texts_need_no_parsing(name: str, begun: str, kind: PartKind) -> None:
+    string = ToolSchema(name="f", parameters={"type": "object", "properties": {"a": {"type": "string"}}}, lenient=False)
+    parser = OutputParser(reasoning=THINK, tools=TOOL_FORMATS[name], schemas=[string])
+    parser.push(begun)
+    for text in (" the", "é😀"):
+        assert parser.plain_kind(text) is kind
+        assert parser.push(text) == [Part(kind, text)]
+    assert parser.plain_kind("") is None
+
+
 def test_a_prompt_may_end_in_reasoning_or_after_it() -> None:
     assert begins_in_reasoning("assistant\n<think>\n", THINK) is True
     assert begins_in_reasoning("assistant\n<think>\n\n</think>\n\n", THINK) is False
