@@ -44,6 +44,7 @@ def test_flags_on_the_page_exist() -> None:
         "--log_samples",
         "--output_path",
         "--batch_size",
+        "--no-parse-special",
     }
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGE)) - of_others - {"--help"}
     flags = {flag_of(name) for name in EvalSettings.model_fields}

@@ -1,10 +1,11 @@
 """Marks around a model's reasoning (its thinking before the answer), and the marks of all formats. Torch-free."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from model.chat.tool_formats.table import TOOL_FORMATS
-from model.tokenizer.interface import Tokenizer
+from model.tokenizer.interface import Tokenizer, TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +58,11 @@ def all_marks() -> tuple[str, ...]:
 
 def mark_ids(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
     """Return the ids of those marks that are single tokens of a tokenizer, by name."""
-    found = {name: tokenizer.encode(name, parse_special=True) for name in names}
-    return {name: ids[0] for name, ids in found.items() if len(ids) == 1}
+    found: dict[str, int] = {}
+    for name in names:
+        # Characters of a mark may be missing in a small vocabulary.
+        with suppress(TokenizerError):
+            ids = tokenizer.encode(name, parse_special=True)
+            if len(ids) == 1:
+                found[name] = ids[0]
+    return found

@@ -139,7 +139,7 @@ ROUTES = (
         *("POST", "/v1/messages", "messages.create", "Continue a conversation, in Anthropic's Messages API"),
         *(messages.GeneratedMessage, messages.MessagesRequest, messages.MessageEvent, _RESUMABLE),
         examples={
-            "greedy": {"model": "claude", "messages": _MESSAGES, **_GREEDY},
+            "greedy": {"messages": _MESSAGES, **_GREEDY},
             "streamed": {"messages": _MESSAGES, "system": "Be brief.", "max_tokens": 8, "stream": True},
         },
     ),

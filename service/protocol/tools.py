@@ -144,7 +144,7 @@ def callable_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None
             return [], False
         case _:
             names, must_call = list(by_name), choice == "required"
-    if unknown := next((name for name in names if name not in by_name), None):
+    if (unknown := next((name for name in names if name not in by_name), None)) is not None:
         raise InvalidRequest(f"tool_choice: the tool {unknown!r} is not in tools; add it", param="tool_choice")
     if must_call and not names:
         raise InvalidRequest("tool_choice: required needs tools; add tools", param="tool_choice")

@@ -307,7 +307,7 @@ def test_unknown_routes_and_methods_get_json_errors(service: Service) -> None:
     for method, path, status in (
         ("GET", "/v1/completions", 405),
         ("GET", "/v1/chat/completions", 405),
-        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/answers", 404),
         ("POST", "/shutdown", 404),
         ("GET", "/info", 404),
         ("POST", "/health", 405),

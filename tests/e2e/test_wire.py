@@ -24,7 +24,7 @@ CHECKS = (
 EXAMPLES = [
     pytest.param(path, example["value"], id=f"{path} {name}")
     for path, methods in openapi_document()["paths"].items()
-    if "post" in methods
+    if "requestBody" in methods.get("post", {})
     for name, example in methods["post"]["requestBody"]["content"]["application/json"]["examples"].items()
 ]
 

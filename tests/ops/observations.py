@@ -163,6 +163,11 @@ OBSERVATIONS = (
         | _once("grammar_compile_seconds", 0.125),
     ),
     Observation(
+        name="ignored_field",
+        make=lambda metrics: metrics.count("ignored_fields", "metadata"),
+        changes={'ignored_fields_total{field="metadata"}': 1},
+    ),
+    Observation(
         name="failure",
         make=lambda metrics: metrics.count("request_failures", "500", "server_error"),
         changes={'request_failures_total{error_type="server_error",status="500"}': 1},

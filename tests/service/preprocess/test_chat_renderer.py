@@ -234,6 +234,11 @@ def _one(**message: Any) -> dict[str, Any]:
             "tool_choice",
             "the tool 'g' is not in tools",
         ),
+        (
+            {**_one(), "tool_choice": {"type": "function", "function": {"name": ""}}},
+            "tool_choice",
+            "the tool '' is not in tools",
+        ),
         ({**_one(), "response_format": {"type": "xml"}}, "response_format.type", "response_format.type must be"),
         ({**_one(), "presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
         ({**_one(), "logit_bias": {"1e3": 1}}, "logit_bias", "'1e3' is not a token id"),

@@ -59,7 +59,8 @@ class Bench:
         self.error: OSError | None = None
         self.api: Any = FakeProcess()
         first: Any = FakeProcess()
-        values = SimpleNamespace(standby=has_standby, hang_seconds=hang_seconds, drain_seconds=drain_seconds)
+        times = {"hang_seconds": hang_seconds, "drain_seconds": drain_seconds}
+        values = SimpleNamespace(standby=has_standby, otlp_endpoint=None, **times)
         self.settings = cast(Any, values)
         self.supervisor = Supervisor(
             self.lifecycle,
