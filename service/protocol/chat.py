@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
-from pydantic_core import from_json
 
 from service.protocol.completions import Count, GenerationRequest, NumLogprobs
 from service.protocol.errors import InvalidRequest
@@ -99,11 +98,7 @@ def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bo
         for call in message.tool_calls or ():
             names[call.id] = call.function.name
             arguments: Any = call.function.arguments
-            try:
-                parsed = from_json(arguments or "{}")
-            except ValueError:
-                parsed = None
-            if not isinstance(parsed, dict):
+            if (parsed := call.function.parsed_arguments()) is None:
                 place = f"messages[{number}].tool_calls"
                 raise InvalidRequest(f"{place}: the arguments of a call must be a JSON object as text", param=place)
             function = {"name": call.function.name, "arguments": arguments if arguments_are_text else parsed}

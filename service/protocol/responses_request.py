@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
 from service.config.validation_messages import reword
 from service.protocol.chat import MAX_PARTS, ChatCompletionRequest, Effort, Message, TemplateVariables
@@ -485,14 +485,11 @@ def _message(**fields: Any) -> Message:
 
 def _call(item: InputFunctionCall, number: int) -> PastToolCall:
     """Return a function call in the form of chat completions. Raises InvalidRequest for invalid arguments."""
-    try:
-        is_object = isinstance(from_json(item.arguments or "{}"), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
+    function = CalledFunction(name=item.name, arguments=item.arguments)
+    if function.parsed_arguments() is None:
         param = f"input[{number}].arguments"
         raise InvalidRequest(f"{param} must be a JSON object as text", param=param)
-    return PastToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+    return PastToolCall(id=item.call_id, function=function)
 
 
 def _tool(tool: FunctionTool) -> ToolDefinition:

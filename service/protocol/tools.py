@@ -3,6 +3,7 @@
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import RequestModel
@@ -17,6 +18,8 @@ class FunctionDefinition(RequestModel):
 
     strict: reject a schema that cannot be enforced completely, instead of ignoring some of its keywords.
     """
+
+    IGNORES_UNKNOWN: ClassVar[bool] = True
 
     name: ToolName
     description: str | None = None
@@ -41,6 +44,8 @@ class FunctionDefinition(RequestModel):
 class ToolDefinition(RequestModel):
     """Field `tools[]`: a function that the model may call."""
 
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -49,7 +54,7 @@ class ToolDefinition(RequestModel):
 
         A tool without parameters gets an empty schema, because some templates fail without one.
         """
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        function = self.function.model_dump(exclude_none=True, include={"name", "description", "parameters"})
         return {"type": "function", "function": {**function, "parameters": function.get("parameters") or NO_PARAMETERS}}
 
 
@@ -94,6 +99,17 @@ class CalledFunction(RequestModel):
 
     name: str
     arguments: str = "{}"
+
+    def parsed_arguments(self) -> dict[str, Any] | None:
+        """Return the arguments as an object; None: they are something else.
+
+        Of a call that ended at `max_tokens`, the object has the values up to there.
+        """
+        try:
+            parsed = from_json(self.arguments or "{}", allow_partial="trailing-strings")
+        except ValueError:
+            return None
+        return parsed if isinstance(parsed, dict) else None
 
 
 class PastToolCall(RequestModel):

@@ -36,7 +36,7 @@ CLIENTS = [
     ),
     ToolClient("Tools with litellm", "litellm", "tools_with_litellm.py"),
     ToolClient("llama-index agents", "llama-index", "tools_with_llama_index.py", ("chat",)),
-    ToolClient("Vercel AI SDK", "node", "tools_with_ai_sdk.mjs", ("chat",)),
+    ToolClient("Vercel AI SDK", "node", "tools_with_ai_sdk.mjs", ("chat", "responses", "messages")),
 ]
 all_clients = pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.section)
 

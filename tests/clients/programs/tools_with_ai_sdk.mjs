@@ -1,18 +1,19 @@
 // Program that prints results of the Vercel AI SDK as JSON: an agent with a function, whole and streamed, and an object.
 // Arguments: URL of a service, model name.
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
 const [url, name] = process.argv.slice(2);
-const provider = createOpenAICompatible({
-  name: "kvasir",
-  baseURL: `${url}/v1`,
-  apiKey: "none",
-  includeUsage: true,
-  supportsStructuredOutputs: true,
-});
-const cities = [];
+const args = { name: "kvasir", baseURL: `${url}/v1`, apiKey: "none" };
+const models = {
+  chat: createOpenAICompatible({ ...args, includeUsage: true, supportsStructuredOutputs: true })(name),
+  responses: createOpenAI(args)(name),
+  messages: createAnthropic(args)(name),
+};
+let cities = [];
 const city = z.enum(["Oslo", "Paris"]);
 const weather = tool({
   description: "Return the weather of a city.",
@@ -22,29 +23,31 @@ const weather = tool({
     return `It is sunny in ${city}.`;
   },
 });
-const asked = {
-  model: provider(name),
-  prompt: "What is the weather in Paris?",
-  maxOutputTokens: 100,
-  temperature: 0,
-  maxRetries: 0,
-};
+const question = { prompt: "What is the weather in Paris?", maxOutputTokens: 100, temperature: 0, maxRetries: 0 };
 const agent = {
-  ...asked,
+  ...question,
   tools: { weather },
   stopWhen: stepCountIs(3),
   prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "auto" }),
 };
 
-const whole = await generateText(agent);
-const stream = streamText(agent);
-let text = "";
-for await (const piece of stream.textStream) text += piece;
-const output = Output.object({ schema: z.object({ city, sunny: z.boolean() }) });
-const report = (await generateText({ ...asked, output })).output;
-const streamed = streamText({ ...asked, output });
-for await (const _ of streamed.textStream);
-const usage = await stream.totalUsage;
-if (usage.outputTokens !== whole.totalUsage.outputTokens) throw new Error(JSON.stringify(usage));
-if (JSON.stringify(await streamed.output) !== JSON.stringify(report)) throw new Error("the streamed object differs");
-console.log(JSON.stringify({ chat: { cities, answers: [whole.text, text], report } }));
+async function talk(model) {
+  cities = [];
+  const whole = await generateText({ ...agent, model });
+  const stream = streamText({ ...agent, model });
+  let text = "";
+  for await (const piece of stream.textStream) text += piece;
+  const usage = await stream.totalUsage;
+  if (usage.outputTokens !== whole.totalUsage.outputTokens) throw new Error(JSON.stringify(usage));
+  const asked = { ...question, model, output: Output.object({ schema: z.object({ city, sunny: z.boolean() }) }) };
+  const report = (await generateText(asked)).output;
+  const streamed = streamText(asked);
+  for await (const _ of streamed.textStream);
+  const same = JSON.stringify(await streamed.output) === JSON.stringify(report);
+  if (!same) throw new Error("the streamed object differs");
+  return { cities, answers: [whole.text, text], report };
+}
+
+const said = {};
+for (const [api, model] of Object.entries(models)) said[api] = await talk(model);
+console.log(JSON.stringify(said));

@@ -15,6 +15,7 @@ from service.protocol.chat import ChatCompletionRequest
 from service.protocol.completions import CompletionRequest
 from service.protocol.request_model import Ignored, RequestModel, Unsupported
 from service.protocol.responses_request import ResponsesRequest
+from service.protocol.tools import CalledFunction, ToolDefinition
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 ROUTES: dict[str, tuple[str, type[RequestModel], dict[str, Any]]] = {
@@ -100,6 +101,35 @@ def test_foreign_fields_in_messages_are_ignored_and_counted(client: TestClient) 
     assert set(response.headers["x-ignored-fields"].split(",")) == {f"messages[].{name}" for name in named}
     metrics = client.get("/metrics").text
     assert 'llm_ignored_fields_total{engine="0",field="messages",model_name="tiny"} 1.0' in metrics
+
+
+def test_foreign_fields_of_tools_are_ignored_and_not_shown_to_the_model(client: TestClient) -> None:
+    plain = {"type": "function", "function": {"name": "f"}}
+    foreign = {**plain, "cache_control": {}, "function": {"name": "f", "returns": "x"}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [foreign], "truncate_prompt_tokens": -1}
+    response = client.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+    assert response.status_code == 200, response.text
+    names = set(response.headers["x-ignored-fields"].split(","))
+    assert names == {"tools[].cache_control", "tools[].function.returns"}
+    shown, wanted = (ToolDefinition.model_validate(tool).for_template() for tool in (foreign, plain))
+    assert shown == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", {}),
+        ('{"a": 1, "b": "x', {"a": 1, "b": "x"}),
+        ('{"a": [1, ', {"a": [1]}),
+        ("{", {}),
+        ("[1]", None),
+        ("no", None),
+    ],
+)
+def test_arguments_of_a_call_that_ended_at_max_tokens_may_be_sent_back(
+    text: str, wanted: dict[str, Any] | None
+) -> None:
+    assert CalledFunction(name="f", arguments=text).parsed_arguments() == wanted
 
 
 def test_a_request_with_many_different_foreign_fields_is_rejected(client: TestClient) -> None:
