@@ -212,7 +212,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "names no tool call of an earlier message",
     ),
     "list": ({"messages": [*MESSAGES, past_call("[1]")]}, "the arguments of a call must be a JSON object"),
-    "cut": ({"messages": [*MESSAGES, past_call('{"a": ')]}, "the arguments of a call must be a JSON object"),
+    "words": ({"messages": [*MESSAGES, past_call("a b")]}, "the arguments of a call must be a JSON object"),
 }
 
 
