@@ -27,7 +27,7 @@ MAX_CONTAINERS = 20_000
 _TOO_MANY = re.compile(rb'(?:(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+"?)*+[\[{]){%d}+' % (MAX_CONTAINERS + 1), re.DOTALL)
 TIMEOUT_HEADER = "x-request-timeout"
 REQUEST_ID = "x-request-id"  # response header, and attribute of `request.state`
-ERROR = "error"  # attribute of `request.state`: the error that the request's response reports
+ERROR = "error"  # attribute of `request.state`: class of the error that the request's response reports
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
@@ -84,8 +84,12 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 def keep_error(scope: Scope, error: ApiError) -> None:
-    """Store the error of a request's response in the request's state, for the request log and traces."""
-    scope.setdefault("state", {})[ERROR] = error
+    """Store the class of a response's error in the request's state, for the request log and traces.
+
+    The error itself holds the frames that raised it, and they hold the scope: megabytes of a body would wait for the
+    garbage collector.
+    """
+    scope.setdefault("state", {})[ERROR] = type(error)
 
 
 def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> None:

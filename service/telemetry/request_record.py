@@ -118,13 +118,14 @@ class RequestObserver:
             await self._app(scope, receive, send_and_observe)
         except Exception:  # the error handler, which is outside of this middleware, sends the response
             status, is_complete = status or ApiError.status, True
-            state.setdefault(ERROR, ApiError("internal error"))
+            state.setdefault(ERROR, ApiError)
             raise
         finally:
             generation = None if (delivery := state.get(DELIVERY)) is None else _generation(delivery)
-            error = state.get(ERROR)
-            if error is None and delivery is not None and not (is_complete and _is_departure(delivery.failure)):
-                error = delivery.failure
+            error: type[ApiError] | None = state.get(ERROR)
+            failure = None if delivery is None or delivery.failure is None else type(delivery.failure)
+            if error is None and not (is_complete and _is_departure(failure)):
+                error = failure
             if status in (None, CLIENT_GONE):
                 status, is_complete = (CLIENT_GONE, False) if error is None else (error.status, True)
             record = RequestRecord(
@@ -152,8 +153,8 @@ def rejection(error: ApiError) -> RequestRecord:
     return RequestRecord(status=error.status, error=error.code)
 
 
-def _is_departure(error: ApiError | None) -> bool:
-    return isinstance(error, ClientGone)
+def _is_departure(error: type[ApiError] | None) -> bool:
+    return error is not None and issubclass(error, ClientGone)
 
 
 def _trace_context(scope: Scope) -> dict[str, str]:
