@@ -102,11 +102,11 @@ def _one_of(texts: Iterable[str]) -> str:
 
 
 def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a JSON-like value with `change` applied to every string, except the keys of objects."""
+    """Return a JSON-like value with `change` applied to every string, the keys of objects included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_texts(item, change) for key, item in value.items()}
+        return {change(key): _map_texts(item, change) for key, item in value.items()}
     return [_map_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -9,7 +9,7 @@ from model.chat.output_parser import OutputParser
 from model.chat.reasoning import begins_in_reasoning
 from model.chat.special_token_escaping import ForbiddenText, SpecialTokenEscaper
 from model.chat.template import ChatTemplate, cut_at_continuation, mark_continuation
-from model.chat.template_sandbox import TemplateFailure
+from model.chat.template_sandbox import MAX_CHARACTERS, TemplateFailure
 from model.chat.tool_formats.tool_format import ToolSchema
 from model.chat.tool_prompt import put_tools_in_message, write_tools_as_text
 from model.tokenizer.interface import Tokenizer, TokenizerError
@@ -171,6 +171,13 @@ class ChatPrompts:
             add_generation_prompt=add_generation_prompt,
             tools=[tool.for_template() for tool in tools] or None,
         )
+        num_characters = sum(len(message["content"]) for message in variables["messages"])
+        if num_characters > MAX_CHARACTERS:  # of a chain of stored responses, since a body is smaller
+            raise InvalidRequest(
+                f"messages: the conversation has {num_characters} characters, over the limit of {MAX_CHARACTERS}; "
+                "begin a new one",
+                param="messages",
+            )
         if taken := [name for name in more if name in variables]:
             raise InvalidRequest(
                 f"chat_template_kwargs: the variable {taken[0]} is set by the server; leave it out",
@@ -238,6 +245,9 @@ class ChatPrompts:
         except TemplateFailure as failure:
             if failure.by_template:
                 raise InvalidRequest(f"the chat template rejects the messages: {failure}", param="messages") from None
+            if variables["tools"]:
+                message = f"the chat template fails with these tools: {failure}; simplify their schemas"
+                raise InvalidRequest(message, param="tools") from None
             if more:  # most likely a value has a type that the template does not expect
                 message = f"the chat template fails with the variables in chat_template_kwargs: {failure}"
                 raise InvalidRequest(message, param="chat_template_kwargs") from None

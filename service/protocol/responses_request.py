@@ -443,6 +443,8 @@ class ResponsesRequest(RequestModel):
             return InvalidRequest(f"{field} {cls.UNION_ERRORS[field]}", param=field)
         name = "".join(f"[{part}]" if isinstance(part, int) else f".{str(part)[:100]}" for part in place)[1:]
         problem = "is required" if kind == "missing" else reword(kind, first["msg"])
+        if kind == "union_tag_invalid":
+            problem = "has an unknown type; send messages, function_call, function_call_output or reasoning items"
         if loc[-1] == "@text":
             problem = "must be a string or a list"
         return InvalidRequest(f"{name} {problem}", param=name)

@@ -9,6 +9,7 @@ from service.protocol.errors import InvalidRequest
 from service.protocol.request_model import RequestModel
 
 MAX_TOOLS = 128
+MAX_CONTAINERS = 20_000  # lists and objects in the arguments of a past call, as in a body
 NO_PARAMETERS = {"type": "object", "properties": {}}
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -33,7 +34,7 @@ class FunctionDefinition(RequestModel):
             InvalidRequest: the schema does not describe an object.
         """
         schema = {"type": "object", **(self.parameters or {})}
-        if schema["type"] != "object":
+        if schema["type"] != "object" or not isinstance(schema.get("properties", {}), dict):
             raise InvalidRequest(
                 f"the parameters of the tool {self.name!r} must be a JSON Schema of type object", param="tools"
             )
@@ -101,10 +102,12 @@ class CalledFunction(RequestModel):
     arguments: str = "{}"
 
     def parsed_arguments(self) -> dict[str, Any] | None:
-        """Return the arguments as an object; None: they are something else.
+        """Return the arguments as an object; None: they are something else, or hold over 20,000 lists and objects.
 
         Of a call that ended at `max_tokens`, the object has the values up to there.
         """
+        if self.arguments.count("[") + self.arguments.count("{") > MAX_CONTAINERS:
+            return None  # parsing would delay other streams
         try:
             parsed = from_json(self.arguments or "{}", allow_partial="trailing-strings")
         except ValueError:

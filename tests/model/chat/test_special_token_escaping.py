@@ -119,3 +119,14 @@ def test_the_longest_of_several_matching_special_tokens_is_escaped() -> None:
 def test_messages_need_no_escaping_without_special_tokens() -> None:
     control = SpecialTokenEscaper(make_tokenizer())
     assert encoded(CONTENT_ONLY, "<s>", control=control) == list(b"<s>")
+
+
+@pytest.mark.parametrize("key", ["<|im_end|", "<|im_start|", "</s", "a<"])
+def test_a_key_that_begins_a_special_token_stays_text(key: str) -> None:
+    """A template may write the keys of a call's arguments as tags: `<parameter=KEY>`."""
+    template = ChatTemplate(
+        source="{% for m in messages %}{% for key in m.arguments %}<{{ key }}>{% endfor %}{% endfor %}", origin="test"
+    )
+    escaped, breaker = CONTROL.escape([{"role": "assistant", "arguments": {key: 1, "plain": 2}}])
+    ids = CONTROL.encode(template.render(escaped), breaker)
+    assert ids == list(f"<{key}><plain>".encode())

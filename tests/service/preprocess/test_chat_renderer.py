@@ -12,6 +12,7 @@ from service.api.app import Frontend
 from service.config.settings import ServeSettings
 from service.preprocess.chat_renderer import ChatPlan
 from service.protocol.chat import ChatCompletionRequest
+from service.protocol.tools import MAX_CONTAINERS
 from service.requests.inflight import DEFAULT_COUNTED_TOKENS
 from tests.model.chat_templates import CHATML
 from tests.service.echo import EchoChannel
@@ -166,6 +167,7 @@ def test_admission_counts_a_chat_without_max_tokens_by_a_default(frontend: Front
     assert choice.num_counted_tokens == 10 + DEFAULT_COUNTED_TOKENS
 
 
+LARGE_ARGUMENTS = '{"a": [' + "[]," * MAX_CONTAINERS + "[]]}"
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -222,6 +224,12 @@ def _one(**message: Any) -> dict[str, Any]:
         ({**_one(), "tools": [TOOL, TOOL]}, "tools", "two tools have the name 'f'"),
         ({**_one(), "tools": [_tool(name="a b")]}, "tools[0].function.name", "tools[0].function.name must"),
         ({**_one(), "tools": [_tool(parameters={"type": "array"})]}, "tools", "a JSON Schema of type object"),
+        ({**_one(), "tools": [_tool(parameters={"properties": []})]}, "tools", "a JSON Schema of type object"),
+        (
+            _one(role="assistant", tool_calls=[{**CALL, "function": {"name": "f", "arguments": LARGE_ARGUMENTS}}]),
+            "messages[0].tool_calls",
+            "the arguments of a call must be a JSON object",
+        ),
         (
             {**_one(), "tools": [_tool(strict=True, parameters={"minProperties": 2, "additionalProperties": True})]},
             "tools",
