@@ -77,7 +77,7 @@ class Tokenizer(ABC):
         """
 
     def find_token(self, name: str) -> int | None:
-        """Return the id of the special token with this name; None if there is none."""
+        """Return the id of the special token with this name; None if the vocabulary has no such token."""
         return self.special_tokens.get(name)
 
     def decode(self, token_ids: Iterable[int]) -> str:

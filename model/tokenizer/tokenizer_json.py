@@ -198,7 +198,7 @@ class LibraryTokenizer(Tokenizer):
         return token_ids
 
     def find_token(self, name: str) -> int | None:
-        """Return the id of the token with this name, which need not be special; None if there is none."""
+        """Return the id of the token with this name, special or not; None if the vocabulary has no such token."""
         token_id: int | None = self._library.token_to_id(name)
         return token_id
 

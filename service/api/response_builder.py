@@ -237,7 +237,7 @@ class ChatBuilder(ResponseBuilder):
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the stream events of a token delta; with `is_first`, an event with the role `assistant` before them.
 
-        The last event has the delta's logprobs, token ids and ending. Without such data and new parts, there is none.
+        The last event has the delta's logprobs, token ids and ending. A delta without such data and parts has no event.
         """
         deltas = [shown for part in self._parts(choice, delta) if (shown := self._delta(choice, part)) is not None]
         shows_tokens = self._shows_ids or self._num_logprobs is not None

@@ -6,6 +6,7 @@
 
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -149,8 +150,8 @@ class ScoreBody(GroupedBody):
         usage = EmbeddingUsage(prompt_tokens=self._num_tokens, total_tokens=self._num_tokens)
         return encode(self._write(self._scores(), usage))
 
-    def _scores(self) -> list[float]:
-        raise NotImplementedError
+    @abstractmethod
+    def _scores(self) -> list[float]: ...
 
 
 class SimilarityBody(ScoreBody):

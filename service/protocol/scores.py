@@ -1,5 +1,6 @@
 """Request and response bodies of `/v1/score` and `/v1/rerank`, as in vLLM, Jina and Cohere."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -55,9 +56,9 @@ class PairsRequest(RequestModel):
     user: str | None = None
 
     @property
+    @abstractmethod
     def pairs(self) -> TextPairs:
         """Texts to score. Raises InvalidRequest for missing, empty or unpaired texts."""
-        raise NotImplementedError
 
 
 class ScoreRequest(PairsRequest):

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from service.cli.main import INTERRUPTED, main
+from tests.e2e.process import wait_until
 from tests.playground.stub_server import ESCAPES, MODEL, REASONING, STORY, StubServer
 
 ROOT = Path(__file__).parents[3]
@@ -269,10 +270,7 @@ def test_ctrl_c_stops_the_answer_and_the_program_goes_on(server: StubServer) -> 
         assert STORY.startswith(server.record.bodies[-1]["messages"][1]["content"])
         chat.type("\x04")
         assert chat.close() == 0
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while server.record.num_left == 0:
-        assert time.monotonic() < deadline, "the server did not notice the stop"
-        time.sleep(0.02)
+    wait_until(lambda: server.record.num_left > 0, what="the server to notice the stop")
 
 
 def test_ctrl_c_twice_at_the_prompt_leaves(server: StubServer) -> None:
