@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.nn.reference_generate import generate
@@ -253,6 +253,24 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_masks, "compile_grammar", count)
     drive(make_engine(), [ask(f"s{i}", [CHOICE, REGEX][i % 2], seed=i) for i in range(10)])
     assert sorted(compiled) == sorted([CHOICE, REGEX])
+
+
+def test_a_grammar_that_exceeds_a_limit_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matchers of a grammar share its lexer states, of which an exceeded limit leaves 100 MB."""
+    compiled: list[str] = []
+
+    def limit(vocabulary: Any, grammar: str) -> LLMatcher:
+        compiled.append(grammar)
+        return LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(max_lexer_states=60))
+
+    monkeypatch.setattr(grammar_masks, "compile_grammar", limit)
+    engine, growing = make_engine(), LLMatcher.grammar_from_regex(r"(.*[a-m].{30}|.*[n-z].{25})0")
+    for uid in ("first", "second"):
+        outcome = drive(engine, [ask(uid, growing, max_tokens=60)])[uid]
+        assert outcome.reason is FinishReason.REFUSED
+        assert outcome.finish is not None
+        assert "too many states" in (outcome.finish.error or "")
+    assert compiled == [growing, growing]
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_sequence_alone() -> None:

@@ -42,6 +42,7 @@ class Grammars:
         self._held: dict[str, Submit] = {}
         self._futures: dict[str, Future[LLMatcher]] = {}  # uid to its grammar, until `begin`
         self._matchers: dict[str, LLMatcher] = {}
+        self._sources: dict[str, str] = {}  # uid to the text of its grammar
         self._compiling_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._masks_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
 
@@ -72,6 +73,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(submit.grammar)
         self._futures[submit.uid] = future
+        self._sources[submit.uid] = submit.grammar
         # A submission also waits behind held submissions with the same grammar, to keep the order of arrival.
         if future.done() and all(self._futures[uid] is not future for uid in self._held):
             return False
@@ -100,13 +102,17 @@ class Grammars:
 
     def forget(self, uid: str) -> None:
         """Drop all grammar state of an ended or cancelled sequence. Unknown uids are ignored."""
-        for known in (self._held, self._futures, self._matchers):
+        for known in (self._held, self._futures, self._matchers, self._sources):
             known.pop(uid, None)
 
     def error(self, uid: str) -> str | None:
         """Return the error message of a sequence's grammar matcher, such as an exceeded limit; None without error."""
         matcher = self._matchers.get(uid)
-        return str(GrammarError(matcher.get_error())) if matcher is not None and matcher.is_error() else None
+        if matcher is None or not matcher.is_error():
+            return None
+        # A grammar that exceeds a limit holds up to 100 MB of lexer states, which all its matchers share.
+        self._compiled.pop(self._sources[uid], None)
+        return str(GrammarError(matcher.get_error()))
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Start computing a step's token masks in a background thread; None if no sampling sequence has a grammar."""
