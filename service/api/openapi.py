@@ -277,7 +277,7 @@ def openapi_document() -> dict[str, Any]:
         "info": {
             "title": "Kvasir",
             "version": importlib.metadata.version("kvasir"),
-            "description": "Completions and chat completions by a language model, in OpenAI's protocol.",
+            "description": "A language model, with OpenAI's and Anthropic's APIs.",
         },
         "paths": paths,
         "components": {

@@ -38,9 +38,9 @@ class BatchLine:
 
 def main(settings: BatchSettings) -> int:
     """Run `kvasir batch` and return the exit code: 0 if every response has status 200, else 1."""
-    num_lines = _check_ids(settings.input)
+    num_lines, bad_lines = _check_ids(settings.input)
     with ExitStack() as stack:
-        output = stack.enter_context(BatchOutput.open(settings.output))
+        output = stack.enter_context(BatchOutput.open(settings.output, bad_lines))
         left = (line for line in read_batch(settings.input) if not output.has(line))
         first = next(left, None)
         if first is not None:
@@ -130,13 +130,20 @@ def _read_line(number: int, text: bytes) -> BatchLine:
     return BatchLine(number=number, custom_id=custom_id, url=str(url), body=body, error=reason)
 
 
-def _check_ids(path: Path) -> int:
-    """Return the number of lines of an input file. Raises ValueError for a custom_id of two lines."""
+def _check_ids(path: Path) -> tuple[int, set[int]]:
+    """Return the number of lines of an input file, and the numbers of its lines without a custom_id.
+
+    Raises:
+        ValueError: two lines have the same custom_id, or there is no such file.
+    """
     first: dict[str, int] = {}
-    num_lines = 0
+    num_lines, bad_lines = 0, set[int]()
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give a file of requests as INPUT")
     for line in read_batch(path):
         num_lines += 1
         if line.custom_id is None:
+            bad_lines.add(line.number)
             continue
         if line.custom_id in first:
             raise ValueError(
@@ -144,31 +151,33 @@ def _check_ids(path: Path) -> int:
                 "give each line its own"
             )
         first[line.custom_id] = line.number
-    return num_lines
+    return num_lines, bad_lines
 
 
 @dataclass(eq=False)
 class BatchOutput:
     """Output file. Every line is written and flushed at once. `num_lines`, `num_failed`: lines, earlier ones included.
 
-    A line failed if it has an error, or if its response's status is not 200.
+    A line failed if it has an error, or if its response's status is not 200. The error of an input line that had no
+    custom_id, and is corrected now, does not count.
     """
 
     _file: BinaryIO
+    _bad_now: set[int]  # numbers of the input lines that have no custom_id now
     num_lines: int = 0
     num_failed: int = 0
     _ids: set[str] = field(default_factory=set)
     _bad_lines: set[int] = field(default_factory=set)  # numbers of input lines without a custom_id
 
     @classmethod
-    def open(cls, path: Path) -> "BatchOutput":
+    def open(cls, path: Path, bad_lines: set[int]) -> "BatchOutput":
         """Open an output file, read its lines, and cut off an incomplete last line.
 
         Raises:
             ValueError: another batch writes to the file, or a line is not the output of a batch.
         """
         file = path.open("a+b")
-        output = cls(file)
+        output = cls(file, bad_lines)
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,8 +231,10 @@ class BatchOutput:
         self._add(values)
 
     def _add(self, values: dict[str, Any]) -> None:
-        self.num_lines += 1
         error = values["error"]
+        if values["custom_id"] is None and error["line"] not in self._bad_now:
+            return
+        self.num_lines += 1
         self.num_failed += error is not None or values["response"]["status_code"] != 200
         if values["custom_id"] is None:
             self._bad_lines.add(error["line"])

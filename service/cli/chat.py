@@ -113,6 +113,8 @@ class ChatSession:
                 reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
                 if reasoning or content:
                     first = first or time.monotonic()
+                if not self._dim:
+                    reasoning = ""  # a pipe gets the answer alone
                 if bool(reasoning) != is_thinking and (reasoning or content):
                     is_thinking = bool(reasoning)
                     print(self._dim if is_thinking else f"{self._plain}\n\n", end="")

@@ -35,7 +35,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("serve a checkpoint over HTTP, in OpenAI's protocol", config.ServeSettings, "serve:main"),
+    "serve": Command(
+        "serve a checkpoint over HTTP, with OpenAI's and Anthropic's APIs", config.ServeSettings, "serve:main"
+    ),
     "batch": Command("answer a file of requests in OpenAI's batch format", client_settings.BatchSettings, "batch:main"),
     "generate": Command("complete a text in this process, without a server", config.GenerateSettings, "generate:main"),
     "chat": Command("chat with the model of a running server", client_settings.ChatSettings, "chat:main"),

@@ -117,7 +117,9 @@ class ModelSettings(CheckpointSettings):
 
 
 class ServeSettings(ModelSettings):
-    """Serve a checkpoint over HTTP with OpenAI's API. SIGTERM or Ctrl-C drains; a second signal stops at once."""
+    """Serve a checkpoint over HTTP with OpenAI's and Anthropic's APIs. SIGTERM or Ctrl-C drains; a second signal stops
+    at once.
+    """
 
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = option("http", "127.0.0.1")
     """address to listen on"""
@@ -131,9 +133,11 @@ class ServeSettings(ModelSettings):
     """chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), or a
     Jinja file"""
     tool_format: str = option("http", "auto", metavar="auto|NAME")
-    """format in which the model writes tool calls; auto: the chat template's, else hermes"""
+    """format in which the model writes tool calls; auto: the chat template's, else hermes; docs/tools.md
+    lists the names"""
     reasoning_format: str = option("http", "auto", metavar="auto|none|NAME")
-    """marks of the model's reasoning, which responses separate from the content; auto: the chat template's"""
+    """marks of the model's reasoning, which responses separate from the content; auto: the chat template's;
+    docs/tools.md lists the names"""
     parse_special: bool = option("http", True)
     """parse names of special tokens in the prompts of completions as these tokens, unless a request sets parse_special;
     messages of chat completions are always plain text"""

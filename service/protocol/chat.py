@@ -123,6 +123,11 @@ TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(
 class ChatCompletionRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`."""
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": "max_completion_tokens",
+        "input": "messages",
+        "stop_sequences": "stop",
+    }
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {**GenerationRequest.UNION_ERRORS, **_MESSAGE_ERRORS}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

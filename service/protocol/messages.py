@@ -269,6 +269,11 @@ class CountTokensRequest(RequestModel):
 class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`."""
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+    }
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
 
 

@@ -75,6 +75,8 @@ class RequestModel(BaseModel):
     )
     # Error messages of fields with a union type, for which pydantic reports one error per branch.
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {}
+    # Names of fields in other APIs, by which a client may mean a field of this one.
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
     # Ignore unknown fields, unless a field's name is almost that of a known field.
     IGNORES_UNKNOWN: ClassVar[bool] = False
 
@@ -93,7 +95,8 @@ class RequestModel(BaseModel):
         if (unknown := _find_unknown_field(request, set())) is not None:
             *above, name = unknown.rpartition(".")
             near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=_LEAST_SIMILARITY)
-            remedy = f"did you mean {near[0]}?" if near and not any(above) else "leave it out"
+            meant = cls.OTHER_NAMES.get(name, next(iter(near), None))
+            remedy = "leave it out" if meant is None or any(above) else f"did you mean {meant}?"
             raise InvalidRequest(f"unknown field: {unknown}; {remedy}", param=unknown)
         request.check_fields()
         return request

@@ -272,6 +272,13 @@ class ResponsesChat(ChatCompletionRequest):
 class ResponsesRequest(RequestModel):
     """Body of `POST /v1/responses`."""
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    }
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {
         "stop": f"must be a non-empty string, or a list of at most {MAX_STOPS} non-empty strings",
         "tool_choice": 'must be "none", "auto", "required", {"type": "function", "name": …} '

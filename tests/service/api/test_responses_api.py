@@ -75,6 +75,17 @@ def stream(client: TestClient, given: Any = "Hello.", **fields: Any) -> list[dic
     return events
 
 
+def test_the_name_of_another_api_is_explained(client: TestClient) -> None:
+    names = {
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+    for name, meant in names.items():
+        answer = client.post("/v1/responses", json={"input": "a", name: 3})
+        assert problem(answer) == (name, f"unknown field: {name}; did you mean {meant}?")
+
+
 def problem(answer: Any, status: int = 400) -> tuple[str, str]:
     """Return the field and the message of an error."""
     assert answer.status_code == status, answer.text

@@ -148,6 +148,15 @@ def test_a_base_url_may_end_in_v1(server: FakeServer, tmp_path: Path) -> None:
     assert server.asked[0][0] == "/v1/completions"
 
 
+def test_a_corrected_line_no_longer_counts_as_failed(server: FakeServer, tmp_path: Path) -> None:
+    asked = write(tmp_path / "in", request_line("a"), "nonsense")
+    assert run(server, asked, tmp_path / "out") == 1
+    asked = write(tmp_path / "in", request_line("a"), request_line("b"))
+    for _ in range(2):
+        assert run(server, asked, tmp_path / "out") == 0
+    assert [line["custom_id"] for line in read(tmp_path / "out")] in (["a", None, "b"], [None, "a", "b"])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

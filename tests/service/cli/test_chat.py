@@ -62,6 +62,13 @@ def test_a_piped_message_is_answered_on_stdout(chat: Chat, server: StubServer) -
     }
 
 
+def test_a_pipe_gets_no_reasoning(chat: Chat) -> None:
+    code, answer, _ = chat("<think> Hello")
+    assert code == 0
+    assert answer.strip()
+    assert REASONING not in answer
+
+
 def test_the_conversation_the_system_prompt_and_the_sampling_flags_are_sent(chat: Chat, server: StubServer) -> None:
     flags = ("--system", "Be brief.", "--max-tokens", "3", "--temperature", "0.5", "--top-k", "4", "--seed", "7")
     chat("One", "Two", flags=(*flags, "--stop", "END", "--model", MODEL))
