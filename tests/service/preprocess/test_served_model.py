@@ -113,6 +113,7 @@ def test_the_start_up_listing_shows_the_checkpoints_facts(checkpoint: Path) -> N
         "model_name": "tiny",
         "max_context_length": 100,
         "chat_template": "plain: the checkpoint has none",
+        "score_method": "embedding",
         "generation_config": "temperature 0.5",
         "begin_of_text": "none",
         "end_of_text": f"{EOS} (273)",
