@@ -9,6 +9,7 @@
 
 #include "attention_tile.h"
 #include "kernel.h"
+#include "rows.h"
 
 namespace kvasir {
 namespace {
@@ -36,12 +37,13 @@ struct SplitSequence {
 };
 
 // A tile of a task. at: offset of each token in the cache, in numbers; -1 for tokens that no row of the task sees.
+// scale_at: for an int8 cache, offset of each token's scale for head 0; 0 for tokens that no row sees.
 template <typename T>
 struct Tile {
     const Task* task = nullptr;  // null: there is no tile
     int64_t start = 0;
     int num_tokens = 0;
-    int64_t at[TILE];
+    int64_t at[TILE], scale_at[TILE];
     Span<T> keys, values;
 };
 
@@ -163,6 +165,7 @@ template <typename T, typename C = T>
 class Attention : TaskPlan {
     using A = Arithmetic<C>;
     using Term = typename A::Term;
+    static constexpr bool HAS_SCALES = std::is_same_v<C, int8_t>;
 
 public:
     Attention(const AttentionBatch& batch, const AttentionCall& call)
@@ -189,9 +192,24 @@ private:
             const int64_t to = batch.slots[token] * token_size;
             const T* key = static_cast<const T*>(call.k) + token * call.k_stride;
             const T* value = static_cast<const T*>(call.v) + token * call.v_stride;
-            convert(key, token_size, static_cast<C*>(call.keys) + to);
-            convert(value, token_size, static_cast<C*>(call.values) + to);
+            if constexpr (HAS_SCALES) {
+                const int64_t scale_at = scale_of(batch.slots[token] / batch.block_size,
+                                                  batch.slots[token] % batch.block_size);
+                for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+                    const int64_t from = head * size, at = scale_at + head * batch.block_size;
+                    call.key_scales[at] = quantize(key + from, size, static_cast<C*>(call.keys) + to + from);
+                    call.value_scales[at] = quantize(value + from, size, static_cast<C*>(call.values) + to + from);
+                }
+            } else {
+                convert(key, token_size, static_cast<C*>(call.keys) + to);
+                convert(value, token_size, static_cast<C*>(call.values) + to);
+            }
         }
+    }
+
+    // Returns the offset of a token's scale for head 0.
+    int64_t scale_of(int64_t block, int64_t offset) const {
+        return block * call.num_kv_heads * batch.block_size + offset;
     }
 
     void join_splits(const SplitSequence& split) {
@@ -231,6 +249,9 @@ private:
         for (int token = 0; token < TILE; ++token) {
             const bool is_visible = start + token >= first && start + token < end;
             tile.at[token] = is_visible ? (table[block] * batch.block_size + offset) * token_size : -1;
+            if constexpr (HAS_SCALES) {
+                tile.scale_at[token] = is_visible ? scale_of(table[block], offset) : 0;
+            }
             if (++offset == batch.block_size) {
                 offset = 0;
                 ++block;
@@ -421,11 +442,17 @@ private:
         });
     }
 
-    // Turns the products of one head into weights. head: index relative to the task's first head.
-    void compute_head_weights(const Tile<C>& tile, int head, const float* products, Term* weights, float* factors,
+    // Turns the products of one head into weights. head: index relative to the task's first head. With an int8 cache,
+    // the scales of keys multiply the products, and the scales of values multiply the weights.
+    void compute_head_weights(const Tile<C>& tile, int head, float* products, Term* weights, float* factors,
                               Softmax* softmax) const {
         const Task& task = *tile.task;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
+        float key_scales[TILE], value_scales[TILE];
+        for (int token = 0; HAS_SCALES && token < TILE; ++token) {
+            const int64_t at = tile.scale_at[token] + (task.first_head + head) * batch.block_size;
+            key_scales[token] = call.key_scales[at], value_scales[token] = call.value_scales[at];
+        }
         for (int row = 0; row < task.num_rows(); ++row) {
             const int64_t position = position_of(task.sequence, task.first_row + row);
             const auto first = static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE));
@@ -434,8 +461,13 @@ private:
             const float* bias = call.bias == nullptr ? nullptr
                                                      : call.bias + query_head * call.bias_stride + call.bias_length -
                                                            1 - position + tile.start;
+            for (int at = 0; HAS_SCALES && at < num_groups * LANES; at += LANES) {
+                store(products + row * TILE + at, mul(load(products + row * TILE + at), load(key_scales + at)));
+            }
+            Term* row_weights = weights + row * (TILE / A::PER_TERM);
             factors[row] = compute_weights<A>(products + row * TILE, num_groups, first, end, call.scale * LOG2_E, bias,
-                                              softmax[row], weights + row * (TILE / A::PER_TERM));
+                                              softmax[row], row_weights);
+            if constexpr (HAS_SCALES) scale_weights(value_scales, num_groups, first, end, row_weights);
         }
     }
 };
@@ -451,6 +483,14 @@ KVASIR_KERNEL void kvasir_attention_float32(const AttentionBatch* batch, const A
 
 KVASIR_KERNEL void kvasir_attention_float32_over_float16(const AttentionBatch* batch, const AttentionCall* call) {
     Attention<float, half>(*batch, *call).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_float32_over_int8(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<float, int8_t>(*batch, *call).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_bfloat16_over_int8(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<bf16, int8_t>(*batch, *call).run();
 }
 
 KVASIR_KERNEL void kvasir_attention_bfloat16(const AttentionBatch* batch, const AttentionCall* call) {

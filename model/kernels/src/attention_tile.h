@@ -33,7 +33,7 @@ struct Widened {
     using Term = float;
     using Transposed = T;  // type by which rows of keys are transposed: one number for each term
     static constexpr int PER_TERM = 1;
-    static constexpr int VALUES_AT_ONCE = sizeof(T) == 2 ? 16 : 4;  // tokens that few rows multiply together
+    static constexpr int VALUES_AT_ONCE = sizeof(T) <= 2 ? 16 : 4;  // tokens that few rows multiply together
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
     static Lanes splat_term(const Term* term) { return splat(*term); }
@@ -303,7 +303,7 @@ void multiply_value_columns(const typename Arithmetic<T>::Term* weights, const T
         for (int n = 0; n < A::PER_TERM; ++n) tokens[n] = numbers_of(values, at[token + n]);
         Lanes row[(N + 1) / 2][2];
         for (int n = 0; n < N; ++n) {
-            if constexpr (std::is_same_v<T, half>) {  // without a check of the size, which took 8 % of the time
+            if constexpr (std::is_same_v<T, half> || std::is_same_v<T, int8_t>) {  // without a check of the size, which took 8 % of the time
                 row[n / 2][n % 2] = load(tokens[0] + offset + n * LANES);
             } else if (n % 2 == 0) {
                 A::load_values(tokens, offset + n * LANES, size, row[n / 2]);
@@ -391,6 +391,14 @@ float compute_weights(const float* products, int num_groups, int first, int end,
     const bool is_whole = first == 0 && end == TILE && bias == nullptr;
     return (is_whole ? compute_weights_of<A, true> : compute_weights_of<A, false>)(products, num_groups, first, end,
                                                                                  scale, bias, row, weights);
+}
+
+// Multiplies the weights of tokens from first to end - 1 by the tokens' scales. Other weights are 0 and stay 0.
+inline void scale_weights(const float* scales, int num_groups, int first, int end, float* weights) {
+    for (int group = 0; group < num_groups; ++group, weights += LANES, scales += LANES) {
+        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
+        store(weights, select(from, to, mul(load(weights), load(scales)), zeros()));
+    }
 }
 
 }  // namespace kvasir

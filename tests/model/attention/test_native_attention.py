@@ -75,8 +75,9 @@ class Scene:
             device="cpu",
             cache_dtype=self.cache_dtype,
         )
-        cache.keys_LNPKD.fill_(self.unwritten)
-        cache.values_LNPKD.fill_(self.unwritten)
+        pools = (cache.keys_LNPKD, cache.values_LNPKD), (cache.key_scales_LNPK, cache.value_scales_LNPK)
+        for pool_LNPKX in pools[cache.cache_dtype is torch.int8]:
+            pool_LNPKX.fill_(self.unwritten)
         blocks = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(len(rows))).tolist()
         tables = [[blocks.pop() for _ in range(need)] for need in needs]
         slots = []
@@ -95,11 +96,9 @@ class Scene:
         q, k, v = (torch.cat([self.texts[row][which][-self.lengths[row][0] :] for row in rows]) for which in range(3))
         out = backend.attend(q, k, v, form=form, metadata=metadata, kv_cache=cache)
         for row, of in zip(rows, slots, strict=True):
-            for which, pool_LNPKD in ((1, cache.keys_LNPKD), (2, cache.values_LNPKD)):
-                flat, new = pool_LNPKD[form.layer].flatten(0, 1), self.texts[row][which][-len(of) :]
-                assert torch.equal(flat[of].nan_to_num(), rounded(new, cache.cache_dtype).nan_to_num()), (
-                    "they are written"
-                )
+            for which, held in enumerate(cache.gather(form.layer, of), start=1):
+                written = rounded(self.texts[row][which][-len(of) :], cache.cache_dtype).to(self.dtype)
+                assert torch.equal(held.nan_to_num(), written.nan_to_num()), "they are written"
         return list(out.split(list(metadata.query_lengths)))
 
 
