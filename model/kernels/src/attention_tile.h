@@ -270,11 +270,12 @@ void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, c
     Lanes sums[M];
     for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const Transposed*>(numbers_of(keys, at[row]));
     for (int m = 0; m < M; ++m) sums[m] = zeros();
-    for (int term = 0; term < num_terms; term += 4) {
-        Lanes columns[4];
-        prefetcher.template prefetch<4 * LANES * static_cast<int>(sizeof(Transposed))>();
+    constexpr int AT_ONCE = sizeof(T) == 1 ? LANES : 4;
+    for (int term = 0; term < num_terms; term += AT_ONCE) {
+        Lanes columns[AT_ONCE];
+        prefetcher.template prefetch<AT_ONCE * LANES * static_cast<int>(sizeof(Transposed))>();
         transpose(rows, term, columns);
-        for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < AT_ONCE; ++n) {
             for (int m = 0; m < M; ++m) {
                 sums[m] = A::multiply_add(A::splat_term(queries + m * num_terms + term + n), columns[n], sums[m]);
             }

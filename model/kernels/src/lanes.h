@@ -309,6 +309,29 @@ inline void transpose(const Number* const (&rows)[LANES], int left, Lanes (&colu
 #endif
 }
 
+// Widens one byte of every lane: the signed number in bits 8 * byte to 8 * byte + 7.
+#if defined(__AVX512F__)
+inline Lanes widen_byte(Lanes x, int byte) {
+    const __m512i upper = _mm512_slli_epi32(_mm512_castps_si512(x.v), 24 - 8 * byte);
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(upper, 24))};
+}
+#else
+inline __m256 widen_byte(__m256 x, int byte) {
+    const __m256i upper = _mm256_slli_epi32(_mm256_castps_si256(x), 24 - 8 * byte);
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(upper, 24));
+}
+inline Lanes widen_byte(Lanes x, int byte) { return {widen_byte(x.low, byte), widen_byte(x.high, byte)}; }
+#endif
+
+// Returns sixteen columns of int8 rows. Moves four numbers together and widens them afterwards.
+inline void transpose(const int8_t* const (&rows)[LANES], int left, Lanes (&columns)[LANES]) {
+    const float* fours[LANES];
+    for (int row = 0; row < LANES; ++row) fours[row] = reinterpret_cast<const float*>(rows[row] + left);
+    Lanes moved[4];
+    transpose(fours, 0, moved);
+    for (int column = 0; column < LANES; ++column) columns[column] = widen_byte(moved[column / 4], column % 4);
+}
+
 // Calls work with the number of rows, at most MAX, as a std::integral_constant.
 template <int MAX, typename Work>
 void with_rows(int rows, const Work& work) {

@@ -42,7 +42,7 @@ def test_attention_over_rounded_keys_and_values_equals_the_reference(
 ) -> None:
     scene, biases = Scene(shape, LENGTHS, dtypes[0], cache_dtype=dtypes[1]), biases_of(shape)
     # PyTorch would round the numbers of an int8 cache to the model's dtype once more.
-    floats = [tuple(x.float() for x in text) for text in scene.texts]
+    floats = [(q.float(), k.float(), v.float()) for q, k, v in scene.texts]
     oracle = dataclasses.replace(scene, dtype=torch.float32, texts=floats)
     exact = dataclasses.replace(oracle, cache_dtype=None)
     for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
