@@ -144,17 +144,21 @@ public:
         for (int bytes = 0; bytes < PREFETCH_DISTANCE; bytes += 4 * CACHE_LINE) prefetch<4 * CACHE_LINE>();
     }
 
-    // Always inlined, see TilePrefetcher.
+    // Prefetches the next BYTES, across tokens and spans. Always inlined, see TilePrefetcher.
     template <int BYTES>
     __attribute__((always_inline)) inline void prefetch() {
-        if (token >= span->num_tokens) return;
-        if (const int64_t from = span->at[token]; from >= 0) {
-            for (int byte = 0; byte < BYTES; byte += CACHE_LINE) {
-                __builtin_prefetch(span->pool + from + offset + byte / static_cast<int>(sizeof(T)), 0, 3);
-            }
+        for (int byte = 0; byte < BYTES && token < span->num_tokens; byte += CACHE_LINE) {
+            if (const int64_t from = span->at[token]; from >= 0) __builtin_prefetch(span->pool + from + offset, 0, 3);
+            offset += CACHE_LINE / static_cast<int>(sizeof(T));
+            if (offset >= span->size) next_token();
         }
-        offset += BYTES / static_cast<int>(sizeof(T));
-        if (offset < span->size) return;
+    }
+
+private:
+    const Span<T>* span = nullptr;
+    int token = 0, offset = 0;
+
+    void next_token() {
         offset = 0;
         if (span->next_at != nullptr && span->next_at[token] >= 0) {
             __builtin_prefetch(span->pool + span->next_at[token], 0, 3);
@@ -163,10 +167,6 @@ public:
         span = span->next;
         token = 0;
     }
-
-private:
-    const Span<T>* span = nullptr;
-    int token = 0, offset = 0;
 };
 
 // Packs keys as columns: packed[term][token], TILE tokens a row. at: offset of each token in keys, in numbers.
