@@ -129,6 +129,8 @@ def check_plain_name(path: Path, name: str) -> None:
 
 def _read_problem(path: Path, error: OSError) -> str:
     """Describe why a file cannot be read: for a denied permission, the path that denies it, the user, the remedy."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file; correct the path"
     if not isinstance(error, PermissionError):
         return f"{error.strerror}; copy the whole checkpoint again"
     blocker = _blocker(path)
