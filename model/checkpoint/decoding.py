@@ -32,11 +32,13 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
     """Read and decode a tensor of a model: a dense float32 tensor if a part is dense. Raises CheckpointError."""
     parts = [DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded]
     whole = _join(parts)
-    if place.layout is not Layout.INTERLEAVED_HEADS:
+    if place.layout in (Layout.AS_IS, Layout.CONCATENATED):
         return whole
-    rows_F = torch.empty(place.shape[0], dtype=torch.int64)
-    (view,) = part_views(rows_F, place.layout, place.shape[:1], config)
-    view.copy_(torch.arange(place.shape[0]).view(view.shape))
+    rows_F = torch.empty(place.shape[0], dtype=torch.int64)  # stored row of each row
+    sizes = [encoded.shape[0] for encoded in place.encoded]
+    stored = torch.arange(place.shape[0]).split(sizes)
+    for view, rows in zip(part_views(rows_F, place.layout, sizes, config), stored, strict=True):
+        view.copy_(rows.view(view.shape))
     if isinstance(whole, Tensor):
         return whole[rows_F]
     return GroupedWeight(

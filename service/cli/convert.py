@@ -14,9 +14,8 @@ def main(settings: ConvertSettings) -> int:
         manifest = convert_nanogpt(settings.nanogpt, settings.tokenizer, settings.out)
     elif settings.pickle is not None:
         manifest = convert_pickles(settings.pickle, settings.out)
-    elif settings.quantize is not None:
-        assert settings.checkpoint is not None
-        manifest = quantize_checkpoint(settings.checkpoint, settings.out, settings.quantize)
+    elif settings.source is not None and settings.quantize is not None:
+        manifest = quantize_checkpoint(settings.source, settings.out, settings.quantize)
     else:
         assert settings.export is not None  # the settings require exactly one source
         manifest = export_checkpoint(settings.export, settings.out)

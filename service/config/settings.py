@@ -30,8 +30,6 @@ _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
 # Environment variables of other projects' standards that set a field, unless Kvasir's own variable does.
 _STANDARD_VARIABLES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
-# Fields that name a model; without any of them a command reads the shipped model.
-_SOURCES = {"checkpoint", "url", "nanogpt", "pickle", "export"}
 # Environment variables of torch's libraries, set before torch is imported. A value of the environment takes precedence.
 LIBRARY_ENVIRONMENT = {
     # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
@@ -434,19 +432,19 @@ class ConvertSettings(CommandSettings):
     """Hugging Face directory with pytorch_model.bin, to write as safetensors"""
     export: Path | None = option("source", None)
     """any checkpoint, to write as a Hugging Face directory"""
-    checkpoint: Path | None = option("source", None)
-    """any checkpoint of --quantize, to write as a Kvasir checkpoint; without a source: the shipped model"""
+    source: Path | None = option("source", None, metavar="DIR")
+    """any checkpoint, to write as a Kvasir checkpoint with quantized matrices, see --quantize"""
     quantize: Literal["int8", "int4"] | None = option("result", None)
-    """write the matrices of --checkpoint quantized, as kvasir serve --quantize makes them"""
+    """format of the matrices of --source, as kvasir serve --quantize makes them"""
     out: Path = option("result")
     """new directory to write"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if sum(source is not None for source in (self.nanogpt, self.pickle, self.export, self.quantize)) != 1:
-            raise ValueError("give exactly one checkpoint to convert: --nanogpt, --pickle, --export or --quantize")
-        if self.quantize is None and self.checkpoint is not None:
-            raise ValueError("--checkpoint needs --quantize; give both, or another source")
+        if sum(source is not None for source in (self.nanogpt, self.pickle, self.export, self.source)) != 1:
+            raise ValueError("give exactly one checkpoint to convert: --nanogpt, --pickle, --export or --source")
+        if (self.source is None) != (self.quantize is None):
+            raise ValueError("--source and --quantize need each other; give both or neither")
         if (self.nanogpt is None) != (self.tokenizer is None):
             raise ValueError("--nanogpt and --tokenizer need each other; give both or neither")
         return self
@@ -462,7 +460,7 @@ def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, su
     variables = {name: variable for name in kind.model_fields if (variable := _given_variable(name)) is not None}
     values = {name: os.environ[variable] for name, variable in variables.items()} | given
     default = None
-    if "checkpoint" in kind.model_fields and not _SOURCES & values.keys():
+    if "checkpoint" in kind.model_fields and not {"checkpoint", "url"} & values.keys():
         default = values["checkpoint"] = find_default_checkpoint()
     try:
         settings = kind(**{name: value for name, value in values.items() if value is not None})

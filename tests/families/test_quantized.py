@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.decoding import decode
+from model.checkpoint.decoding import DECODERS, decode
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import SINGLE_FILE
+from model.huggingface.quantization_config import Encoding, Fp8Encoding, Int8Encoding, PackedEncoding
+from model.huggingface.tensor_placement import EncodedTensor
 from model.io.files import CheckpointError
+from model.io.safetensors_header import read_headers
 from model.nn.grouped_weight import GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear
 from tests.families.models import CASES, load
@@ -156,6 +159,27 @@ def test_eight_bit_directories_compute_their_dequantized_weights(tmp_path: Path,
     kind = Int8Linear if name == "int8" else nn.Linear
     assert {type(modules[key.removesuffix(".weight")]) for key in matrices} == {kind}
     check_logits(tmp_path, 1e-5)
+
+
+LIBRARY_FILE = Path(__file__).parents[1] / "data" / "compressed_tensors.safetensors"
+ENCODINGS: dict[str, Encoding] = {
+    "group": PackedEncoding(group_size=32),
+    "zeros": PackedEncoding(group_size=32, has_zeros=True),
+    "channel": PackedEncoding(group_size=None, has_zeros=True),
+    "int8": Int8Encoding(),
+    "fp8": Fp8Encoding(scale="weight_scale"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_file_of_the_compressed_tensors_library_is_decoded_as_the_library_does(name: str) -> None:
+    """The file holds a matrix of 12 x 64 in each format, and the matrix that compressed-tensors 0.20.0 decompresses."""
+    headers, shape = read_headers(LIBRARY_FILE), (12, 64)
+    stored = {role: headers[f"{name}.{role}"] for role in ENCODINGS[name].roles(shape)}
+    assert len(stored) + 1 == sum(key.startswith(f"{name}.") for key in headers)
+    encoded = EncodedTensor(encoding=ENCODINGS[name], shape=shape, tensors=stored)
+    weight = DECODERS[type(ENCODINGS[name])](encoded)
+    torch.testing.assert_close(dense(weight), load_file(LIBRARY_FILE)[f"{name}.dense"], rtol=1e-6, atol=1e-7)
 
 
 def test_a_float_matrix_beside_quantized_matrices_makes_one_float_matrix(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def assert_equal(one: GroupedWeight, other: GroupedWeight) -> None:
 
 def test_the_command_writes_a_verified_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "small"
-    assert main(["convert", "--checkpoint", str(SHIPPED), "--quantize", "int4", "--out", str(out)]) == 0
+    assert main(["convert", "--source", str(SHIPPED), "--quantize", "int4", "--out", str(out)]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {out}: 9,261,888 parameters, 5.5 MiB of weights, format native")
     manifest = read_manifest(out)
     assert manifest.num_weight_bytes < 0.33 * read_manifest(SHIPPED).num_weight_bytes
@@ -84,7 +84,7 @@ def test_the_command_writes_a_verified_directory(tmp_path: Path, capsys: pytest.
 def test_a_quantized_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
     quantize_checkpoint(SHIPPED, tmp_path / "small", "int8")
     for command in (
-        ["--checkpoint", str(tmp_path / "small"), "--quantize", "int4"],
+        ["--source", str(tmp_path / "small"), "--quantize", "int4"],
         ["--export", str(tmp_path / "small")],
     ):
         assert main(["convert", *command, "--out", str(tmp_path / "again")]) == 1
@@ -94,9 +94,9 @@ def test_a_quantized_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--checkpoint", "x"], "give exactly one checkpoint to convert"),
-        (["--checkpoint", "x", "--export", "y"], "--checkpoint needs --quantize"),
-        (["--checkpoint", "x", "--quantize", "int4", "--export", "y"], "give exactly one checkpoint to convert"),
+        (["--source", "x"], "--source and --quantize need each other"),
+        (["--export", "x", "--quantize", "int4"], "--source and --quantize need each other"),
+        (["--source", "x", "--quantize", "int4", "--export", "y"], "give exactly one checkpoint to convert"),
         (["--quantize", "int3"], "--quantize: "),
     ],
 )
