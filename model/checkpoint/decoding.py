@@ -133,7 +133,7 @@ def _decode_fp8(encoded: EncodedTensor) -> Tensor:
     weight_FI, scale = stored["weight"].float(), stored[encoding.scale].float()
     if encoding.block is not None:
         for dimension, size in enumerate(encoding.block):
-            scale = scale.repeat_interleave(size, dim=dimension)
+            scale = scale.repeat_interleave(min(size, encoded.shape[dimension]), dim=dimension)
         scale = scale[: encoded.shape[0], : encoded.shape[1]]
     weight_FI *= scale
     header = encoded.tensors["weight"]
@@ -168,7 +168,7 @@ def _ordered(
 def _grouped(codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, group_size: int | None) -> GroupedWeight:
     """Return a matrix of codes from 0 to 15, w = scale (code - zero), with a scale for each group of 32 inputs."""
     groups = -(-codes_FI.shape[1] // GROUP_SIZE)
-    times = groups if group_size is None else group_size // GROUP_SIZE
+    times = groups if group_size is None else min(groups, group_size // GROUP_SIZE)
     scale_FJ = scale_FJ.float()
     offset_FJ = None
     if zeros_FJ is not None and not bool((zeros_FJ == _MIDDLE).all()):
