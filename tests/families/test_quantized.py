@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.conversion.quantize import quantize_checkpoint
 from model.checkpoint.decoding import DECODERS, decode
+from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import SINGLE_FILE
 from model.huggingface.quantization_config import Encoding, Fp8Encoding, Int8Encoding, PackedEncoding, read_quantization
@@ -26,8 +29,10 @@ from model.io.safetensors_header import read_headers
 from model.nn.grouped_weight import GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear
 from model.tokenizer.files import load_tokenizer
+from service.cli.main import main
 from service.config.settings import ModelSettings, SettingsError
 from service.worker.engine_factory import build_engine
+from service.worker.memory_plan import LoadedModel
 from tests.e2e.process import serving
 from tests.families.models import CASES, load
 from tests.families.quantized_files import (
@@ -392,6 +397,28 @@ def test_a_quantized_directory_is_served(directories: dict[str, Path], tmp_path:
         assert f"({quantization.text})" in service.log.read_text()
     assert body["usage"]["prompt_tokens"] == len(ids)
     assert body["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(float(best), abs=0.02)
+
+
+def test_other_devices_than_a_cpu_get_dequantized_matrices(directories: dict[str, Path]) -> None:
+    manifest = read_manifest(directories["awq 32"])
+    model = load_model(manifest, device="meta", dtype=torch.bfloat16, attention=ATTENTION_BACKENDS["sdpa"])
+    assert not any(isinstance(module, GroupedLinear) for module in model.modules())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_memory_plan_counts_quantized_weights_as_bytes(directories: dict[str, Path]) -> None:
+    manifest = read_manifest(directories["awq 32"])
+    matrices = [weight for weight in decoded(manifest.directory).values() if isinstance(weight, GroupedWeight)]
+    quantized = sum(weight.codes_FI.numel() for weight in matrices)
+    assert manifest.num_quantized == quantized
+    plan = LoadedModel(manifest.config, 4, 4, 2, 64, quantized)
+    assert plan.weight_bytes == 8 * (manifest.config.num_parameters - quantized) + 1.25 * quantized
+    assert read_manifest(directories["awq 32"] / "dense").num_quantized == 0
+
+
+def test_inspect_shows_the_stored_format(directories: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--checkpoint", str(directories["gptq 128"])]) == 0
+    assert re.search(r"stored +weights [\d.]+ .iB, int4 in groups of 128, from GPTQ\n", capsys.readouterr().out)
 
 
 def test_quantizing_quantized_matrices_is_rejected(directories: dict[str, Path]) -> None:
