@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
+from model.checkpoint.decoding import decode
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
 from model.checkpoint.weights import read_weights, remove_shards, write_shards
 from model.config import ModelConfig
 from model.io.files import CheckpointError, write_json, writing
+from model.nn.grouped_weight import GroupedWeight
+from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
@@ -40,11 +44,37 @@ def load_model(
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
     placements = manifest.place_tensors()
-    matrices = {name for name in placements if packs_next and name.endswith(_MATRICES)}
-    tensors = read_weights(placements, manifest.config, device=device, dtype=dtype, packed_next=matrices)
+    plain = {name: place for name, place in placements.items() if not place.encoded}
+    matrices = {name for name in plain if packs_next and name.endswith(_MATRICES)}
+    tensors = read_weights(plain, manifest.config, device=device, dtype=dtype, packed_next=matrices)
+    for name, place in placements.items():
+        if not place.encoded:
+            continue
+        weight = decode(place, manifest.config)
+        if isinstance(weight, GroupedWeight) and torch.device(device).type == "cpu":
+            module = name.removesuffix(".weight")
+            quantized = _linear(weight, tensors.pop(f"{module}.bias", None))
+            if module == "token_embedding":
+                model.token_embedding = QuantizedEmbedding(quantized, dtype)
+                tensors[name] = model.token_embedding.weight.detach()
+                if manifest.config.tie_embeddings:
+                    model.lm_head = quantized
+            else:
+                model.set_submodule(module, quantized)
+        else:
+            tensors[name] = (weight if isinstance(weight, Tensor) else weight.dense()).to(device, dtype)
     model.load_state_dict(tensors, strict=True, assign=True)
     # Only constants, such as rotary frequencies, are still on the CPU.
     return model.to(device).eval().requires_grad_(False)
+
+
+def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:
+    """Return the layer of a quantized matrix: the faster `Int8Linear` if all groups of an output have one scale."""
+    scale_F = weight.scale_FG[:, 0]
+    is_by_output = weight.offset_FG is None and bool((weight.scale_FG == scale_F[:, None]).all())
+    if weight.bits == 8 and is_by_output:
+        return Int8Linear(weight.codes_FI, bias_F, scale_F)
+    return GroupedLinear(weight, bias_F)
 
 
 class _NoInitialValues(TorchFunctionMode):
@@ -66,7 +96,7 @@ def save_checkpoint(
     directory: Path,
     *,
     config: ModelConfig,
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, Tensor],
     tokenizer: ByteLevelTokenizer,
     name: str,
     training: dict[str, Any],
@@ -106,7 +136,7 @@ def save_checkpoint(
 
 
 def write_weights(
-    directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
+    directory: Path, config: ModelConfig, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
 ) -> None:
     """Write config.json and the weight files of a checkpoint, replacing old ones; `dtype` None keeps each dtype."""
     remove_shards(directory)
