@@ -26,6 +26,7 @@ from model.config_enums import AttentionKind
 from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
 from model.native.weight_packing import NUMBERS, pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
+from model.nn.linear import GroupedLinear, QuantizedEmbedding
 from model.nn.transformer import Block, Transformer
 from model.system.c_library import trim_heap
 from model.system.memory_pages import HugePages
@@ -51,6 +52,8 @@ def library_for(model: Transformer) -> KernelLibrary | None:
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
     if backends or not isinstance(backend, NativeAttention) or weight.device.type != "cpu":
+        return None
+    if any(isinstance(module, GroupedLinear) for module in model.modules()):
         return None
     return backend.kernels if computes(model.config, weight.dtype) else None
 
@@ -133,6 +136,7 @@ class NativeTransformer:
         model.lm_head = None
         # The kernels read the embedding themselves if the first layer's input is rows of the embedding, unchanged.
         is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
+        is_all = is_all and not isinstance(model.token_embedding, QuantizedEmbedding)
         self._rows = Rows(embedding=weight_VE.data_ptr() if is_all else None)
         self._step = StepArguments(
             *(ctypes.addressof(x) for x in (self._shape, self._rows, self._layers)),
