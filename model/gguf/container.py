@@ -240,7 +240,7 @@ class _Reader:
             raise CheckpointError(
                 f"{self._path}: tensor {name} has the type {type_id}, not one of {known}; quantize to one of these"
             )
-        if not all(sizes) or sizes[0] % kind.numbers:
+        if not all(sizes) or sizes[0] % kind.numbers or (len(sizes) == 1 and kind.unpack is not None):
             self._fail(f"tensor {name} of {kind.name} has the impossible sizes {sizes}; convert the model again")
         if offset % alignment:
             self._fail(f"tensor {name} starts at offset {offset}, not a multiple of {alignment}; convert it again")

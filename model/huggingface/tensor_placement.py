@@ -1,4 +1,4 @@
-"""Assignment of checkpoint tensors to model tensors, from the headers of the safetensors files alone."""
+"""Assignment of checkpoint tensors to model tensors, from the headers of the weight files alone."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
+from model.gguf.block_types import BLOCK_TYPES
+from model.gguf.container import is_gguf, read_gguf
 from model.huggingface.families.family import Layout, ModelFamily, full_name, sources
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import TensorHeader, read_headers
@@ -40,7 +42,7 @@ def place_tensors(
     _check_index(directory, index, found.values())
     if config.num_layers > len(found):
         raise CheckpointError(
-            f"{directory / 'config.json'}: {config.num_layers} layers, but only {len(found)} tensors in all files; "
+            f"{directory}: its config has {config.num_layers} layers, but only {len(found)} tensors in all files; "
             "use the config that the tensors were saved with"
         )
     placements: dict[str, Placement] = {}
@@ -60,12 +62,12 @@ def place_tensors(
     ignored = () if family is None else family.ignored_tensors
     if extra := [h for name, h in found.items() if not any(re.fullmatch(pattern, name) for pattern in ignored)]:
         raise CheckpointError(
-            f"{extra[0].path}: tensor {extra[0].name} is not part of the model that config.json describes "
+            f"{extra[0].path}: tensor {extra[0].name} is not part of the model that the config describes "
             f"({len(extra)} extra); use the config that the tensor was saved with"
         )
     if missing:
         raise CheckpointError(
-            f"{directory}: tensor {full_name(family, missing[0])} is in no safetensors file "
+            f"{directory}: tensor {full_name(family, missing[0])} is in no weight file "
             f"({len(missing)} missing); copy all shards, or use the config that the tensors were saved with"
         )
     return placements
@@ -75,7 +77,7 @@ def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict
     """Return the headers of the tensors in all files, by tensor name without the family's prefix."""
     found: dict[str, TensorHeader] = {}
     for path in files:
-        for name, header in read_headers(path).items():
+        for name, header in (read_gguf(path).tensors if is_gguf(path) else read_headers(path)).items():
             short = _short_name(family, name)
             if short in found:
                 raise CheckpointError(
@@ -105,14 +107,14 @@ def _short_name(family: ModelFamily | None, name: str) -> str:
 
 
 def _check_tensor(header: TensorHeader, shape: tuple[int, ...]) -> None:
-    if header.dtype not in WEIGHT_DTYPES:
+    if header.dtype not in BLOCK_TYPES:
         raise CheckpointError(
             f"{header.path}: tensor {header.name} has dtype {header.dtype}, not one of {', '.join(WEIGHT_DTYPES)}; "
             "save it in one of these"
         )
     if header.shape != shape:
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {shape}; "
+            f"{header.path}: tensor {header.name} has shape {header.shape}, but the config requires {shape}; "
             "use the config that the tensor was saved with"
         )
 

@@ -34,7 +34,9 @@ def write_with_package(path: Path, metadata: Mapping[str, Any], tensors: Mapping
     """Write a file with llama.cpp's gguf package; metadata values are strings, numbers or lists."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
-        if isinstance(value, list):
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, list):
             writer.add_array(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
