@@ -141,6 +141,11 @@ class StoredQuantization:
     encoding: Encoding
     text: str
 
+    @property
+    def is_kept(self) -> bool:
+        """Return whether matrices stay quantized on a CPU. Matrices of fp8 become floats."""
+        return not isinstance(self.encoding, Fp8Encoding)
+
 
 def read_quantization(path: Path, value: object) -> StoredQuantization | None:
     """Read the value of `quantization_config` in the config.json `path`; None for null. Raises CheckpointError."""
@@ -163,9 +168,7 @@ def _read_gptq(reader: ConfigReader) -> StoredQuantization:
     shift = _agreed_choice(reader, ("checkpoint_format", "format"), {"gptq": 1, "gptq_v2": 0})
     encoding = GptqEncoding(group_size=group_size, zero_shift=shift)
     if reader.flag("desc_act", False) and group_size is not None:
-        return StoredQuantization(
-            encoding=encoding, text="int8 in groups of 32, requantized from GPTQ's int4 with desc_act"
-        )
+        return StoredQuantization(encoding, "int8 in groups of 32, requantized from GPTQ's int4 with desc_act")
     return StoredQuantization(encoding, f"{_groups_text(group_size)}, from GPTQ")
 
 
