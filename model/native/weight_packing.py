@@ -1,6 +1,7 @@
 """Shape and packed matrices of a model, in the format of the native kernels: `Shape` and `Matrix` of kernel.h.
 
-Legend: F outputs, I inputs of a matrix, N panels of 64 outputs, G groups of inputs, S inputs of a group, side by side.
+Legend: F outputs, I inputs of a matrix, N panels of 64 outputs or strips of 32, G groups of inputs, S inputs of a group,
+side by side.
 """
 
 from collections.abc import Callable
@@ -14,12 +15,16 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.kernels.kernel_library import Shape
-from model.nn.linear import Int8Linear, PackedLinear
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear
 
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
-# Codes of dtypes in kernel.h.
+_STRIP = 32  # outputs that lie together in a matrix of groups
+# Codes of dtypes in kernel.h, and of grouped weights by bits and has_offset.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6}
+_SCALE_EXPONENT = 12  # float16 scales and offsets of an output are below 2^12, and the largest is 2^11 or more
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
 
@@ -28,7 +33,7 @@ class Packed:
     """Weight matrix in the order in which the kernels read it, zero-padded to `outputs`, a multiple of 64.
 
     bias, scale, shift: a number for each padded output, or None. shift is for int8: 128 times the sum of the output's
-    weights, which the kernels subtract because they add 128 to each quantized input.
+    weights, which the kernels subtract because they add 128 to each quantized input. numbers: type in kernel.h.
     """
 
     weight: Tensor
@@ -37,6 +42,7 @@ class Packed:
     shift: Tensor | None
     inputs: int
     outputs: int
+    numbers: int
 
 
 def padded(size: int) -> int:
@@ -70,6 +76,8 @@ def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool =
     side_by_side: function from a dtype's code in `NUMBERS` to the number of inputs that the kernels read side by side.
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP.
     """
+    if isinstance(module, GroupedLinear):
+        return _pack_groups(module.weight, module.bias_F, gated=gated)
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
         weight_FI, scale_F, bias_F = module.weight_FE, module.scale_F, module.bias_F
@@ -91,6 +99,34 @@ def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool =
         shift=_pad_outputs(128 * weight_FI.sum(dim=1, dtype=torch.int32)) if is_int8 else None,
         inputs=inputs,
         outputs=padded(outputs),
+        numbers=NUMBERS[weight_FI.dtype],
+    )
+
+
+def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, *, gated: bool) -> Packed:
+    """Pack grouped weights for the kernels, in the layout of grouped.h."""
+    codes_FI = functional.pad(weight.codes_FI, (0, -weight.codes_FI.shape[1] % GROUP_SIZE))
+    spreads = [weight.scale_FG] if weight.offset_FG is None else [weight.scale_FG, weight.offset_FG]
+    codes_FI, bias_F, *spreads = (
+        x if x is None else _pad_outputs(interleaved(x) if gated else x) for x in (codes_FI, bias_F, *spreads)
+    )
+    largest_F = torch.stack([x.abs().amax(dim=1) for x in spreads]).amax(dim=0)
+    exponent_F = torch.frexp(largest_F).exponent - _SCALE_EXPONENT
+    added = codes_FI.view(torch.uint8).add_(1 << weight.bits - 1)  # wraps around
+    registers = added.view(-1, 2, BLOCK, codes_FI.shape[1] // GROUP_SIZE, weight.bits, 8 // weight.bits, 4)
+    registers = registers.permute(5, 0, 3, 1, 4, 2, 6).flatten(3)  # halves of bytes, strips, groups, bytes of a group
+    parts = [registers[0] if weight.bits == 8 else registers[0] | registers[1] << 4]
+    for spread_FG in spreads:
+        narrow_FG = torch.ldexp(spread_FG, -exponent_F[:, None]).half()
+        parts.append(narrow_FG.view(-1, _STRIP, narrow_FG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8))
+    return Packed(
+        weight=torch.cat(parts, dim=2),
+        bias=bias_F,
+        scale=torch.ldexp(torch.ones_like(largest_F), exponent_F),
+        shift=None,
+        inputs=weight.codes_FI.shape[1],
+        outputs=len(codes_FI),
+        numbers=_GROUPED_NUMBERS[weight.bits, weight.offset_FG is not None],
     )
 
 
@@ -113,5 +149,5 @@ def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
     return weight_FI.view(-1, _PANEL, groups, side_by_side).transpose(1, 2)
 
 
-def _pad_outputs(vector_F: Tensor) -> Tensor:
-    return functional.pad(vector_F, (0, padded(len(vector_F)) - len(vector_F)))
+def _pad_outputs(rows: Tensor) -> Tensor:
+    return functional.pad(rows, (*[0] * (2 * rows.ndim - 1), padded(len(rows)) - len(rows)))

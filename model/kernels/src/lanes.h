@@ -29,6 +29,8 @@ struct half {
 
 constexpr float LARGEST_HALF = 65504.f;
 
+inline float to_float(half x) { return _cvtsh_ss(x.bits); }
+
 inline bf16 to_bf16(float x) {  // rounds to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
