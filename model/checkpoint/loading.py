@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
+from model.checkpoint.decoding import decode
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
 from model.checkpoint.weights import read_weights, remove_shards, write_shards
 from model.config import ModelConfig
+from model.huggingface.quantization_config import GgufEncoding
+from model.huggingface.tensor_placement import Placement
 from model.io.files import CheckpointError, write_json, writing
+from model.nn.grouped_weight import GroupedWeight
+from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
@@ -40,11 +46,54 @@ def load_model(
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
     placements = manifest.place_tensors()
-    matrices = {name for name in placements if packs_next and name.endswith(_MATRICES)}
-    tensors = read_weights(placements, manifest.config, device=device, dtype=dtype, packed_next=matrices)
+    plain = {name: place for name, place in placements.items() if not _is_decoded(place, device)}
+    matrices = {name for name in plain if packs_next and name.endswith(_MATRICES)}
+    tensors = read_weights(plain, manifest.config, device=device, dtype=dtype, packed_next=matrices)
+    for name, place in placements.items():
+        if name in plain:
+            continue
+        weight = decode(place, manifest.config)
+        if isinstance(weight, GroupedWeight) and torch.device(device).type == "cpu":
+            module = name.removesuffix(".weight")
+            _set_quantized(model, module, _linear(weight, tensors.pop(f"{module}.bias", None)), dtype)
+        else:
+            tensors[name] = (weight if isinstance(weight, Tensor) else weight.dense()).to(device, dtype)
+    if isinstance(model.token_embedding, QuantizedEmbedding):
+        tensors["token_embedding.weight"] = model.token_embedding.weight  # empty
     model.load_state_dict(tensors, strict=True, assign=True)
     # Only constants, such as rotary frequencies, are still on the CPU.
     return model.to(device).eval().requires_grad_(False)
+
+
+def _is_decoded(place: Placement, device: torch.device | str) -> bool:
+    """Return True if a decoder reads a tensor.
+
+    Matrices of a GGUF file can also be read as floats: for a GPU, and beside parts that are not quantized. Parts of
+    different block types are decoded to the bits of the widest part.
+    """
+    encodings = {type(part.encoding) for part in place.encoded}
+    if GgufEncoding in encodings:
+        return encodings == {GgufEncoding} and torch.device(device).type == "cpu"
+    return bool(encodings)
+
+
+def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:
+    """Return the layer of a quantized matrix: the faster `Int8Linear` if all groups of an output have one scale."""
+    scale_F = weight.scale_FG[:, 0]
+    is_by_output = weight.offset_FG is None and bool((weight.scale_FG == scale_F[:, None]).all())
+    if weight.bits == 8 and is_by_output:
+        return Int8Linear(weight.codes_FI, bias_F, scale_F)
+    return GroupedLinear(weight, bias_F)
+
+
+def _set_quantized(model: Transformer, name: str, linear: GroupedLinear | Int8Linear, dtype: torch.dtype) -> None:
+    """Replace a linear layer of a model by a quantized one, or the embedding by rows of its matrix."""
+    if name != "token_embedding":
+        model.set_submodule(name, linear)
+        return
+    model.token_embedding = QuantizedEmbedding(linear, dtype)
+    if model.config.tie_embeddings:
+        model.lm_head = linear
 
 
 class _NoInitialValues(TorchFunctionMode):
@@ -66,7 +115,7 @@ def save_checkpoint(
     directory: Path,
     *,
     config: ModelConfig,
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, Tensor],
     tokenizer: ByteLevelTokenizer,
     name: str,
     training: dict[str, Any],
@@ -106,7 +155,7 @@ def save_checkpoint(
 
 
 def write_weights(
-    directory: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
+    directory: Path, config: ModelConfig, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
 ) -> None:
     """Write config.json and the weight files of a checkpoint, replacing old ones; `dtype` None keeps each dtype."""
     remove_shards(directory)

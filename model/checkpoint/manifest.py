@@ -22,8 +22,9 @@ from model.config import ModelConfig
 from model.gguf.architectures import read_architecture
 from model.gguf.container import is_gguf, read_gguf
 from model.huggingface.directory import INDEX_FILE, describe_problem, find_weight_files
-from model.huggingface.families.family import ModelFamily
+from model.huggingface.families.family import Layout, ModelFamily
 from model.huggingface.family_table import read_family_config
+from model.huggingface.quantization_config import QUANTIZATION_KEY, GgufEncoding, StoredQuantization, read_quantization
 from model.huggingface.tensor_placement import Placement, place_tensors
 from model.io.files import (
     CheckpointError,
@@ -36,6 +37,7 @@ from model.io.files import (
     reading,
     write_json,
 )
+from model.io.safetensors_header import WEIGHT_DTYPES
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import RANKS_FILE, SPEC_FILE
@@ -56,6 +58,7 @@ class Manifest:
     family: model family that defines the tensors' names and layouts; None for Kvasir's format.
     files: for a Hugging Face directory, which has no hashes, only the weight files, each with the SHA-256 "".
     index: tensor name -> name of its weight file, from model.safetensors.index.json; empty without this file.
+    quantization: encoding of quantized matrices; None: no matrix is quantized.
     training: facts about the training run; empty for a Hugging Face directory.
     """
 
@@ -66,6 +69,7 @@ class Manifest:
     training: dict[str, Any]
     family: ModelFamily | None = None
     index: Mapping[str, str] = field(default_factory=dict)
+    quantization: StoredQuantization | None = None
 
     def path_of(self, name: str) -> Path:
         """Return the path of one of the checkpoint's files."""
@@ -87,10 +91,10 @@ class Manifest:
 
     @property
     def weight_dtype(self) -> str:
-        """Return the dtype of most bytes of the weights: BF16, F16, F32 or a type of GGUF. Raises CheckpointError."""
+        """Return the dtype of most bytes of the unquantized weights: BF16, F16 or F32. Raises CheckpointError."""
         num_bytes: Counter[str] = Counter()
         for placement in self.place_tensors().values():
-            for header in placement.parts:
+            for header in () if placement.encoded else placement.parts:
                 num_bytes[header.dtype] += header.end - header.begin
         return num_bytes.most_common(1)[0][0]
 
@@ -118,7 +122,12 @@ class Manifest:
     def place_tensors(self) -> dict[str, Placement]:
         """Find the stored tensors that make up each model tensor; see `model.huggingface.tensor_placement`."""
         return place_tensors(
-            self.directory, config=self.config, family=self.family, files=self.weight_files, index=self.index
+            self.directory,
+            config=self.config,
+            family=self.family,
+            files=self.weight_files,
+            index=self.index,
+            encoding=None if self.quantization is None else self.quantization.encoding,
         )
 
 
@@ -135,12 +144,27 @@ def read_manifest(directory: Path | str) -> Manifest:
     values = read_json(directory / CONFIG_FILE)
     if "model_type" not in values and "architectures" not in values:
         return _read_native(directory)  # raises: manifest.json is missing
+    quantization = read_quantization(directory / CONFIG_FILE, values.pop(QUANTIZATION_KEY, None))
     family, config = read_family_config(directory / CONFIG_FILE, values)
+    if quantization is not None and any(names.layout is Layout.TRANSPOSED for names in family.names.values()):
+        raise CheckpointError(
+            f"{directory / CONFIG_FILE}: quantized {family.model_type} models are not supported; "
+            "use the checkpoint before its quantization"
+        )
     names, index = find_weight_files(directory)
     with reading(directory):
         files = {name: ((directory / name).stat().st_size, "") for name in names}
     name = _name_of(directory)
-    return Manifest(directory=directory, name=name, config=config, files=files, training={}, family=family, index=index)
+    return Manifest(
+        directory=directory,
+        name=name,
+        config=config,
+        files=files,
+        training={},
+        family=family,
+        index=index,
+        quantization=quantization,
+    )
 
 
 def _read_gguf_manifest(path: Path) -> Manifest:
@@ -150,7 +174,18 @@ def _read_gguf_manifest(path: Path) -> Manifest:
     given = file.text("general.name") or ""
     name = given if _is_shown(given) else path.stem if _is_shown(path.stem) else "model"
     files = {path.name: (path.stat().st_size, "")}
-    return Manifest(directory=path, name=name, config=config, files=files, training={}, family=family)
+    quantized = sorted({header.dtype for header in file.tensors.values()} - {*WEIGHT_DTYPES})
+    bits = {"int4" if name.startswith("Q4") else "int8" for name in quantized}
+    text = f"{' and '.join(sorted(bits))} in groups of 32, from GGUF's {', '.join(quantized)}"
+    return Manifest(
+        directory=path,
+        name=name,
+        config=config,
+        files=files,
+        training={},
+        family=family,
+        quantization=StoredQuantization(GgufEncoding(), text) if quantized else None,
+    )
 
 
 def _is_shown(name: str) -> bool:
@@ -178,11 +213,14 @@ def _read_native(directory: Path) -> Manifest:
         raise CheckpointError(f"{path}: its list of files lacks {missing}; save the model again")
     config_path = directory / CONFIG_FILE
     config_values = read_json(config_path)
+    quantization = read_quantization(config_path, config_values.pop(QUANTIZATION_KEY, None))
     try:
         config = ModelConfig.from_dict(config_values)
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{config_path}: {error}; correct the config") from error
-    return Manifest(directory=directory, name=name, config=config, files=files, training=training)
+    return Manifest(
+        directory=directory, name=name, config=config, files=files, training=training, quantization=quantization
+    )
 
 
 def write_manifest(

@@ -69,9 +69,9 @@ def read_weights(
     for name, place in placements.items():
         if name in packed_next and torch.device(device).type == "cpu" and _is_mappable(place, dtype):
             (header,) = place.parts
-            with _opened(header.path) as file:
+            with opened(header.path) as file:
                 tensors[name] = file.get_tensor(header.name)
-            _check_finite(tensors[name], header, dtype)
+            check_finite(tensors[name], header, dtype)
             continue
         tensors[name] = torch.empty(place.shape, dtype=dtype, device=device)
         targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
@@ -83,7 +83,7 @@ def read_weights(
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """Open a GGUF file, or map a safetensors file: its tensors keep the mapping until they are freed."""
     try:
         with path.open("rb") if is_gguf(path) else safe_open(path, framework="pt", device="cpu") as file:
@@ -122,11 +122,11 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor, Layout]]) ->
     pending = deque((header, layout, *piece) for header, target, layout in wanted for piece in _slices(target))
     while pending:
         mapped = 0
-        with _opened(path) as file:
+        with opened(path) as file:
             while pending and mapped < MAPPED_BYTES:
                 header, layout, target, start, stop = pending.popleft()
                 rows = _read_rows(file, header, start, stop)
-                _check_finite(rows, header, target.dtype)
+                check_finite(rows, header, target.dtype)
                 if layout is Layout.ONE_ADDED:
                     rows = rows.float() - 1
                 target.copy_(rows.reshape(target.shape))
@@ -159,7 +159,7 @@ def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
         yield piece, first * rows_each, (first + len(piece)) * rows_each
 
 
-def _check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None:
+def check_finite(rows: Tensor, header: TensorHeader, dtype: torch.dtype) -> None:
     """Raise CheckpointError if rows of a stored tensor hold NaN, infinity, or numbers too large for `dtype`."""
     if not _has_bits_from(_BEYOND.get((rows.dtype, dtype), _INFINITY[rows.dtype]), rows):
         return

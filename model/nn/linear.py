@@ -35,11 +35,15 @@ class Int8Linear(nn.Module):
     """Linear layer x W^T + b in int8: a scale for each output's weights, another for each token's inputs.
 
     Dettmers et al. 2022 (arXiv 2208.07339), section 2.1. Int8 sums are exact, so results are batch-invariant.
+
+    scale_F: scales of an int8 weight; None: the weight is float, and is quantized here.
     """
 
-    def __init__(self, weight_FE: Tensor, bias_F: Tensor | None) -> None:
+    def __init__(self, weight_FE: Tensor, bias_F: Tensor | None, scale_F: Tensor | None = None) -> None:
         super().__init__()
-        self.weight_FE, self.scale_F = quantize_rows(weight_FE.detach())
+        self.weight_FE, self.scale_F = (
+            quantize_rows(weight_FE.detach()) if scale_F is None else (weight_FE, scale_F.contiguous())
+        )
         self.bias_F = None if bias_F is None else bias_F.detach().float()
 
     def forward(self, x_TE: Tensor) -> Tensor:

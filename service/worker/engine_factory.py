@@ -69,8 +69,9 @@ class EngineFacts:
     has_standby: bool = True  # a standby worker is wanted and fits into memory
 
     def __str__(self) -> str:
+        stored = f" ({self.reasons['matrices']})" if "matrices" in self.reasons else ""
         return (
-            f"device {self.device}, {self.dtype}, {self.matrices} matrices, "
+            f"device {self.device}, {self.dtype}, {self.matrices} matrices{stored}, "
             f"{self.threads} {'thread' if self.threads == 1 else 'threads'}, "
             f"context {self.max_context_length}, {self.kv_cache}"
         )
@@ -178,6 +179,7 @@ def build_engine(
 def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
     """Resolve the settings that may be "auto". Raises `SettingsError` if a setting does not fit model or device."""
     max_context_length, device = context_length(settings, manifest.config), find_device(settings.device)
+    check_quantize(settings.quantize, manifest)
     library = _load_kernels(settings, device)
     dtype, dtype_reason = _choose_dtype(settings, manifest, device, library)
     library = library if computes(manifest.config, dtype) else None
@@ -200,7 +202,8 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         packs=device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain"),
         threads=threads,
         max_context_length=max_context_length,
-        reasons={"dtype": dtype_reason, "threads": threads_reason},
+        reasons={"dtype": dtype_reason, "threads": threads_reason}
+        | ({} if manifest.quantization is None else {"matrices": manifest.quantization.text}),
     )
 
 
@@ -211,13 +214,17 @@ def _plan(
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
     dtype = resolved.context.dtype
-    stored = {_STORED_DTYPES.get(part.dtype) for place in manifest.place_tensors().values() for part in place.parts}
+    quantization, placements = manifest.quantization, manifest.place_tensors().values()
+    stored = {_STORED_DTYPES.get(part.dtype) for place in placements for part in place.parts if not place.encoded}
     loaded = LoadedModel(
         config=manifest.config,
         value_bytes=dtype.itemsize,
         cache_value_bytes=resolved.cache_dtype.itemsize,
         num_copies=1 if resolved.kernels is None or (resolved.packs and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
+        num_quantized=sum(math.prod(place.shape) for place in placements if place.encoded)
+        if quantization is not None and quantization.is_kept
+        else 0,
     )
     return plan_memory(loaded, settings, standby=server.standby)
 
@@ -332,6 +339,15 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
             "give --device cpu --dtype float32"
         )
     return torch.float16
+
+
+def check_quantize(quantize: str, manifest: Manifest) -> None:
+    """Raise `SettingsError` if --quantize is given for a checkpoint whose matrices are quantized."""
+    stored = manifest.quantization
+    if quantize != "none" and stored is not None and stored.is_kept:
+        raise SettingsError(
+            f"--quantize {quantize}: the checkpoint is quantized already ({stored.text}); omit the flag"
+        )
 
 
 def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantization | None:

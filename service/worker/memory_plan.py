@@ -57,13 +57,18 @@ class LoadedModel(NamedTuple):
     cache_value_bytes: int  # of one number in the KV-cache
     num_copies: int  # of every matrix; 2 if native kernels pack matrices besides the loaded matrices
     max_context_length: int  # tokens of prompt and completion together
+    num_quantized: int = 0  # weights that are quantized in the checkpoint
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights. A tied embedding counts twice: for row lookup, and as packed output matrix."""
+        """Bytes of all weights. A tied embedding counts twice: for row lookup, and as packed output matrix.
+
+        A quantized weight counts as a byte, and a quarter for the scale and offset of its group.
+        """
         config = self.config
         tied = config.vocab_size * config.hidden_size if config.tie_embeddings else 0
-        return self.value_bytes * (self.num_copies * config.num_parameters + tied)
+        num_floats = config.num_parameters - self.num_quantized
+        return self.value_bytes * (self.num_copies * num_floats + tied) + self.num_quantized * 5 // 4
 
     @property
     def short_cache_bytes(self) -> int:

@@ -9,12 +9,16 @@ import torch
 
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import read_manifest
+from model.checkpoint.weights import read_weights
 from model.gguf.block_types import BLOCK_TYPES
 from model.io.files import CheckpointError
+from model.nn.linear import GroupedLinear
+from model.nn.transformer import Transformer
 from tests.families.models import CASES, load
 from tests.families.test_parity import LENGTHS, TOLERANCE, difference, texts
 from tests.model.gguf.files import write_with_package
 from tests.model.gguf.models import as_file, write_model
+from tests.model.kernel_libraries import BACKENDS
 
 # Cases whose config GGUF can express.
 EXPRESSIBLE = (
@@ -26,28 +30,76 @@ EXPRESSIBLE = (
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 numbers
 
 
-def assert_parity(path: Path, model: torch.nn.Module) -> None:
-    ours = load(path)(torch.cat(texts()), AttentionMetadata.uncached(LENGTHS), None).split(LENGTHS)
+def assert_parity(ours: Transformer, model: torch.nn.Module, tolerance: float = TOLERANCE) -> None:
+    logits = ours(torch.cat(texts()), AttentionMetadata.uncached(LENGTHS), None).split(LENGTHS)
     with torch.no_grad():
-        for mine, ids in zip(ours, texts(), strict=True):
-            assert difference(mine, model(ids[None], use_cache=False).logits[0]) <= TOLERANCE
+        for mine, ids in zip(logits, texts(), strict=True):
+            assert difference(mine, model(ids[None], use_cache=False).logits[0]) <= tolerance
+
+
+def load_as_floats(path: Path) -> Transformer:
+    """Load a model as for a GPU, where matrices are dequantized."""
+    manifest = read_manifest(path)
+    model = Transformer(manifest.config, BACKENDS["sdpa"])
+    placements = manifest.place_tensors()
+    model.load_state_dict(read_weights(placements, manifest.config, device="cpu", dtype=torch.float32))
+    return model.eval().requires_grad_(False)
+
+
+def with_float_inputs(model: Transformer) -> Transformer:
+    """Replace quantized matrices, which round their inputs to 8 bits, by matrices of the same weights in float32."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, GroupedLinear) and not name.startswith("token_embedding"):
+            weight_FI = module.weight.dense()
+            linear = torch.nn.Linear(weight_FI.shape[1], weight_FI.shape[0], bias=module.bias_F is not None)
+            linear.weight.data = weight_FI
+            if module.bias_F is not None:
+                linear.bias.data = module.bias_F
+            model.set_submodule(name, linear)
+    return model.requires_grad_(False)
 
 
 @pytest.mark.parametrize("case", EXPRESSIBLE)
 def test_logits_equal_those_of_transformers(tmp_path: Path, case: str) -> None:
     model = CASES[case].build()
-    assert_parity(write_model(tmp_path / "m.gguf", model), model)
+    assert_parity(load(write_model(tmp_path / "m.gguf", model)), model)
 
 
 @pytest.mark.parametrize("type_name", BLOCK_TYPES)
 @pytest.mark.parametrize("case", ["llama wide heads", "qwen3"])
 def test_logits_of_every_type_equal_those_of_the_dequantized_model(tmp_path: Path, case: str, type_name: str) -> None:
     path = write_model(tmp_path / "m.gguf", model := CASES[case].build(**WIDE), type_name=type_name)
-    assert_parity(path, as_file(path, model))
+    assert_parity(load_as_floats(path), as_file(path, model))
+    if type_name != "Q6_K":  # whose groups are rounded to 8 bits, see test_grouped.py
+        assert_parity(with_float_inputs(load(path)), model, 10 * TOLERANCE)
     manifest = read_manifest(path)
-    assert manifest.weight_dtype == type_name
+    is_quantized = manifest.quantization is not None and manifest.quantization.text.endswith(f"from GGUF's {type_name}")
+    assert is_quantized == (BLOCK_TYPES[type_name].unpack is not None)
     assert (manifest.name, manifest.num_weight_bytes) == ("tiny", path.stat().st_size)
     assert manifest.weight_files == [path]
+
+
+@pytest.mark.parametrize(
+    ("types", "bits", "text"),
+    [
+        ({"attn_v": "Q8_0"}, 8, "int4 and int8 in groups of 32, from GGUF's Q4_0, Q8_0"),
+        ({"attn_v": "Q4_1"}, 4, "int4 in groups of 32, from GGUF's Q4_0, Q4_1"),
+        ({"attn_v": "F16"}, None, "int4 in groups of 32, from GGUF's Q4_0"),
+    ],
+)
+def test_parts_of_different_types_get_the_widest(
+    tmp_path: Path, types: dict[str, str], bits: int | None, text: str
+) -> None:
+    model = CASES["llama wide heads"].build(hidden_size=64)  # with one group, an output has one scale
+    path = write_model(tmp_path / "m.gguf", model, type_name="Q4_0", types=types)
+    manifest = read_manifest(path)
+    assert manifest.quantization is not None
+    assert manifest.quantization.text == text
+    assert_parity(load_as_floats(path), as_file(path, model))
+    ours = load(path)
+    linear = ours.get_submodule("layers.0.attention.qkv")
+    assert (linear.weight.bits if isinstance(linear, GroupedLinear) else None) == bits
+    assert_parity(with_float_inputs(ours), model, 10 * TOLERANCE)
 
 
 def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
