@@ -34,13 +34,13 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
     """Read and decode a tensor of a model: a dense float32 tensor if a part is dense. Raises CheckpointError."""
     parts = [DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded]
     whole = _join(parts)
-    if place.layout not in (Layout.INTERLEAVED_HEADS, Layout.ROTARY_PAIRS):
+    if place.layout in (Layout.AS_IS, Layout.CONCATENATED):
         return whole
-    rows_F = torch.empty(place.shape[0], dtype=torch.int64)
-    counts = [encoded.shape[0] for encoded in place.encoded]
-    views = part_views(rows_F, place.layout, counts, config)
-    for view, stored in zip(views, torch.arange(place.shape[0]).split(counts), strict=True):
-        view.copy_(stored.view(view.shape))
+    rows_F = torch.empty(place.shape[0], dtype=torch.int64)  # stored row of each row
+    sizes = [encoded.shape[0] for encoded in place.encoded]
+    stored = torch.arange(place.shape[0]).split(sizes)
+    for view, rows in zip(part_views(rows_F, place.layout, sizes, config), stored, strict=True):
+        view.copy_(rows.view(view.shape))
     if isinstance(whole, Tensor):
         return whole[rows_F]
     return GroupedWeight(
@@ -135,7 +135,7 @@ def _decode_fp8(encoded: EncodedTensor) -> Tensor:
     weight_FI, scale = stored["weight"].float(), stored[encoding.scale].float()
     if encoding.block is not None:
         for dimension, size in enumerate(encoding.block):
-            scale = scale.repeat_interleave(size, dim=dimension)
+            scale = scale.repeat_interleave(min(size, encoded.shape[dimension]), dim=dimension)
         scale = scale[: encoded.shape[0], : encoded.shape[1]]
     weight_FI *= scale
     header = encoded.tensors["weight"]
@@ -170,7 +170,7 @@ def _ordered(
 def _grouped(codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, group_size: int | None) -> GroupedWeight:
     """Return a matrix of codes from 0 to 15, w = scale (code - zero), with a scale for each group of 32 inputs."""
     groups = -(-codes_FI.shape[1] // GROUP_SIZE)
-    times = groups if group_size is None else group_size // GROUP_SIZE
+    times = groups if group_size is None else min(groups, group_size // GROUP_SIZE)
     scale_FJ = scale_FJ.float()
     offset_FJ = None
     if zeros_FJ is not None and not bool((zeros_FJ == _MIDDLE).all()):

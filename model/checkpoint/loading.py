@@ -55,7 +55,14 @@ def load_model(
         weight = decode(place, manifest.config)
         if isinstance(weight, GroupedWeight) and torch.device(device).type == "cpu":
             module = name.removesuffix(".weight")
-            _set_quantized(model, module, _linear(weight, tensors.pop(f"{module}.bias", None)), dtype)
+            quantized = _linear(weight, tensors.pop(f"{module}.bias", None))
+            if module == "token_embedding":
+                model.token_embedding = QuantizedEmbedding(quantized, dtype)
+                tensors[name] = model.token_embedding.weight.detach()
+                if manifest.config.tie_embeddings:
+                    model.lm_head = quantized
+            else:
+                model.set_submodule(module, quantized)
         else:
             tensors[name] = (weight if isinstance(weight, Tensor) else weight.dense()).to(device, dtype)
     if isinstance(model.token_embedding, QuantizedEmbedding):
@@ -84,16 +91,6 @@ def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int
     if weight.bits == 8 and is_by_output:
         return Int8Linear(weight.codes_FI, bias_F, scale_F)
     return GroupedLinear(weight, bias_F)
-
-
-def _set_quantized(model: Transformer, name: str, linear: GroupedLinear | Int8Linear, dtype: torch.dtype) -> None:
-    """Replace a linear layer of a model by a quantized one, or the embedding by rows of its matrix."""
-    if name != "token_embedding":
-        model.set_submodule(name, linear)
-        return
-    model.token_embedding = QuantizedEmbedding(linear, dtype)
-    if model.config.tie_embeddings:
-        model.lm_head = linear
 
 
 class _NoInitialValues(TorchFunctionMode):

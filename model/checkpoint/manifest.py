@@ -11,6 +11,7 @@ Kvasir's format:
     MODEL_CARD.md             for readers; not hashed
 """
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -97,6 +98,13 @@ class Manifest:
             for header in () if placement.encoded else placement.parts:
                 num_bytes[header.dtype] += header.end - header.begin
         return num_bytes.most_common(1)[0][0]
+
+    @property
+    def num_quantized(self) -> int:
+        """Return the number of weights that are quantized, and stay so on a CPU. Raises CheckpointError."""
+        if self.quantization is None or not self.quantization.is_kept:
+            return 0
+        return sum(math.prod(place.shape) for place in self.place_tensors().values() if place.encoded)
 
     @property
     def created_seconds(self) -> int:

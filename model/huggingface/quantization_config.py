@@ -217,6 +217,16 @@ def _read_compressed_tensors(reader: ConfigReader) -> StoredQuantization:
     return quantization
 
 
+def _read_own(reader: ConfigReader) -> StoredQuantization:
+    """Read the description that `kvasir convert --quantize` writes."""
+    bits = reader.value("bits")
+    if bits == 8:
+        return StoredQuantization(Int8Encoding(), "int8, from kvasir convert")
+    if bits != 4:
+        reader.reject("bits", bits, "supported are 4 and 8; convert the checkpoint again")
+    return StoredQuantization(PackedEncoding(group_size=_GROUP), f"{_groups_text(_GROUP)}, from kvasir convert")
+
+
 def _read_packed(weights: ConfigReader) -> StoredQuantization:
     _check_kind(weights, "int")
     _check_bits(weights, ("num_bits",))
@@ -308,6 +318,7 @@ _METHODS: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
     "awq": _read_awq,
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed_tensors,
+    "kvasir": _read_own,
 }
 _STORED: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
     "pack-quantized": _read_packed,

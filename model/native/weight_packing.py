@@ -1,7 +1,6 @@
 """Shape and packed matrices of a model, in the format of the native kernels: `Shape` and `Matrix` of kernel.h.
 
-Legend: F outputs, I inputs of a matrix, N panels of 64 outputs or strips of 32, G groups of inputs, S inputs of a group,
-side by side.
+Legend: F outputs, I inputs of a matrix, N panels of 64 outputs, G groups of inputs, S inputs of a group, side by side.
 """
 
 from collections.abc import Callable
@@ -105,13 +104,14 @@ def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool =
 
 def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, *, gated: bool) -> Packed:
     """Pack grouped weights for the kernels, in the layout of grouped.h."""
-    codes_FI = functional.pad(weight.codes_FI, (0, -weight.codes_FI.shape[1] % GROUP_SIZE))
-    spreads = [weight.scale_FG] if weight.offset_FG is None else [weight.scale_FG, weight.offset_FG]
-    codes_FI, bias_F, *spreads = (
-        x if x is None else _pad_outputs(interleaved(x) if gated else x) for x in (codes_FI, bias_F, *spreads)
-    )
+
+    def arranged(rows: Tensor) -> Tensor:
+        return _pad_outputs(interleaved(rows) if gated else rows)
+
+    codes_FI = arranged(functional.pad(weight.codes_FI, (0, -weight.codes_FI.shape[1] % GROUP_SIZE)))
+    spreads = [arranged(x) for x in (weight.scale_FG, weight.offset_FG) if x is not None]
     largest_F = torch.stack([x.abs().amax(dim=1) for x in spreads]).amax(dim=0)
-    exponent_F = torch.frexp(largest_F).exponent - _SCALE_EXPONENT
+    exponent_F = (torch.frexp(largest_F).exponent - _SCALE_EXPONENT).clamp_(min=-120)  # 2^120 and 2^-120 are normal
     added = codes_FI.view(torch.uint8).add_(1 << weight.bits - 1)  # wraps around
     registers = added.view(-1, 2, BLOCK, codes_FI.shape[1] // GROUP_SIZE, weight.bits, 8 // weight.bits, 4)
     registers = registers.permute(5, 0, 3, 1, 4, 2, 6).flatten(3)  # halves of bytes, strips, groups, bytes of a group
@@ -121,7 +121,7 @@ def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, *, gated: bool) -
         parts.append(narrow_FG.view(-1, _STRIP, narrow_FG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8))
     return Packed(
         weight=torch.cat(parts, dim=2),
-        bias=bias_F,
+        bias=None if bias_F is None else arranged(bias_F),
         scale=torch.ldexp(torch.ones_like(largest_F), exponent_F),
         shift=None,
         inputs=weight.codes_FI.shape[1],

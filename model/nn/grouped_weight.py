@@ -74,7 +74,8 @@ def _choose_scales(groups_CGS: Tensor, shares: Iterable[float]) -> Tensor:
         gain_CG1 = along_CG1.square() / length_CG1  # squared error of zeros minus that of the fitted scale
         best_CG1 = torch.where(gain_CG1 > most_CG1, along_CG1 / length_CG1, best_CG1)
         most_CG1 = torch.maximum(gain_CG1, most_CG1)
-    return best_CG1
+    mantissa_CG1, exponent_CG1 = torch.frexp(best_CG1)
+    return torch.ldexp(mantissa_CG1.mul_(2**11).round_(), exponent_CG1 - 11)  # float16's precision, as in the kernels
 
 
 def _encode(groups_CGS: Tensor, scale_CG1: Tensor) -> Tensor:

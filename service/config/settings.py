@@ -420,8 +420,8 @@ class EvalSettings(CheckpointSettings):
 
 class ConvertSettings(CommandSettings):
     """Convert a checkpoint: nanoGPT's ckpt.pt to a Kvasir checkpoint, a Hugging Face directory of pickles to
-    safetensors, or a Kvasir checkpoint to a Hugging Face directory. Code in the files is never run. The new
-    checkpoint is verified.
+    safetensors, a Kvasir checkpoint to a Hugging Face directory, or any checkpoint to one with quantized weights. Code
+    in the files is never run. The new checkpoint is verified.
     """
 
     nanogpt: Path | None = option("source", None, metavar="FILE")
@@ -432,13 +432,19 @@ class ConvertSettings(CommandSettings):
     """Hugging Face directory with pytorch_model.bin, to write as safetensors"""
     export: Path | None = option("source", None)
     """any checkpoint, to write as a Hugging Face directory"""
+    source: Path | None = option("source", None, metavar="DIR")
+    """any checkpoint, to write as a Kvasir checkpoint with quantized matrices, see --quantize"""
+    quantize: Literal["int8", "int4"] | None = option("result", None)
+    """format of the matrices of --source, as kvasir serve --quantize makes them"""
     out: Path = option("result")
     """new directory to write"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if sum(source is not None for source in (self.nanogpt, self.pickle, self.export)) != 1:
-            raise ValueError("give exactly one checkpoint to convert: --nanogpt, --pickle or --export")
+        if sum(source is not None for source in (self.nanogpt, self.pickle, self.export, self.source)) != 1:
+            raise ValueError("give exactly one checkpoint to convert: --nanogpt, --pickle, --export or --source")
+        if (self.source is None) != (self.quantize is None):
+            raise ValueError("--source and --quantize need each other; give both or neither")
         if (self.nanogpt is None) != (self.tokenizer is None):
             raise ValueError("--nanogpt and --tokenizer need each other; give both or neither")
         return self

@@ -202,8 +202,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         packs=device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain"),
         threads=threads,
         max_context_length=max_context_length,
-        reasons={"dtype": dtype_reason, "threads": threads_reason}
-        | ({} if manifest.quantization is None else {"matrices": manifest.quantization.text}),
+        reasons={"dtype": dtype_reason, "threads": threads_reason, **_stored_matrices(manifest, device)},
     )
 
 
@@ -214,7 +213,7 @@ def _plan(
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
     dtype = resolved.context.dtype
-    quantization, placements = manifest.quantization, manifest.place_tensors().values()
+    placements = manifest.place_tensors().values()
     stored = {_STORED_DTYPES.get(part.dtype) for place in placements for part in place.parts if not place.encoded}
     loaded = LoadedModel(
         config=manifest.config,
@@ -222,9 +221,7 @@ def _plan(
         cache_value_bytes=resolved.cache_dtype.itemsize,
         num_copies=1 if resolved.kernels is None or (resolved.packs and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
-        num_quantized=sum(math.prod(place.shape) for place in placements if place.encoded)
-        if quantization is not None and quantization.is_kept
-        else 0,
+        num_quantized=manifest.num_quantized,
     )
     return plan_memory(loaded, settings, standby=server.standby)
 
@@ -339,6 +336,13 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
             "give --device cpu --dtype float32"
         )
     return torch.float16
+
+
+def _stored_matrices(manifest: Manifest, device: str) -> dict[str, str]:
+    """Return the description of quantized matrices in a checkpoint, by the setting's name."""
+    if (stored := manifest.quantization) is None:
+        return {}
+    return {"matrices": stored.text if device == "cpu" or not stored.is_kept else f"dequantized from {stored.text}"}
 
 
 def check_quantize(quantize: str, manifest: Manifest) -> None:

@@ -1,5 +1,6 @@
 """Quantized Hugging Face directories are read as the matrices that they hold, or rejected in one line."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -8,17 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.decoding import decode
+from model.checkpoint.conversion.quantize import quantize_checkpoint
+from model.checkpoint.decoding import DECODERS, decode
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import SINGLE_FILE
+from model.huggingface.quantization_config import Encoding, Fp8Encoding, Int8Encoding, PackedEncoding, read_quantization
+from model.huggingface.tensor_placement import EncodedTensor
 from model.io.files import CheckpointError
+from model.io.safetensors_header import read_headers
 from model.nn.grouped_weight import GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear
+from model.tokenizer.files import load_tokenizer
+from service.config.settings import ModelSettings, SettingsError
+from service.worker.engine_factory import build_engine
+from tests.e2e.process import serving
 from tests.families.models import CASES, load
 from tests.families.quantized_files import (
     FORMS,
@@ -30,6 +40,7 @@ from tests.families.quantized_files import (
 from tests.families.test_parity import difference
 from tests.families.tokenizer_files import write_byte_level
 
+PROMPT = "The dog did not cross the road."
 MLP = "model.layers.1.mlp.down_proj"
 IDS = torch.arange(40)
 METADATA = AttentionMetadata.uncached((40,))
@@ -158,6 +169,27 @@ def test_eight_bit_directories_compute_their_dequantized_weights(tmp_path: Path,
     check_logits(tmp_path, 1e-5)
 
 
+LIBRARY_FILE = Path(__file__).parents[1] / "data" / "compressed_tensors.safetensors"
+ENCODINGS: dict[str, Encoding] = {
+    "group": PackedEncoding(group_size=32),
+    "zeros": PackedEncoding(group_size=32, has_zeros=True),
+    "channel": PackedEncoding(group_size=None, has_zeros=True),
+    "int8": Int8Encoding(),
+    "fp8": Fp8Encoding(scale="weight_scale"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_file_of_the_compressed_tensors_library_is_decoded_as_the_library_does(name: str) -> None:
+    """The file holds a matrix of 12 x 64 in each format, and the matrix that compressed-tensors 0.20.0 decompresses."""
+    headers, shape = read_headers(LIBRARY_FILE), (12, 64)
+    stored = {role: headers[f"{name}.{role}"] for role in ENCODINGS[name].roles(shape)}
+    assert len(stored) + 1 == sum(key.startswith(f"{name}.") for key in headers)
+    encoded = EncodedTensor(encoding=ENCODINGS[name], shape=shape, tensors=stored)
+    weight = DECODERS[type(ENCODINGS[name])](encoded)
+    torch.testing.assert_close(dense(weight), load_file(LIBRARY_FILE)[f"{name}.dense"], rtol=1e-6, atol=1e-7)
+
+
 def test_a_float_matrix_beside_quantized_matrices_makes_one_float_matrix(tmp_path: Path) -> None:
     """An ignore list may name single modules, such as v_proj, which is part of Kvasir's matrix qkv."""
     form = FORMS["awq 32"]
@@ -170,6 +202,11 @@ def test_a_float_matrix_beside_quantized_matrices_makes_one_float_matrix(tmp_pat
     matrices = decoded(tmp_path)
     assert [key for key, weight in matrices.items() if isinstance(weight, Tensor)] == ["layers.1.attention.qkv.weight"]
     check_logits(tmp_path, 1e-5)
+
+
+def weights_of(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config["config_groups"]["group_0"]["weights"]
+    return found
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -196,12 +233,12 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "other format": ("packed 32", lambda c: c.update(format="marlin-24"), "format='marlin-24': supported are pack-"),
     "packed 8 bits": (
         "packed 32",
-        lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=8),
+        lambda c: weights_of(c).update(num_bits=8),
         "quantization_config.config_groups.group_0.weights.num_bits=8: only 4 bits",
     ),
     "packed floats": (
         "packed 32",
-        lambda c: c["config_groups"]["group_0"]["weights"].update(type="float"),
+        lambda c: weights_of(c).update(type="float"),
         "group_0.weights.type='float': supported are int",
     ),
     "no object": ("packed 32", lambda c: c.update(config_groups={"group_0": ["Linear"]}), "expected a JSON object"),
@@ -216,6 +253,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("gptq 128", "awq 32", "packed 32", "packed actorder"):
         write_form(root / name, FORMS[name])
         write_byte_level(root / name, 300)
+        write_byte_level(root / name / "dense", 300)
     return {path.name: path for path in root.iterdir()}
 
 
@@ -294,3 +332,71 @@ def test_wrong_numbers_are_rejected_as_they_are_read(directories: dict[str, Path
         load(tmp_path / "copy")
     assert message in str(caught.value)
     assert f"tensor {MLP}." in str(caught.value)
+
+
+def test_a_group_or_block_larger_than_a_matrix_is_the_matrix(tmp_path: Path) -> None:
+    """A hostile size takes no memory."""
+    write_form(tmp_path / "packed", FORMS["packed per output"])
+    write_directory(tmp_path / "fp8", _BLOCKS, lambda w: fp8(w, (w.shape[0], w.shape[1]), "weight_scale_inv"))
+    for name, changes in {
+        "packed": {
+            "config_groups": scheme("", num_bits=4, type="int", strategy="group", group_size=2**60)["config_groups"]
+        },
+        "fp8": {"weight_block_size": [2**60, 2**60]},
+    }.items():
+        path = tmp_path / name / "config.json"
+        values = json.loads(path.read_text())
+        values["quantization_config"] |= changes
+        path.write_text(json.dumps(values))
+        check_logits(tmp_path / name, 1e-5)
+
+
+JSON_VALUES = strategies.recursive(
+    strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | strategies.text(),
+    lambda inner: strategies.lists(inner, max_size=3) | strategies.dictionaries(strategies.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(strategies.sampled_from([form.config for form in FORMS.values()]), strategies.data())
+def test_any_quantization_config_is_read_or_rejected(config: dict[str, Any], data: strategies.DataObject) -> None:
+    config = json.loads(json.dumps(config))
+    objects = [config]
+    if "config_groups" in config:
+        objects += [config["config_groups"], *(config["config_groups"].values()), weights_of(config)]
+    changed = data.draw(strategies.sampled_from(objects))
+    changed[data.draw(strategies.sampled_from([*changed, "kv_cache_scheme"]) | strategies.text())] = data.draw(
+        JSON_VALUES
+    )
+    with contextlib.suppress(CheckpointError):
+        quantization = read_quantization(Path("config.json"), config)
+        assert quantization is None or quantization.encoding.roles((64, 96))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq 128", "awq 32", "packed 32", "own int4"])
+def test_a_quantized_directory_is_served(directories: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """The first token's logprob equals that of the reference implementation, up to rounding of other kernels."""
+    if name == "own int4":
+        directory = tmp_path / "own int4"
+        quantize_checkpoint(directories["awq 32"] / "dense", directory, "int4")
+    else:
+        directory = directories[name]
+    ids = load_tokenizer(directory).encode(PROMPT)
+    logits = load(directory)(torch.tensor(ids), AttentionMetadata.uncached((len(ids),)), None)
+    best = logits[-1].log_softmax(-1).max()
+    quantization = read_manifest(directory).quantization
+    assert quantization is not None
+    with serving(directory, tmp_path, "--dtype", "float32") as service:
+        body = service.complete(PROMPT, temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+        assert f"({quantization.text})" in service.log.read_text()
+    assert body["usage"]["prompt_tokens"] == len(ids)
+    assert body["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(float(best), abs=0.02)
+
+
+def test_quantizing_quantized_matrices_is_rejected(directories: dict[str, Path]) -> None:
+    settings = ModelSettings(checkpoint=directories["awq 32"], quantize="int8")
+    with pytest.raises(
+        SettingsError, match=r"--quantize int8: the checkpoint is quantized already \(int4 in groups of 32"
+    ):
+        build_engine(settings, read_manifest(settings.checkpoint))
