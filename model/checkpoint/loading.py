@@ -15,6 +15,8 @@ from model.checkpoint.decoding import decode
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
 from model.checkpoint.weights import read_weights, remove_shards, write_shards
 from model.config import ModelConfig
+from model.huggingface.quantization_config import GgufEncoding
+from model.huggingface.tensor_placement import Placement
 from model.io.files import CheckpointError, write_json, writing
 from model.nn.grouped_weight import GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding
@@ -44,11 +46,11 @@ def load_model(
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
     placements = manifest.place_tensors()
-    plain = {name: place for name, place in placements.items() if not place.encoded}
+    plain = {name: place for name, place in placements.items() if not _is_decoded(place, device)}
     matrices = {name for name in plain if packs_next and name.endswith(_MATRICES)}
     tensors = read_weights(plain, manifest.config, device=device, dtype=dtype, packed_next=matrices)
     for name, place in placements.items():
-        if not place.encoded:
+        if name in plain:
             continue
         weight = decode(place, manifest.config)
         if isinstance(weight, GroupedWeight) and torch.device(device).type == "cpu":
@@ -63,9 +65,23 @@ def load_model(
                 model.set_submodule(module, quantized)
         else:
             tensors[name] = (weight if isinstance(weight, Tensor) else weight.dense()).to(device, dtype)
+    if isinstance(model.token_embedding, QuantizedEmbedding):
+        tensors["token_embedding.weight"] = model.token_embedding.weight  # empty
     model.load_state_dict(tensors, strict=True, assign=True)
     # Only constants, such as rotary frequencies, are still on the CPU.
     return model.to(device).eval().requires_grad_(False)
+
+
+def _is_decoded(place: Placement, device: torch.device | str) -> bool:
+    """Return True if a decoder reads a tensor.
+
+    Matrices of a GGUF file can also be read as floats: for a GPU, and beside parts that are not quantized. Parts of
+    different block types are decoded to the bits of the widest part.
+    """
+    encodings = {type(part.encoding) for part in place.encoded}
+    if GgufEncoding in encodings:
+        return encodings == {GgufEncoding} and torch.device(device).type == "cpu"
+    return bool(encodings)
 
 
 def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:

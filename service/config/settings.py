@@ -53,7 +53,7 @@ class CheckpointSettings(CommandSettings):
     checkpoint: Path = option(
         "model", default_text="checkpoints/kvasir-9m in the working directory, else beside the package"
     )
-    """checkpoint directory"""
+    """checkpoint directory, or a GGUF file"""
 
 
 class ModelSettings(CheckpointSettings):

@@ -262,9 +262,9 @@ def _choose_dtype(
         return _DTYPES[settings.dtype], "as set"
     if device == "cuda":
         return torch.bfloat16, "auto on CUDA"
-    stored = _STORED_DTYPES[manifest.weight_dtype]
+    stored = _STORED_DTYPES.get(manifest.weight_dtype)
     if stored is not torch.bfloat16:
-        return torch.float32, f"auto: the checkpoint is {_name(stored)}"
+        return torch.float32, f"auto: the checkpoint is {_name(stored) if stored else manifest.weight_dtype}"
     if library is None or not computes(manifest.config, torch.bfloat16):
         return torch.float32, "auto: no native kernels compute this model here in the checkpoint's bfloat16"
     return torch.bfloat16, "auto: as the checkpoint"

@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from model.checkpoint.manifest import Manifest
+from model.gguf.container import SUFFIX
 from model.system.c_library import end_with_parent
 from service.config import log_setup
 from service.config.log_setup import FIELDS
@@ -282,9 +283,10 @@ def importable_name(cls: type) -> str:
 
 
 def read_ahead(directory: Path) -> None:
-    """Start reading a checkpoint's weights into the page cache, unless twice the weights exceed the free memory."""
+    """Start reading a checkpoint's weights into the page cache, unless twice their size exceeds the free memory."""
     with suppress(OSError, ValueError):  # the loader reports errors
-        paths = [path for path in sorted(directory.glob("*.safetensors")) if stat.S_ISREG(path.stat().st_mode)]
+        found = [directory] if directory.suffix == SUFFIX else sorted(directory.glob("*.safetensors"))
+        paths = [path for path in found if stat.S_ISREG(path.stat().st_mode)]
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if 2 * sum(path.stat().st_size for path in paths) > room:
             return
