@@ -13,7 +13,7 @@
 namespace kvasir {
 namespace {
 
-constexpr int SPLIT = 8 * TILE;
+constexpr int SPLIT = 4 * TILE;
 constexpr int MAX_TASK_ROWS = 16 * 6;
 constexpr float LOG2_E = 1.44269504f;
 
@@ -426,7 +426,17 @@ private:
                               Softmax* softmax) const {
         const Task& task = *tile.task;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
-        for (int row = 0; row < task.num_rows(); ++row) {
+        const float scale = call.scale * LOG2_E;
+        // Most tiles are seen by all rows, which then need no positions.
+        const bool is_whole = call.bias == nullptr &&
+                              position_of(task.sequence, task.first_row) >= tile.start + TILE - 1 &&
+                              first_visible(position_of(task.sequence, task.end_row - 1)) <= tile.start;
+        for (int row = 0; row < task.num_rows();
+             ++row, products += TILE, weights += TILE / A::PER_TERM, ++softmax, ++factors) {
+            if (is_whole) {
+                *factors = compute_weights<A, true>(products, GROUPS, 0, TILE, scale, nullptr, *softmax, weights);
+                continue;
+            }
             const int64_t position = position_of(task.sequence, task.first_row + row);
             const auto first = static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE));
             const auto end = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
@@ -434,8 +444,7 @@ private:
             const float* bias = call.bias == nullptr ? nullptr
                                                      : call.bias + query_head * call.bias_stride + call.bias_length -
                                                            1 - position + tile.start;
-            factors[row] = compute_weights<A>(products + row * TILE, num_groups, first, end, call.scale * LOG2_E, bias,
-                                              softmax[row], weights + row * (TILE / A::PER_TERM));
+            *factors = compute_weights<A, false>(products, num_groups, first, end, scale, bias, *softmax, weights);
         }
     }
 };
