@@ -1,17 +1,18 @@
 """Converter of Kvasir's export to GGUF: `python -m loadtest.peers.drivers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
 
-The file is written in float32 by llama.cpp's gguf package, because llama.cpp's converter rejects the tokenizer of the
-random weights. Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
+The file has bfloat16 matrices and float32 norms, as llama.cpp needs. llama.cpp's gguf package writes it, because
+llama.cpp's converter rejects the tokenizer of the random weights. Source: convert_hf_to_gguf.py and
+llama_model_rope_type() of llama.cpp.
 """
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-from safetensors.numpy import load_file
 
 _ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face and of GGUF
 _NAMES = {
@@ -55,7 +56,7 @@ def main() -> None:
     if model_type not in _ARCHITECTURES:
         sys.exit(f"{source}: model type {model_type!r}; only {', '.join(_ARCHITECTURES)} are converted to GGUF")
     writer = gguf.GGUFWriter(out, model_type)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     for name, key in _SIZES.items():
         getattr(writer, f"add_{name}")(config[key])
@@ -64,14 +65,30 @@ def main() -> None:
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     reordered = heads if model_type == "llama" else {}
     for path in sorted(source.glob("*.safetensors")):
-        for name, array in load_file(path).items():
+        for name, bits in _bfloat16_tensors(path):
             prefix, part = _gguf_name(name)
-            pairs = _as_pairs(array, reordered[part]) if part in reordered else array
-            writer.add_tensor(f"{prefix}{part}.weight", pairs)
+            if bits.ndim == 1:
+                writer.add_tensor(f"{prefix}{part}.weight", (bits.astype(np.uint32) << 16).view(np.float32))
+                continue
+            pairs = _as_pairs(bits, reordered[part]) if part in reordered else bits
+            writer.add_tensor(f"{prefix}{part}.weight", pairs, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _bfloat16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield name and bits of each tensor of a safetensors file, mapped from the file: NumPy has no bfloat16."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    for name, place in header.items():
+        if place["dtype"] != "BF16":
+            sys.exit(f"{path}: {name} is {place['dtype']}; only BF16 is converted to GGUF")
+        start = 8 + size + place["data_offsets"][0]
+        yield name, np.memmap(path, np.uint16, "r", start, tuple(place["shape"]))
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
