@@ -1,8 +1,8 @@
 """Completions over HTTP from a real service, equal to those of the reference implementation."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
