@@ -17,7 +17,7 @@ from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
-from model.nn.linear import LINEAR_KINDS, can_pack, replace_linears
+from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -171,7 +171,7 @@ def build_engine(
         block_size=settings.block_size,
         kv_cache_bytes=num_blocks * resolved.block_bytes,
         kv_cache_dtype=_name(resolved.cache_dtype),
-        reasons=resolved.reasons,
+        reasons={**resolved.reasons, **_stored_format(manifest, matrices)},
         has_standby=plan.has_standby,
     )
 
@@ -202,7 +202,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         packs=device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain"),
         threads=threads,
         max_context_length=max_context_length,
-        reasons={"dtype": dtype_reason, "threads": threads_reason, **_stored_matrices(manifest, device)},
+        reasons={"dtype": dtype_reason, "threads": threads_reason},
     )
 
 
@@ -287,17 +287,19 @@ def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, s
 def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
     """Convert a model's weight matrices as --quantize says, or to the fastest float format. Return the format's name.
 
-    Float matrices for native kernels are left to `to_native`, which packs them.
+    Float matrices for native kernels are left to `to_native`, which packs them. Quantized matrices stay as they are.
     """
     weight = model.token_embedding.weight
-    if quantize == "none" and library_for(model) is not None:
-        return "packed"
+    layers = [module for module in model.modules() if isinstance(module, GroupedLinear | Int8Linear)]
+    stored = {"int8" if isinstance(layer, Int8Linear) else f"int{layer.weight.bits}" for layer in layers}
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
-    if quantization is not None:
+    if quantize == "none" and library_for(model) is not None:
+        kind = "packed"
+    elif quantization is not None:
         replace_linears(model, quantization.make)
     elif kind in LINEAR_KINDS:
         replace_linears(model, kind)
-    return kind
+    return min(stored, default=kind)
 
 
 def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) -> str:
@@ -338,11 +340,14 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
     return torch.float16
 
 
-def _stored_matrices(manifest: Manifest, device: str) -> dict[str, str]:
-    """Return the description of quantized matrices in a checkpoint, by the setting's name."""
+def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
+    """Return the description of a checkpoint's quantized matrices, which are served as `matrices`."""
     if (stored := manifest.quantization) is None:
         return {}
-    return {"matrices": stored.text if device == "cpu" or not stored.is_kept else f"dequantized from {stored.text}"}
+    is_kept = matrices in ("int4", "int8") or not stored.is_kept
+    return {
+        "matrices": stored.text.removeprefix(matrices).lstrip(", ") if is_kept else f"dequantized from {stored.text}"
+    }
 
 
 def check_quantize(quantize: str, manifest: Manifest) -> None:

@@ -394,7 +394,7 @@ def test_a_quantized_directory_is_served(directories: dict[str, Path], tmp_path:
     assert quantization is not None
     with serving(directory, tmp_path, "--dtype", "float32") as service:
         body = service.complete(PROMPT, temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-        assert f"({quantization.text})" in service.log.read_text()
+        assert f"int4 matrices ({quantization.text.removeprefix('int4 ')})" in service.log.read_text()
     assert body["usage"]["prompt_tokens"] == len(ids)
     assert body["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(float(best), abs=0.02)
 
