@@ -19,8 +19,9 @@ from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
 
+EMBEDDING = "token_embedding.weight"
 # Matrices that every kind of packing replaces.
-_MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
+MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
 
 
 def load_model(
@@ -29,18 +30,18 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
     attention: AttentionBackend,
-    packs_next: bool = False,
+    packed_next: tuple[str, ...] = (),
 ) -> Transformer:
     """Load a checkpoint's model onto a device, ready for inference. Raises CheckpointError.
 
     Args:
-        packs_next: the caller converts all weight matrices to another format before any other use, so until then they
-            stay mapped from the checkpoint's files instead of being copied.
+        packed_next: ends of the names of matrices that the caller converts to another format before any other use:
+            `MATRICES`, or also `EMBEDDING`. Until then they stay mapped from the checkpoint's files.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
     placements = manifest.place_tensors()
-    matrices = {name for name in placements if packs_next and name.endswith(_MATRICES)}
+    matrices = {name for name in placements if name.endswith(packed_next)}
     tensors = read_weights(placements, manifest.config, device=device, dtype=dtype, packed_next=matrices)
     model.load_state_dict(tensors, strict=True, assign=True)
     # Only constants, such as rotary frequencies, are still on the CPU.

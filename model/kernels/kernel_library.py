@@ -116,6 +116,7 @@ class Rows(ctypes.Structure):
         *((name, _INT) for name in ("count", "threads")),
         *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
         *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens")),
+        ("is_packed", _INT),
     )
 
 

@@ -24,7 +24,7 @@ from model.attention.native import KERNEL_NAMES, AttentionStep, NativeAttention,
 from model.config import ModelConfig
 from model.config_enums import AttentionKind
 from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
-from model.native.weight_packing import NUMBERS, pack, padded, shape_of
+from model.native.weight_packing import NUMBERS, PackedEmbedding, pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
 from model.nn.transformer import Block, Transformer
 from model.system.c_library import trim_heap
@@ -113,7 +113,7 @@ class NativeTransformer:
         if weight_VE.device.type != "cpu" or not computes(model.config, weight_VE.dtype):
             raise ValueError("the native kernels do not support this model; compute it with its Transformer")
         self.config, self.huge_pages = model.config, HugePages()
-        self.token_embedding, self.final_norm, self.layers = model.token_embedding, model.final_norm, model.layers
+        self.final_norm, self.layers = model.final_norm, model.layers
         self._blocks = [cast(Block, block) for block in model.layers]
         self.kernel_level = kernels.level
         self._model, self._dtype, self._kernels = model, weight_VE.dtype, kernels
@@ -122,18 +122,23 @@ class NativeTransformer:
         self._logits = kernels.function("kvasir_logits", _POINTER)
         self._decode = kernels.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
         self._are_tokens = kernels.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
-        self._side_by_side = kernels.function("kvasir_inputs_side_by_side", _INT, result=_INT)
         self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
         self._shape = shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
+        is_packed, table_VE = model.lm_head is None, weight_VE
+        if is_packed:
+            table_VE = self._kept[0]
+            model.token_embedding = PackedEmbedding(table_VE, model.config.hidden_size)
+        self.token_embedding = model.token_embedding
+        del weight_VE
         self._layers = (LayerWeights * len(model.layers))()
         for number, block in enumerate(self._blocks):
             self._layers[number] = self._layer(block)
             del block.attention.qkv, block.attention.out, block.mlp
         model.lm_head = None
         # The kernels read the embedding themselves if the first layer's input is rows of the embedding, unchanged.
-        is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
-        self._rows = Rows(embedding=weight_VE.data_ptr() if is_all else None)
+        is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and table_VE.is_contiguous()
+        self._rows = Rows(embedding=table_VE.data_ptr() if is_all else None, is_packed=is_packed)
         self._step = StepArguments(
             *(ctypes.addressof(x) for x in (self._shape, self._rows, self._layers)),
             num_layers=len(self._layers),
@@ -338,8 +343,8 @@ class NativeTransformer:
         return layer
 
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:
-        packed = pack(module, self._side_by_side, gated=gated)
-        tensors = self.huge_pages.keep(packed.weight), packed.bias, packed.scale, packed.shift
+        packed = pack(module, self._kernels, self.huge_pages, gated=gated)
+        tensors = packed.weight, packed.bias, packed.scale, packed.shift
         self._kept += [tensor for tensor in tensors if tensor is not None]
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return Matrix(*pointers, packed.inputs, packed.outputs, NUMBERS[packed.weight.dtype])

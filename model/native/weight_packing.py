@@ -3,7 +3,7 @@
 Legend: F outputs, I inputs of a matrix, N panels of 64 outputs, G groups of inputs, S inputs of a group, side by side.
 """
 
-from collections.abc import Callable
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch.nn import functional
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
-from model.kernels.kernel_library import Shape
+from model.kernels.kernel_library import KernelLibrary, Shape
 from model.nn.linear import Int8Linear, PackedLinear
+from model.system.memory_pages import HugePages
 
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 # Codes of dtypes in kernel.h.
@@ -64,10 +66,10 @@ def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
     )
 
 
-def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool = False) -> Packed:
+def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: bool = False) -> Packed:
     """Pack the matrix of a linear layer of any kind, or of an embedding, for the native kernels.
 
-    side_by_side: function from a dtype's code in `NUMBERS` to the number of inputs that the kernels read side by side.
+    pages: memory of the packed matrix.
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP.
     """
     scale_F: Tensor | None = None
@@ -78,19 +80,15 @@ def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool =
     else:
         named: dict[str, Any] = dict(module.named_parameters())
         weight_FI, bias_F = named["weight"].detach(), named.get("bias")
-    if gated:
-        weight_FI = interleaved(weight_FI)
-        bias_F = None if bias_F is None else interleaved(bias_F)
-        scale_F = None if scale_F is None else interleaved(scale_F)
-    outputs, inputs = weight_FI.shape
-    is_int8 = scale_F is not None
+    order = interleaved if gated else _pad_outputs
+    shift_F = None if scale_F is None else 128 * weight_FI.sum(dim=1, dtype=torch.int32)
     return Packed(
-        weight=_panels(weight_FI, side_by_side(NUMBERS[weight_FI.dtype])),
-        bias=None if bias_F is None else _pad_outputs(bias_F.float()),
-        scale=None if scale_F is None else _pad_outputs(scale_F),
-        shift=_pad_outputs(128 * weight_FI.sum(dim=1, dtype=torch.int32)) if is_int8 else None,
-        inputs=inputs,
-        outputs=padded(outputs),
+        weight=_pack_panels(weight_FI, kernels, pages, gated=gated),
+        bias=None if bias_F is None else order(bias_F.float()),
+        scale=None if scale_F is None else order(scale_F),
+        shift=None if shift_F is None else order(shift_F),
+        inputs=weight_FI.shape[1],
+        outputs=padded(len(weight_FI)),
     )
 
 
@@ -103,14 +101,31 @@ def interleaved(rows: Tensor) -> Tensor:
     return torch.unflatten(halves, 1, (-1, BLOCK)).transpose(0, 1).flatten(0, 2)
 
 
-def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
-    """Return a matrix (F, I) in the kernels' order (N, G, 64, S): a view, or a zero-padded copy if I or F needs it."""
+def _pack_panels(weight_FI: Tensor, kernels: KernelLibrary, pages: HugePages, *, gated: bool) -> Tensor:
+    """Copy a matrix (F, I) to the kernels' order (N, G, 64, S), with zeros for missing inputs and outputs."""
+    side_by_side = kernels.function("kvasir_inputs_side_by_side", _INT, result=_INT)(NUMBERS[weight_FI.dtype])
+    if missing := -weight_FI.shape[1] % side_by_side:
+        weight_FI = functional.pad(weight_FI, (0, missing))
+    weight_FI = weight_FI.contiguous()
     outputs, inputs = weight_FI.shape
-    groups = -(-inputs // side_by_side)
-    missing = groups * side_by_side - inputs, padded(outputs) - outputs
-    if any(missing):
-        weight_FI = functional.pad(weight_FI, (0, missing[0], 0, missing[1]))
-    return weight_FI.view(-1, _PANEL, groups, side_by_side).transpose(1, 2)
+    rows_F = weight_FI.data_ptr() + weight_FI.stride(0) * weight_FI.itemsize * torch.arange(outputs)
+    rows_F = interleaved(rows_F) if gated else _pad_outputs(rows_F)
+    panels = pages.empty((len(rows_F) // _PANEL, inputs // side_by_side, _PANEL, side_by_side), weight_FI.dtype)
+    copy = kernels.function("kvasir_pack", _POINTER, _INT, _INT, _POINTER, _INT)
+    copy(rows_F.data_ptr(), *panels.shape[:2], panels.data_ptr(), torch.get_num_threads())
+    return panels
+
+
+class PackedEmbedding(nn.Embedding):
+    """Embedding whose rows are those of a packed matrix, the tied LM head. Its `weight` is empty."""
+
+    def __init__(self, panels_NG64S: Tensor, hidden_size: int) -> None:
+        super().__init__(0, 1, dtype=panels_NG64S.dtype)
+        self.panels_NG64S, self.hidden_size = panels_NG64S, hidden_size
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return each token's embedding: (tokens, hidden size)."""
+        return self.panels_NG64S[input // _PANEL, :, input % _PANEL].flatten(1)[:, : self.hidden_size]
 
 
 def _pad_outputs(vector_F: Tensor) -> Tensor:

@@ -72,6 +72,17 @@ struct Matrix {
     Numbers numbers;
 };
 
+constexpr int64_t PANEL = 64;  // outputs that one task computes
+
+// Copies the weights of one output of a packed matrix.
+template <typename Number>
+inline void unpack_row(const void* weight, int64_t output, int64_t inputs, Number* to) {
+    constexpr int64_t GROUP = 4 / sizeof(Number);
+    const int64_t groups = (inputs + GROUP - 1) / GROUP;
+    const auto* from = static_cast<const char*>(weight) + (output / PANEL * groups * PANEL + output % PANEL) * 4;
+    for (int64_t group = 0; group < groups; ++group) std::memcpy(to + group * GROUP, from + group * PANEL * 4, 4);
+}
+
 // Type of the inputs of a bfloat16 matrix.
 #if defined(KVASIR_BF16_DOT)
 using Bfloat16Input = bf16;
@@ -79,7 +90,6 @@ using Bfloat16Input = bf16;
 using Bfloat16Input = float;
 #endif
 
-constexpr int64_t PANEL = 64;  // outputs that one task computes
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_BLOCKS = 4;  // sums take 24 of 32 registers
 #else

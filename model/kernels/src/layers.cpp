@@ -38,6 +38,7 @@ struct Rows {
     const int64_t* positions;      // position of every row
     const void* embedding;         // `hidden` numbers for every token id; null if x is given
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
+    int64_t is_packed;             // whether the embedding is a packed matrix, for example the tied head
 };
 
 // Arguments of a step of a whole model. Python updates the buffers in place from step to step.
@@ -66,9 +67,12 @@ class Step {
     // Sets x to the tokens' embeddings.
     void embed() const {
         const auto* table = static_cast<const Number*>(rows.embedding);
-        for (int64_t row = 0; row < rows.count; ++row) {
-            convert(table + rows.tokens[row] * shape.hidden, shape.hidden, rows.x + row * stride);
-        }
+        each_row([&](int64_t row) {
+            static thread_local Number unpacked[MAX_WIDTH];
+            const int64_t token = rows.tokens[row];
+            if (rows.is_packed) unpack_row(rows.embedding, token, shape.hidden, unpacked);
+            convert(rows.is_packed ? unpacked : table + token * shape.hidden, shape.hidden, rows.x + row * stride);
+        });
     }
 
     // Computes x += out(mixed), x += mlp(norm(x)), or another arrangement of `model.nn.transformer.Block`.

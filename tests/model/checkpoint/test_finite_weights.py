@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.conversion.export_hugging_face import export_checkpoint
-from model.checkpoint.loading import load_model, write_weights
+from model.checkpoint.loading import EMBEDDING, MATRICES, load_model, write_weights
 from model.checkpoint.manifest import read_manifest, write_manifest
 from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
@@ -39,8 +39,9 @@ def saved(directory: Path, name: str, place: int, value: float, stored: torch.dt
 def load_ours(directory: Path, dtype: torch.dtype = torch.float32, *, packs_next: bool = False) -> None:
     manifest = read_manifest(directory)
     manifest.verify()
+    packed = (*MATRICES, EMBEDDING) if packs_next else ()
     load_model(
-        manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"], packs_next=packs_next
+        manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"], packed_next=packed
     ).token_embedding(torch.tensor([0]))
 
 

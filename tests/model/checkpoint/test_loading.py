@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.loading import load_model, save_checkpoint
+from model.checkpoint.loading import EMBEDDING, MATRICES, load_model, save_checkpoint
 from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from model.checkpoint.weights import plan_shards, write_shards
 from model.io.files import CheckpointError
@@ -82,7 +82,7 @@ def test_bfloat16_files_load_in_either_dtype(directory: Path) -> None:
 def test_matrices_that_are_packed_next_are_mapped_from_their_files(directory: Path, dtype: torch.dtype) -> None:
     shared: dict[str, Any] = {"device": "cpu", "dtype": dtype, "attention": ATTENTION_BACKENDS["sdpa"]}
     copied = load_model(read_manifest(directory), **shared).state_dict()
-    mapped = load_model(read_manifest(directory), packs_next=True, **shared).state_dict()
+    mapped = load_model(read_manifest(directory), packed_next=(*MATRICES, EMBEDDING), **shared).state_dict()
     assert all(torch.equal(tensor, copied[name]) for name, tensor in mapped.items())
     header = read_headers(directory / SHARD)["layers.0.attention.out.weight"]
     with (directory / SHARD).open("r+b") as file:
