@@ -14,14 +14,18 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
-from model.nn.linear import Int8Linear, PackedLinear
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear
 from model.system.memory_pages import HugePages
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
-# Codes of dtypes in kernel.h.
+_STRIP = 32  # outputs that lie together in a matrix of groups
+# Codes of dtypes in kernel.h, and of grouped weights by bits and has_offset.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6}
+_SCALE_EXPONENT = 12  # float16 scales and offsets of an output are below 2^12, and the largest is 2^11 or more
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
 
@@ -30,7 +34,7 @@ class Packed:
     """Weight matrix in the order in which the kernels read it, zero-padded to `outputs`, a multiple of 64.
 
     bias, scale, shift: a number for each padded output, or None. shift is for int8: 128 times the sum of the output's
-    weights, which the kernels subtract because they add 128 to each quantized input.
+    weights, which the kernels subtract because they add 128 to each quantized input. numbers: type in kernel.h.
     """
 
     weight: Tensor
@@ -39,6 +43,7 @@ class Packed:
     shift: Tensor | None
     inputs: int
     outputs: int
+    numbers: int
 
 
 def padded(size: int) -> int:
@@ -72,6 +77,8 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     pages: memory of the packed matrix.
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP.
     """
+    if isinstance(module, GroupedLinear):
+        return _pack_groups(module.weight, module.bias_F, pages, gated=gated)
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
         weight_FI, scale_F, bias_F = module.weight_FE, module.scale_F, module.bias_F
@@ -89,6 +96,37 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
         shift=None if shift_F is None else order(shift_F),
         inputs=weight_FI.shape[1],
         outputs=padded(len(weight_FI)),
+        numbers=NUMBERS[weight_FI.dtype],
+    )
+
+
+def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages, *, gated: bool) -> Packed:
+    """Pack grouped weights for the kernels, in the layout of grouped.h."""
+
+    def arranged(rows: Tensor) -> Tensor:
+        return _pad_outputs(interleaved(rows) if gated else rows)
+
+    codes_FI = arranged(functional.pad(weight.codes_FI, (0, -weight.codes_FI.shape[1] % GROUP_SIZE)))
+    spreads = [arranged(x) for x in (weight.scale_FG, weight.offset_FG) if x is not None]
+    largest_F = torch.stack([x.abs().amax(dim=1) for x in spreads]).amax(dim=0)
+    exponent_F = (torch.frexp(largest_F).exponent - _SCALE_EXPONENT).clamp_(min=-120)  # 2^120 and 2^-120 are normal
+    added = codes_FI.view(torch.uint8).add_(1 << weight.bits - 1)  # wraps around
+    registers = added.view(-1, 2, BLOCK, codes_FI.shape[1] // GROUP_SIZE, weight.bits, 8 // weight.bits, 4)
+    registers = registers.permute(5, 0, 3, 1, 4, 2, 6).flatten(3)  # halves of bytes, strips, groups, bytes of a group
+    parts = [registers[0] if weight.bits == 8 else registers[0] | registers[1] << 4]
+    for spread_FG in spreads:
+        narrow_FG = torch.ldexp(spread_FG, -exponent_F[:, None]).half()
+        parts.append(narrow_FG.view(-1, _STRIP, narrow_FG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8))
+    num_bytes = sum(part.shape[2] for part in parts)
+    packed = torch.cat(parts, dim=2, out=pages.empty((*parts[0].shape[:2], num_bytes), torch.uint8))
+    return Packed(
+        weight=packed,
+        bias=None if bias_F is None else arranged(bias_F),
+        scale=torch.ldexp(torch.ones_like(largest_F), exponent_F),
+        shift=None,
+        inputs=weight.codes_FI.shape[1],
+        outputs=len(codes_FI),
+        numbers=_GROUPED_NUMBERS[weight.bits, weight.offset_FG is not None],
     )
 
 
@@ -116,17 +154,5 @@ def _pack_panels(weight_FI: Tensor, kernels: KernelLibrary, pages: HugePages, *,
     return panels
 
 
-class PackedEmbedding(nn.Embedding):
-    """Embedding whose rows are those of a packed matrix, the tied LM head. Its `weight` is empty."""
-
-    def __init__(self, panels_NG64S: Tensor, hidden_size: int) -> None:
-        super().__init__(0, 1, dtype=panels_NG64S.dtype)
-        self.panels_NG64S, self.hidden_size = panels_NG64S, hidden_size
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return each token's embedding: (tokens, hidden size)."""
-        return self.panels_NG64S[input // _PANEL, :, input % _PANEL].flatten(1)[:, : self.hidden_size]
-
-
-def _pad_outputs(vector_F: Tensor) -> Tensor:
-    return functional.pad(vector_F, (0, padded(len(vector_F)) - len(vector_F)))
+def _pad_outputs(rows: Tensor) -> Tensor:
+    return functional.pad(rows, (*[0] * (2 * rows.ndim - 1), padded(len(rows)) - len(rows)))

@@ -64,8 +64,9 @@ class ModelSettings(CheckpointSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("model", "auto")
     """dtype of the model; auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels
     run, else float32"""
-    quantize: Literal["none", "int8", "fp8"] = option("model", "none")
-    """quantize weights and inputs of matrix products: int8, or fp8 on GPUs that support it; see docs/operations.md"""
+    quantize: Literal["none", "int8", "int4", "fp8"] = option("model", "none")
+    """quantize weights and inputs of matrix products: int8; int4 (4-bit weights, int8 inputs) on CPUs; fp8 on GPUs that
+    support it; see docs/operations.md"""
     attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option("model", "auto")
     """attention backend; auto: native (Kvasir's kernels) on a CPU with AVX2 or better; paged on CUDA for models without
     attention biases; else sdpa"""
@@ -401,7 +402,7 @@ class EvalSettings(CheckpointSettings):
     """device; auto: CUDA if available, else the CPU"""
     dtype: Literal["float32", "bfloat16"] = option("hardware", "float32")
     """dtype of weights and arithmetic"""
-    quantize: Literal["none", "int8", "fp8"] = option("hardware", "none")
+    quantize: Literal["none", "int8", "int4", "fp8"] = option("hardware", "none")
     """quantize the weights, as kvasir serve --quantize does"""
     kv_cache_dtype: CacheDtype = option("hardware", "auto")
     """dtype to round keys and values to, as kvasir serve --kv-cache-dtype"""

@@ -17,7 +17,7 @@ from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
-from model.nn.linear import can_pack, replace_linears
+from model.nn.linear import LINEAR_KINDS, can_pack, replace_linears
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -58,7 +58,7 @@ class EngineFacts:
     attention: str  # native, paged (with its parts), sdpa or eager
     kernel_level: str | None  # instruction level of the native kernels, if they compute every step whole
     dtype: str
-    matrices: str  # plain, packed, int8 or fp8, see `model.nn.linear`, `model.gpu.quantization`
+    matrices: str  # plain, packed, int8, int4 or fp8, see `model.nn.linear`, `model.gpu.quantization`
     threads: int
     max_context_length: int
     num_blocks: int
@@ -296,7 +296,7 @@ def prepare_matrices(model: Transformer, quantize: str, quantization: Quantizati
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
     if quantization is not None:
         replace_linears(model, quantization.make)
-    elif kind in ("int8", "packed"):
+    elif kind in LINEAR_KINDS:
         replace_linears(model, kind)
     return kind
 

@@ -15,7 +15,9 @@ HALF, CROWDED_HALF = (dataclasses.replace(config, kv_cache_dtype="float16") for 
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-@pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
+@pytest.mark.parametrize(
+    ("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("rotary-gqa", "int4"), ("gpt2", "plain")]
+)
 def test_a_completion_is_batch_invariant(level: str, variant: str, kind: str) -> None:
     """Cover chunks, prefix-cache hits, preemption, and draft tokens."""
     submits = submissions(12)
