@@ -11,9 +11,10 @@ from torch.overrides import TorchFunctionMode
 from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
-from model.checkpoint.weights import read_weights, remove_shards, write_shards
+from model.checkpoint.weights import map_parts, read_weights, remove_shards, write_shards
 from model.config import ModelConfig
 from model.io.files import CheckpointError, write_json, writing
+from model.nn.linear import StackedLinear
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
@@ -42,7 +43,12 @@ def load_model(
         model = Transformer(manifest.config, attention)
     placements = manifest.place_tensors()
     matrices = {name for name in placements if name.endswith(packed_next)}
-    tensors = read_weights(placements, manifest.config, device=device, dtype=dtype, packed_next=matrices)
+    stacked = {name: map_parts(placements[name], device, dtype) for name in matrices if len(placements[name].parts) > 1}
+    plain = {name: place for name, place in placements.items() if not stacked.get(name)}
+    tensors = read_weights(plain, manifest.config, device=device, dtype=dtype, packed_next=matrices)
+    for name in placements.keys() - plain.keys():
+        module = name.removesuffix(".weight")
+        model.set_submodule(module, StackedLinear(stacked[name], tensors.pop(f"{module}.bias", None)))
     model.load_state_dict(tensors, strict=True, assign=True)
     # Only constants, such as rotary frequencies, are still on the CPU.
     return model.to(device).eval().requires_grad_(False)

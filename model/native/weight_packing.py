@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
-from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear
+from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
 from model.system.memory_pages import HugePages
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -81,22 +81,24 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
         return _pack_groups(module.weight, module.bias_F, pages, gated=gated)
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
-        weight_FI, scale_F, bias_F = module.weight_FE, module.scale_F, module.bias_F
+        parts, scale_F, bias_F = [module.weight_FE], module.scale_F, module.bias_F
     elif isinstance(module, PackedLinear):
-        weight_FI, bias_F = module.packed.to_dense(), module.bias_F
+        parts, bias_F = [module.packed.to_dense()], module.bias_F
+    elif isinstance(module, StackedLinear):
+        parts, bias_F = [*module.parts], module.bias
     else:
         named: dict[str, Any] = dict(module.named_parameters())
-        weight_FI, bias_F = named["weight"].detach(), named.get("bias")
+        parts, bias_F = [named["weight"].detach()], named.get("bias")
     order = interleaved if gated else _pad_outputs
-    shift_F = None if scale_F is None else 128 * weight_FI.sum(dim=1, dtype=torch.int32)
+    shift_F = None if scale_F is None else 128 * parts[0].sum(dim=1, dtype=torch.int32)
     return Packed(
-        weight=_pack_panels(weight_FI, kernels, pages, gated=gated),
+        weight=_pack_panels(parts, kernels, pages, gated=gated),
         bias=None if bias_F is None else order(bias_F.float()),
         scale=None if scale_F is None else order(scale_F),
         shift=None if shift_F is None else order(shift_F),
-        inputs=weight_FI.shape[1],
-        outputs=padded(len(weight_FI)),
-        numbers=NUMBERS[weight_FI.dtype],
+        inputs=parts[0].shape[1],
+        outputs=padded(sum(map(len, parts))),
+        numbers=NUMBERS[parts[0].dtype],
     )
 
 
@@ -139,16 +141,19 @@ def interleaved(rows: Tensor) -> Tensor:
     return torch.unflatten(halves, 1, (-1, BLOCK)).transpose(0, 1).flatten(0, 2)
 
 
-def _pack_panels(weight_FI: Tensor, kernels: KernelLibrary, pages: HugePages, *, gated: bool) -> Tensor:
-    """Copy a matrix (F, I) to the kernels' order (N, G, 64, S), with zeros for missing inputs and outputs."""
-    side_by_side = kernels.function("kvasir_inputs_side_by_side", _INT, result=_INT)(NUMBERS[weight_FI.dtype])
-    if missing := -weight_FI.shape[1] % side_by_side:
-        weight_FI = functional.pad(weight_FI, (0, missing))
-    weight_FI = weight_FI.contiguous()
-    outputs, inputs = weight_FI.shape
-    rows_F = weight_FI.data_ptr() + weight_FI.stride(0) * weight_FI.itemsize * torch.arange(outputs)
+def _pack_panels(parts: list[Tensor], kernels: KernelLibrary, pages: HugePages, *, gated: bool) -> Tensor:
+    """Copy a matrix (F, I) to the kernels' order (N, G, 64, S), with zeros for missing inputs and outputs.
+
+    parts: matrices that are one below the other in the packed matrix.
+    """
+    dtype, inputs = parts[0].dtype, parts[0].shape[1]
+    side_by_side = kernels.function("kvasir_inputs_side_by_side", _INT, result=_INT)(NUMBERS[dtype])
+    if missing := -inputs % side_by_side:
+        parts = [functional.pad(part, (0, missing)) for part in parts]
+    parts = [part.contiguous() for part in parts]
+    rows_F = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) * dtype.itemsize for part in parts])
     rows_F = interleaved(rows_F) if gated else _pad_outputs(rows_F)
-    panels = pages.empty((len(rows_F) // _PANEL, inputs // side_by_side, _PANEL, side_by_side), weight_FI.dtype)
+    panels = pages.empty((len(rows_F) // _PANEL, (inputs + missing) // side_by_side, _PANEL, side_by_side), dtype)
     copy = kernels.function("kvasir_pack", _POINTER, _INT, _INT, _POINTER, _INT)
     copy(rows_F.data_ptr(), *panels.shape[:2], panels.data_ptr(), torch.get_num_threads())
     return panels

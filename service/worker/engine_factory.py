@@ -193,8 +193,8 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         raise SettingsError(str(error)) from None
     packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
     packed = MATRICES if packs else ()
-    if library is not None and settings.quantize == "none" and manifest.config.tie_embeddings:
-        packed += (EMBEDDING,)  # the packed LM head becomes the embedding
+    if packs and manifest.config.tie_embeddings and (library is not None or settings.quantize != "none"):
+        packed += (EMBEDDING,)  # its rows are then read from the LM head
     return _ResolvedSettings(
         context=context,
         kernels=library,
