@@ -139,7 +139,7 @@ struct StripFetch {
 template <typename Kind, int ROWS, int BLOCKS>
 inline void sum_groups(const uint8_t* strip, int first, int64_t groups, const InputGroup* x, int64_t stride,
                        StripFetch fetch, Lanes (&sums)[ROWS][STRIP_BLOCKS]) {
-    constexpr int64_t AHEAD = 6144 / Kind::BYTES;
+    constexpr int64_t AHEAD = 12288 / Kind::BYTES;  // prefetch distance, in groups: covers the latency of memory
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 2
