@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from model.attention.paged import KernelContext
-from model.checkpoint.loading import load_model
+from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
 from model.checkpoint.manifest import Manifest
 from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
@@ -105,7 +105,7 @@ class _ResolvedSettings(NamedTuple):
     attending: AttentionChoice
     cache_dtype: torch.dtype
     quantization: Quantization | None
-    packs: bool  # True if matrices are not copied from the file before they are packed
+    packed_next: tuple[str, ...]  # matrices that are not copied from the file before they are packed, see `load_model`
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
@@ -136,7 +136,7 @@ def build_engine(
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
     loaded = load_model(
-        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packs_next=resolved.packs
+        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
     matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
     fuse_for_gpu(loaded)
@@ -193,13 +193,17 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         attending = choose_attention(settings.attention, context, library)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
+    packed = MATRICES if packs else ()
+    if packs and manifest.config.tie_embeddings and (library is not None or settings.quantize != "none"):
+        packed += (EMBEDDING,)  # its rows are then read from the LM head
     return _ResolvedSettings(
         context=context,
         kernels=library,
         attending=attending,
         cache_dtype=cache_dtype,
         quantization=quantization,
-        packs=device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain"),
+        packed_next=packed,
         threads=threads,
         max_context_length=max_context_length,
         reasons={"dtype": dtype_reason, "threads": threads_reason},
@@ -219,9 +223,10 @@ def _plan(
         config=manifest.config,
         value_bytes=dtype.itemsize,
         cache_value_bytes=resolved.cache_dtype.itemsize,
-        num_copies=1 if resolved.kernels is None or (resolved.packs and stored == {dtype}) else 2,
+        num_copies=1 if resolved.kernels is None or (resolved.packed_next and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
         num_quantized=manifest.num_quantized,
+        packs_embedding=EMBEDDING in resolved.packed_next,
     )
     return plan_memory(loaded, settings, standby=server.standby)
 

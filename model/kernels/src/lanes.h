@@ -38,6 +38,13 @@ inline bf16 to_bf16(float x) {  // rounds to nearest, ties to even; NaN stays Na
     return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+inline float to_float(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
 #if defined(__AVX512F__)
 
 struct Lanes {
