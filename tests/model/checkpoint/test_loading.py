@@ -244,7 +244,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard truncated": (_truncate, f"{SHARD}: .* bytes, .* expected"),
     "bit flipped": (_flip_a_bit, f"{SHARD}: SHA-256 differs"),
     "tokenizer missing": (lambda d: (d / RANKS_FILE).unlink(), f"{RANKS_FILE}: missing"),
-    "tensor missing": (_rewrite(lambda t: t.__delitem__("final_norm.bias")), "final_norm.bias is in no safetensors"),
+    "tensor missing": (_rewrite(lambda t: t.__delitem__("final_norm.bias")), "final_norm.bias is in no weight file"),
     "tensor extra": (_rewrite(lambda t: t.update(extra=torch.zeros(1))), "tensor extra is not part"),
     "tensor misshapen": (_rewrite(_wrong_shape), r"final_norm.weight has shape \(3,\)"),
     "tensor of integers": (
