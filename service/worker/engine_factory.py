@@ -142,7 +142,7 @@ def build_engine(
     fuse_for_gpu(loaded)
     model = to_native(loaded)
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
-    largest = _largest_step(settings, resolved.max_context_length)
+    largest = _largest_step(settings, resolved)
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
     num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
     num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
@@ -231,12 +231,13 @@ def _plan(
     return plan_memory(loaded, settings, standby=server.standby)
 
 
-def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
+def _largest_step(settings: ModelSettings, resolved: _ResolvedSettings) -> LargestStep:
     return LargestStep(
         block_size=settings.block_size,
         num_tokens=settings.max_batched_tokens,
         num_sampled=settings.max_num_running,
-        max_context_length=max_context_length,
+        max_context_length=resolved.max_context_length,
+        cache_dtype=resolved.cache_dtype,
     )
 
 
@@ -334,8 +335,8 @@ def find_device(wanted: str) -> str:
 
 def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a --kv-cache-dtype setting. Raises `SettingsError` if model or device do not support it."""
-    if wanted == "auto":
-        return dtype
+    if wanted != "float16":
+        return dtype if wanted == "auto" else torch.int8
     if device != "cpu" or dtype is not torch.float32:
         model = f"{_name(dtype)} on {'CUDA' if device == 'cuda' else 'the CPU'}"
         raise SettingsError(

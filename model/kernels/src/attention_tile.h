@@ -33,7 +33,7 @@ struct Widened {
     using Term = float;
     using Transposed = T;  // type by which rows of keys are transposed: one number for each term
     static constexpr int PER_TERM = 1;
-    static constexpr int VALUES_AT_ONCE = sizeof(T) == 2 ? 16 : 4;  // tokens that few rows multiply together
+    static constexpr int VALUES_AT_ONCE = sizeof(T) <= 2 ? 16 : 4;  // tokens that few rows multiply together
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
     static Lanes splat_term(const Term* term) { return splat(*term); }
@@ -278,12 +278,13 @@ void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, c
     for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const Transposed*>(numbers_of(keys, at[row]));
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) sums[m] = zeros();
-    for (int term = 0; term < num_terms; term += 4) {
-        Lanes columns[4];
-        prefetcher.template prefetch<4 * LANES * static_cast<int>(sizeof(Transposed))>();
+    constexpr int AT_ONCE = sizeof(T) == 1 ? LANES : 4;
+    for (int term = 0; term < num_terms; term += AT_ONCE) {
+        Lanes columns[AT_ONCE];
+        prefetcher.template prefetch<AT_ONCE * LANES * static_cast<int>(sizeof(Transposed))>();
         transpose(rows, term, columns);
-#pragma GCC unroll 8
-        for (int n = 0; n < 4; ++n) {
+#pragma GCC unroll 16
+        for (int n = 0; n < AT_ONCE; ++n) {
 #pragma GCC unroll 8
             for (int m = 0; m < M; ++m) {
                 sums[m] = A::multiply_add(A::splat_term(queries + m * num_terms + term + n), columns[n], sums[m]);
@@ -396,6 +397,14 @@ inline float compute_weights(const float* products, int num_groups, int first, i
     const float factor = before == row.largest ? 1.f : before == MINUS_INFINITY ? 0.f : exp2(before - row.largest);
     row.total = row.total * factor + sum(total);
     return factor;
+}
+
+// Multiplies the weights of tokens from first to end - 1 by the tokens' scales. Other weights are 0 and stay 0.
+inline void scale_weights(const float* scales, int num_groups, int first, int end, float* weights) {
+    for (int group = 0; group < num_groups; ++group, weights += LANES, scales += LANES) {
+        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
+        store(weights, select(from, to, mul(load(weights), load(scales)), zeros()));
+    }
 }
 
 }  // namespace kvasir
