@@ -263,6 +263,26 @@ private:
                 ++block;
             }
         }
+        for (int token = 0; HAS_SCALES && token < tile.num_tokens; token += LANES) {  // they are read two tiles later
+            for (int head = task.first_head; head < task.end_head; ++head) {
+                const int64_t at = tile.scale_at[token] + head * batch.block_size;
+                __builtin_prefetch(call.key_scales + at, 0, 3);
+                __builtin_prefetch(call.value_scales + at, 0, 3);
+            }
+        }
+    }
+
+    // Copies the scales of a tile's tokens for one head.
+    void load_scales(const float* scales, const Tile<C>& tile, int head, float* to) const {
+        scales += head * batch.block_size;
+        for (int token = 0; token < tile.num_tokens; token += LANES) {
+            const int64_t* at = tile.scale_at + token;
+            if (batch.block_size % LANES == 0 && at[LANES - 1] == at[0] + LANES - 1) {  // all in one block
+                store(to + token, load(scales + at[0]));
+                continue;
+            }
+            for (int lane = 0; lane < LANES; ++lane) to[token + lane] = scales[at[lane]];
+        }
     }
 
     // Makes the tile that follows `tile`: in the same task, else the first of task `next`.
@@ -456,9 +476,9 @@ private:
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
         const float scale = call.scale * LOG2_E;
         float key_scales[TILE], value_scales[TILE];
-        for (int token = 0; HAS_SCALES && token < TILE; ++token) {
-            const int64_t at = tile.scale_at[token] + (task.first_head + head) * batch.block_size;
-            key_scales[token] = call.key_scales[at], value_scales[token] = call.value_scales[at];
+        if constexpr (HAS_SCALES) {
+            load_scales(call.key_scales, tile, task.first_head + head, key_scales);
+            load_scales(call.value_scales, tile, task.first_head + head, value_scales);
         }
         // Most tiles are seen by all rows, which then need no positions.
         const bool is_whole = call.bias == nullptr &&

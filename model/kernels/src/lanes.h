@@ -335,9 +335,11 @@ inline Lanes widen_byte(Lanes x, int byte) { return {widen_byte(x.low, byte), wi
 // Returns sixteen columns of int8 rows. Moves four numbers together and widens them afterwards.
 inline void transpose(const int8_t* const (&rows)[LANES], int left, Lanes (&columns)[LANES]) {
     const float* fours[LANES];
+#pragma GCC unroll 16
     for (int row = 0; row < LANES; ++row) fours[row] = reinterpret_cast<const float*>(rows[row] + left);
     Lanes moved[4];
     transpose(fours, 0, moved);
+#pragma GCC unroll 16
     for (int column = 0; column < LANES; ++column) columns[column] = widen_byte(moved[column / 4], column % 4);
 }
 
