@@ -21,7 +21,7 @@ from model.checkpoint.conversion.quantize import quantize_checkpoint
 from model.checkpoint.decoding import DECODERS, decode
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
-from model.huggingface.directory import SINGLE_FILE
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.quantization_config import Encoding, Fp8Encoding, Int8Encoding, PackedEncoding, read_quantization
 from model.huggingface.tensor_placement import EncodedTensor
 from model.io.files import CheckpointError
@@ -38,6 +38,8 @@ from tests.families.models import CASES, load
 from tests.families.quantized_files import (
     FORMS,
     Tensors,
+    gptq,
+    random_codes,
     scheme,
     write_directory,
     write_form,
@@ -171,6 +173,27 @@ def test_eight_bit_directories_compute_their_dequantized_weights(tmp_path: Path,
     modules = dict(load(tmp_path).named_modules())
     kind = Int8Linear if name == "int8" else nn.Linear
     assert {type(modules[key.removesuffix(".weight")]) for key in matrices} == {kind}
+    check_logits(tmp_path, 1e-5)
+
+
+def test_a_quantized_head_and_shards_are_read(tmp_path: Path) -> None:
+    """A quantizer may include lm_head, and write several files with an index."""
+    write_form(tmp_path, FORMS["gptq 32, zeros"])
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    shape = 300, 128
+    codes = random_codes(shape, torch.Generator().manual_seed(5), group=32, has_zeros=True, is_shuffled=False)
+    del tensors["lm_head.weight"]
+    tensors |= {f"lm_head.{role}": tensor.contiguous() for role, tensor in gptq(codes).items()}
+    names = sorted(tensors)
+    files = {f"model-0000{n}-of-00002.safetensors": names[n - 1 :: 2] for n in (1, 2)}
+    for file, chosen in files.items():
+        save_file({name: tensors[name] for name in chosen}, tmp_path / file)
+    weight_map = {name: file for file, chosen in files.items() for name in chosen}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / SINGLE_FILE).unlink()
+    plain = load_file(tmp_path / "dense" / SINGLE_FILE)
+    save_file(plain | {"lm_head.weight": codes.dense.contiguous()}, tmp_path / "dense" / SINGLE_FILE)
+    assert isinstance(load(tmp_path).lm_head, GroupedLinear)
     check_logits(tmp_path, 1e-5)
 
 
