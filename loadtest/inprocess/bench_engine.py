@@ -163,7 +163,7 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
     """Measure all points and return the results. Raises `ValueError` if a size or the checkpoint cannot be used."""
     contestant = InProcess.open(settings)
     facts = contestant.facts
-    kv_value_bytes = WEIGHT_BYTES[facts["kv_cache_dtype"]]
+    kv_value_bytes = int(WEIGHT_BYTES[facts["kv_cache_dtype"]])
     formula = WorkFormula(contestant.manifest.config, facts["weights"], kv_value_bytes)
     points = make_points(arguments, settings, formula, contestant.max_context_tokens)
     sweep, roofline, machines = Sweep(contestant), Roofline(facts["weights"], facts["device"]), []

@@ -29,7 +29,8 @@ _READ_BYTES = 256 * 2**20  # far larger than any cache
 _SIDES = (512, 2048)
 _TRIES = 5
 
-WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+# int4: 4 bits and a share of the group's scale.
+WEIGHT_BYTES = {"int4": 4.5 / 8, "int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class WorkFormula:
         self._head = config.vocab_size * config.hidden_size
         # The input embedding is only looked up.
         self.num_multiplied = sum(map(math.prod, layers)) + self._head
-        self._weight_bytes = self.num_multiplied * WEIGHT_BYTES[weight_type]
+        self._weight_bytes = round(self.num_multiplied * WEIGHT_BYTES[weight_type])
         self._kv_layer_bytes = config.kv_bytes_per_token(kv_value_bytes) / config.num_layers
         self._query_size = config.num_heads * config.head_dim
 
@@ -105,7 +106,7 @@ class Roofline:
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
     """Return functions that each multiply two square matrices of `weight_type`, in different layouts."""
-    if weight_type == "int8":
+    if weight_type in ("int8", "int4"):
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]
     if weight_type == "fp8":

@@ -30,7 +30,7 @@ _LARGEST_HEAD = 256
 _LOG2_E = 1.4426950408889634  # the kernel computes 2^x, not e^x
 # Sizes of the kernel's tiles: keys, and rows of queries in a task. The kernel reads a row's biases for the whole tile,
 # also for keys after the row's position. It may read up to _TILE + _TASK_ROWS floats past the bias of distance 0.
-_TILE, _TASK_ROWS = 64, 96
+_TILE, _TASK_ROWS = 128, 96
 
 
 class AttentionStep(NamedTuple):

@@ -1,36 +1,63 @@
-"""Assignment of checkpoint tensors to model tensors, from the headers of the safetensors files alone."""
+"""Assignment of checkpoint tensors to model tensors, from the headers of the weight files alone."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from model.config import ModelConfig
+from model.gguf.container import is_gguf, read_gguf
 from model.huggingface.families.family import Layout, ModelFamily, full_name, sources
+from model.huggingface.quantization_config import Encoding, GgufEncoding, PlainEncoding
 from model.io.files import CheckpointError, reading
-from model.io.safetensors_header import TensorHeader, read_headers
+from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers
 
-WEIGHT_DTYPES = ("F32", "BF16", "F16")  # by safetensors' names
+# Tensors of quantized directories that are not read: scales of inputs, which Kvasir finds for each token.
+_IGNORED_IF_QUANTIZED = (r".*\.(input|activation)_(scale|zero_point)",)
 _CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedTensor:
+    """Stored tensors that a decoder turns into one tensor, such as a quantized matrix.
+
+    shape: of the decoded tensor. tensors: by their names in the encoding.
+    """
+
+    encoding: Any  # its type selects the decoder
+    shape: tuple[int, ...]
+    tensors: Mapping[str, TensorHeader]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Shape of a model tensor, and the checkpoint tensors that make up the model tensor, in order."""
+    """Shape of a model tensor, and the checkpoint tensors that make up the model tensor, in order.
+
+    encoded: the same checkpoint tensors as decoders read them; empty if `parts` are the numbers themselves.
+    """
 
     shape: tuple[int, ...]
     layout: Layout
     parts: tuple[TensorHeader, ...]
+    encoded: tuple[EncodedTensor, ...] = ()
 
 
 def place_tensors(
-    directory: Path, *, config: ModelConfig, family: ModelFamily | None, files: Sequence[Path], index: Mapping[str, str]
+    directory: Path,
+    *,
+    config: ModelConfig,
+    family: ModelFamily | None,
+    files: Sequence[Path],
+    index: Mapping[str, str],
+    encoding: Encoding | None = None,
 ) -> dict[str, Placement]:
     """Return the checkpoint tensors that make up each model tensor, by the model tensor's name.
 
     Args:
         family: the checkpoint's model family; None for Kvasir's format.
         index: tensor name -> file name, from the index file; empty without an index file.
+        encoding: encoding of quantized matrices, if there are any.
 
     Raises:
         CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; the
@@ -40,42 +67,67 @@ def place_tensors(
     _check_index(directory, index, found.values())
     if config.num_layers > len(found):
         raise CheckpointError(
-            f"{directory / 'config.json'}: {config.num_layers} layers, but only {len(found)} tensors in all files; "
+            f"{directory}: its config has {config.num_layers} layers, but only {len(found)} tensors in all files; "
             "use the config that the tensors were saved with"
         )
     placements: dict[str, Placement] = {}
     missing: list[str] = []
     shapes = config.parameter_shapes()
     for name, source in sources(config, family).items():
-        parts = []
+        parts: list[EncodedTensor] = []
         for part, shape in source.shapes.items():
-            if (header := found.pop(part, None)) is None:
-                missing.append(part)
-                continue
-            _check_tensor(header, shape)
-            parts.append(header)
-        placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=tuple(parts))
+            is_matrix = len(shape) == 2 and (family is None or name.startswith(("layers.", "lm_head.")))
+            is_matrix |= isinstance(encoding, GgufEncoding) and name == "token_embedding.weight"
+            parts.append(_find_part(part, shape, found, encoding if is_matrix else None, missing))
+        headers = tuple(header for part in parts for header in part.tensors.values())
+        is_plain = all(isinstance(part.encoding, PlainEncoding) for part in parts)
+        encoded = () if is_plain else tuple(parts)
+        placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=headers, encoded=encoded)
     if family is not None and config.tie_embeddings:
         _drop_tied_head(family, found, placements["token_embedding.weight"])
     ignored = () if family is None else family.ignored_tensors
+    ignored += () if encoding is None else _IGNORED_IF_QUANTIZED
     if extra := [h for name, h in found.items() if not any(re.fullmatch(pattern, name) for pattern in ignored)]:
         raise CheckpointError(
-            f"{extra[0].path}: tensor {extra[0].name} is not part of the model that config.json describes "
+            f"{extra[0].path}: tensor {extra[0].name} is not part of the model that the config describes "
             f"({len(extra)} extra); use the config that the tensor was saved with"
         )
     if missing:
         raise CheckpointError(
-            f"{directory}: tensor {full_name(family, missing[0])} is in no safetensors file "
+            f"{directory}: tensor {full_name(family, missing[0])} is in no weight file "
             f"({len(missing)} missing); copy all shards, or use the config that the tensors were saved with"
         )
     return placements
+
+
+def _find_part(
+    name: str,
+    shape: tuple[int, ...],
+    found: dict[str, TensorHeader],
+    encoding: Encoding | None,
+    missing: list[str],
+) -> EncodedTensor:
+    """Take the stored tensors of one checkpoint tensor out of `found`; add the names of absent ones to `missing`."""
+    module, _, kind = name.rpartition(".")
+    header = found.get(name)
+    if encoding is None or (header is not None and header.dtype in WEIGHT_DTYPES):
+        encoding = PlainEncoding(kind=kind)
+    tensors = {}
+    for role, (dtypes, shapes) in encoding.roles(shape).items():
+        part = f"{module}.{role}"
+        if (header := found.pop(part, None)) is None:
+            missing.append(part)
+        else:
+            _check_tensor(header, dtypes, shapes)
+            tensors[role] = header
+    return EncodedTensor(encoding=encoding, shape=shape, tensors=tensors)
 
 
 def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in all files, by tensor name without the family's prefix."""
     found: dict[str, TensorHeader] = {}
     for path in files:
-        for name, header in read_headers(path).items():
+        for name, header in (read_gguf(path).tensors if is_gguf(path) else read_headers(path)).items():
             short = _short_name(family, name)
             if short in found:
                 raise CheckpointError(
@@ -104,15 +156,13 @@ def _short_name(family: ModelFamily | None, name: str) -> str:
     return family.aliases.get(short, short)
 
 
-def _check_tensor(header: TensorHeader, shape: tuple[int, ...]) -> None:
-    if header.dtype not in WEIGHT_DTYPES:
+def _check_tensor(header: TensorHeader, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
+    if header.dtype not in dtypes:
+        wanted = f"one of {', '.join(dtypes)}; save it in one of these" if len(dtypes) > 1 else f"{dtypes[0]}"
+        raise CheckpointError(f"{header.path}: tensor {header.name} has dtype {header.dtype}, not {wanted}")
+    if header.shape not in shapes:
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} has dtype {header.dtype}, not one of {', '.join(WEIGHT_DTYPES)}; "
-            "save it in one of these"
-        )
-    if header.shape != shape:
-        raise CheckpointError(
-            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {shape}; "
+            f"{header.path}: tensor {header.name} has shape {header.shape}, but the config requires {shapes[0]}; "
             "use the config that the tensor was saved with"
         )
 

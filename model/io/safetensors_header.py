@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from model.io.files import CheckpointError, check_is_file, reading
 
+WEIGHT_DTYPES = ("F32", "BF16", "F16")  # of weights that are not quantized
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 MAX_TENSORS = 200_000  # per file; 10,000 layers have some 120,000 tensors
 # Counting braces, brackets and commas before parsing bounds the memory of the parsed JSON. A tensor's entry has one

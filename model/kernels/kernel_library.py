@@ -115,7 +115,7 @@ class Rows(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("count", "threads")),
         *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
-        *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens")),
+        *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens", "packed")),
     )
 
 

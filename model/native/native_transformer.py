@@ -24,8 +24,9 @@ from model.attention.native import KERNEL_NAMES, AttentionStep, NativeAttention,
 from model.config import ModelConfig
 from model.config_enums import AttentionKind
 from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
-from model.native.weight_packing import NUMBERS, pack, padded, shape_of
+from model.native.weight_packing import pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
+from model.nn.linear import QuantizedEmbedding
 from model.nn.transformer import Block, Transformer
 from model.system.c_library import trim_heap
 from model.system.memory_pages import HugePages
@@ -101,6 +102,24 @@ class _PreparedDecode(NamedTuple):
     held: tuple[object, ...]
 
 
+class _PackedEmbedding(nn.Embedding):
+    """Embedding whose rows are unpacked from a matrix. Its `weight` is empty, and has the model's dtype."""
+
+    def __init__(self, matrix: Matrix, kernels: KernelLibrary, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(0, 1, dtype=dtype)
+        self._matrix, self._shape = matrix, (config.vocab_size, config.hidden_size)
+        self._unpack = kernels.function("kvasir_unpack_rows", _POINTER, _POINTER, _INT, _POINTER)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return each token's embedding: (tokens, hidden size). Raises IndexError if a token has none."""
+        vocabulary, size = self._shape
+        if len(input) and not 0 <= int(input.min()) <= int(input.max()) < vocabulary:
+            raise IndexError(f"a token id is not below {vocabulary}, the size of the vocabulary")
+        rows_TE, ids_T = torch.empty(len(input), size), input.contiguous()
+        self._unpack(ctypes.byref(self._matrix), ids_T.data_ptr(), len(ids_T), rows_TE.data_ptr())
+        return rows_TE.to(self.weight.dtype)
+
+
 class NativeTransformer:
     """Transformer computed by native kernels. It packs the matrices of a `Transformer`, and frees each original.
 
@@ -113,27 +132,27 @@ class NativeTransformer:
         if weight_VE.device.type != "cpu" or not computes(model.config, weight_VE.dtype):
             raise ValueError("the native kernels do not support this model; compute it with its Transformer")
         self.config, self.huge_pages = model.config, HugePages()
-        self.token_embedding, self.final_norm, self.layers = model.token_embedding, model.final_norm, model.layers
+        self.final_norm, self.layers = model.final_norm, model.layers
         self._blocks = [cast(Block, block) for block in model.layers]
         self.kernel_level = kernels.level
         self._model, self._dtype, self._kernels = model, weight_VE.dtype, kernels
+        del weight_VE  # a tied embedding is freed before the layers are packed
         self._between = kernels.function("kvasir_between_attentions", _POINTER, _INT)
         self._all_layers = kernels.function("kvasir_layers", _POINTER)
         self._logits = kernels.function("kvasir_logits", _POINTER)
         self._decode = kernels.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
         self._are_tokens = kernels.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
-        self._side_by_side = kernels.function("kvasir_inputs_side_by_side", _INT, result=_INT)
         self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
         self._shape = shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
+        self._rows = self._embedding_rows(model)
+        self.token_embedding = model.token_embedding
+        self._embeds = bool(self._rows.packed or self._rows.embedding)
         self._layers = (LayerWeights * len(model.layers))()
         for number, block in enumerate(self._blocks):
             self._layers[number] = self._layer(block)
             del block.attention.qkv, block.attention.out, block.mlp
         model.lm_head = None
-        # The kernels read the embedding themselves if the first layer's input is rows of the embedding, unchanged.
-        is_all = self.config.embedding_scale == 1.0 and model.position_embedding is None and weight_VE.is_contiguous()
-        self._rows = Rows(embedding=weight_VE.data_ptr() if is_all else None)
         self._step = StepArguments(
             *(ctypes.addressof(x) for x in (self._shape, self._rows, self._layers)),
             num_layers=len(self._layers),
@@ -160,7 +179,7 @@ class NativeTransformer:
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
         token_ids_T, positions_T = token_ids_T.contiguous(), metadata.positions_T.contiguous()
         self._set_rows(token_ids_T, positions_T, max(metadata.context_lengths))
-        if self._rows.embedding is None or not self._are_tokens(self._rows.tokens, count, self.config.vocab_size):
+        if not self._embeds or not self._are_tokens(self._rows.tokens, count, self.config.vocab_size):
             x_TE.copy_(self._model.embed(token_ids_T, positions_T))
         if kv_cache is not None and self._set_attention(metadata, kv_cache) is not None:
             self._all_layers(ctypes.byref(self._step))
@@ -210,7 +229,7 @@ class NativeTransformer:
             prepared = self._prepared = self._prepare_decode(token_ids_T, metadata, kv_cache, num_ids)
         if prepared is None:
             return None
-        if prepared.rows.embedding is None:
+        if not self._embeds:
             x_TE = self._buffers["x"][: len(token_ids_T), : self.config.hidden_size]
             x_TE.copy_(self._model.embed(token_ids_T, metadata.positions_T))
         if not self._decode(ctypes.byref(prepared.arguments)):
@@ -314,7 +333,7 @@ class NativeTransformer:
                 "qkv": torch.zeros(count, self._layers[0].qkv.outputs, dtype=dtype),
                 "mixed": torch.zeros(count, config.num_heads * config.head_dim, dtype=dtype),
                 "wide": torch.zeros(count, max(hidden + mlp, mixed)),
-                "narrow": torch.zeros(count, widest, dtype=torch.uint8),
+                "narrow": torch.zeros(count, widest // 32 * 40, dtype=torch.uint8),  # 32 inputs of a group and its sums
                 "scales": torch.zeros(count),
             }
         for name, buffer in self._buffers.items():
@@ -337,12 +356,28 @@ class NativeTransformer:
         layer.mlp_norm, layer.mlp_norm_bias = self._norm(block.mlp_norm)
         return layer
 
+    def _embedding_rows(self, model: Transformer) -> Rows:
+        """Pack the token embedding, unless it is a float matrix of its own. Return the rows that the kernels read.
+
+        The kernels read no embedding if the first layer's input is not rows of the embedding, unchanged.
+        """
+        embedding, rows = model.token_embedding, Rows()
+        linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None
+        if linear is not None or model.lm_head is None:
+            matrix = self._head if linear is model.lm_head else self._matrix(cast(nn.Module, linear))
+            model.token_embedding = _PackedEmbedding(matrix, self._kernels, self.config, self._dtype)
+            rows.packed = ctypes.addressof(matrix)
+        elif embedding.weight.is_contiguous():
+            rows.embedding = embedding.weight.data_ptr()
+        is_unchanged = self.config.embedding_scale == 1.0 and model.position_embedding is None
+        return rows if is_unchanged else Rows()
+
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:
-        packed = pack(module, self._side_by_side, gated=gated)
-        tensors = self.huge_pages.keep(packed.weight), packed.bias, packed.scale, packed.shift
+        packed = pack(module, self._kernels, self.huge_pages, gated=gated)
+        tensors = packed.weight, packed.bias, packed.scale, packed.shift
         self._kept += [tensor for tensor in tensors if tensor is not None]
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return Matrix(*pointers, packed.inputs, packed.outputs, NUMBERS[packed.weight.dtype])
+        return Matrix(*pointers, packed.inputs, packed.outputs, packed.numbers)
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> tuple[int | None, int | None]:
         """Return pointers to float32 copies of a norm's weight and bias."""

@@ -1,4 +1,4 @@
-"""Linear layers for serving on CPUs: packed for oneDNN, or int8.
+"""Linear layers for serving on CPUs: packed for oneDNN, int8, or 4-bit and 8-bit in groups.
 
 With two or more rows, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a
 single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
@@ -6,11 +6,12 @@ single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
 Legend: T packed tokens, E inputs, F outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, quantize_weight
 from model.nn.transformer import Transformer
 
 _TINY = 1e-30  # keeps the scale of a row of zeros from being zero
@@ -34,11 +35,15 @@ class Int8Linear(nn.Module):
     """Linear layer x W^T + b in int8: a scale for each output's weights, another for each token's inputs.
 
     Dettmers et al. 2022 (arXiv 2208.07339), section 2.1. Int8 sums are exact, so results are batch-invariant.
+
+    scale_F: scales of an int8 weight; None: the weight is float, and is quantized here.
     """
 
-    def __init__(self, weight_FE: Tensor, bias_F: Tensor | None) -> None:
+    def __init__(self, weight_FE: Tensor, bias_F: Tensor | None, scale_F: Tensor | None = None) -> None:
         super().__init__()
-        self.weight_FE, self.scale_F = quantize_rows(weight_FE.detach())
+        self.weight_FE, self.scale_F = (
+            quantize_rows(weight_FE.detach()) if scale_F is None else (weight_FE, scale_F.contiguous())
+        )
         self.bias_F = None if bias_F is None else bias_F.detach().float()
 
     def forward(self, x_TE: Tensor) -> Tensor:
@@ -46,6 +51,69 @@ class Int8Linear(nn.Module):
         rounded_TE, scale_T = quantize_rows(x_TE)
         sums_TF = torch._int_mm(rounded_TE, self.weight_FE.t())
         return scale_sums(sums_TF, scale_T, self.scale_F, self.bias_F, x_TE.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the weights of some outputs, float32."""
+        return self.weight_FE[ids] * self.scale_F[ids, None]
+
+
+class GroupedLinear(nn.Module):
+    """Linear layer x W^T + b with weights in groups of 32 inputs, and inputs in int8 with a scale for each token.
+
+    The reference of the native kernel. A group's int8 sum is exact, so results are batch-invariant.
+    """
+
+    def __init__(self, weight: GroupedWeight, bias_F: Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias_F = None if bias_F is None else bias_F.detach().float()
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs), in the dtype of x."""
+        rounded_TE, scale_T = quantize_rows(x_TE)
+        out_TF = torch.zeros(len(x_TE), len(self.weight.codes_FI))
+        inputs = zip(rounded_TE.split(GROUP_SIZE, dim=1), self.weight.codes_FI.split(GROUP_SIZE, dim=1), strict=True)
+        for group, (part_TS, codes_FS) in enumerate(inputs):
+            out_TF.addcmul_(torch._int_mm(part_TS, codes_FS.t()).float(), self.weight.scale_FG[:, group])
+            if self.weight.offset_FG is not None:
+                out_TF.addcmul_(part_TS.sum(dim=1, keepdim=True).float(), self.weight.offset_FG[:, group])
+        out_TF *= scale_T[:, None]
+        return (out_TF if self.bias_F is None else out_TF + self.bias_F).to(x_TE.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the weights of some outputs, float32."""
+        return self.weight.dense(ids)
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """Embedding whose rows are the weights of a quantized linear layer, for example of a tied LM head.
+
+    Its `weight` is empty, and has the model's dtype and device.
+    """
+
+    def __init__(self, linear: Int8Linear | GroupedLinear, dtype: torch.dtype) -> None:
+        super().__init__(0, 1, dtype=dtype)
+        self.linear = linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return each token's embedding: (tokens, hidden size)."""
+        return self.linear.rows(input).to(self.weight.dtype)
+
+
+class StackedLinear(nn.Module):
+    """Linear layer whose matrix is several matrices, one below the other, until it is packed or quantized.
+
+    parts: for example the matrices of queries, keys and values, each mapped from a checkpoint file.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], bias_F: Tensor | None) -> None:
+        super().__init__()
+        self.parts, self.bias = parts, bias_F
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a copy of the whole matrix (F, E)."""
+        return torch.cat([*self.parts])
 
 
 def quantize_rows(x_TE: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
@@ -67,7 +135,11 @@ def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor
 
 
 MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # from a weight FE and a bias F
-LINEAR_KINDS: dict[str, MakeLinear] = {"packed": PackedLinear, "int8": Int8Linear}
+LINEAR_KINDS: dict[str, MakeLinear] = {
+    "packed": PackedLinear,
+    "int8": Int8Linear,
+    "int4": lambda weight_FE, bias_F: GroupedLinear(quantize_weight(weight_FE), bias_F),
+}
 
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -80,14 +152,18 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
 def replace_linears(model: Transformer, kind: str | MakeLinear) -> None:
     """Replace every linear layer of a model by a kind in `LINEAR_KINDS` or by a function's result; free the original.
 
-    A tied token embedding stays in memory beside its converted copy. The LM head multiplies by the copy, and the token
-    lookup reads rows of the embedding.
+    A tied token embedding that is not quantized stays in memory beside its converted copy, by which the LM head
+    multiplies.
     """
     make = LINEAR_KINDS[kind] if isinstance(kind, str) else kind
     if model.lm_head is None:
-        model.lm_head = make(model.token_embedding.weight, None)
+        weight_VE = model.token_embedding.weight
+        model.lm_head = make(weight_VE, None)
+        if isinstance(model.lm_head, Int8Linear | GroupedLinear):
+            model.token_embedding = QuantizedEmbedding(model.lm_head, weight_VE.dtype)
+        del weight_VE
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear | StackedLinear):
                 setattr(module, name, make(child.weight, child.bias))
                 del child

@@ -3,6 +3,7 @@
 from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 from model.checkpoint.conversion.import_nanogpt import convert_nanogpt
 from model.checkpoint.conversion.import_pickles import convert_pickles
+from model.checkpoint.conversion.quantize import quantize_checkpoint
 from service.cli.main import program
 from service.config.settings import ConvertSettings
 
@@ -13,6 +14,8 @@ def main(settings: ConvertSettings) -> int:
         manifest = convert_nanogpt(settings.nanogpt, settings.tokenizer, settings.out)
     elif settings.pickle is not None:
         manifest = convert_pickles(settings.pickle, settings.out)
+    elif settings.source is not None and settings.quantize is not None:
+        manifest = quantize_checkpoint(settings.source, settings.out, settings.quantize)
     else:
         assert settings.export is not None  # the settings require exactly one source
         manifest = export_checkpoint(settings.export, settings.out)

@@ -28,7 +28,13 @@ from model.training.config import SourceConfig, load_train_config
 from model.training.corpus import check_sources, read_source
 from service.config.settings import EvalSettings, SettingsError
 from service.engine.engine import complete_batch
-from service.worker.engine_factory import find_cache_dtype, find_device, find_quantization, prepare_matrices
+from service.worker.engine_factory import (
+    check_quantize,
+    find_cache_dtype,
+    find_device,
+    find_quantization,
+    prepare_matrices,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _USUAL_CONTEXT = 2048
@@ -40,6 +46,7 @@ def main(settings: EvalSettings) -> int:
         raise SettingsError("nothing to measure: give --config, --texts or --pairs, or set --samples above 0")
     _find_quantization(settings)
     manifest = read_manifest(settings.checkpoint)
+    check_quantize(settings.quantize, manifest)
     length = _context_length(settings, manifest.config)
     splits = _read_splits(settings)
     pairs = [] if settings.pairs is None else read_pairs(settings.pairs)
@@ -67,7 +74,7 @@ def main(settings: EvalSettings) -> int:
         checkpoint = {
             "name": manifest.name,
             "parameters": manifest.config.num_parameters,
-            "files": {name: digest or file_digest(manifest.directory / name) for name, (_, digest) in known},
+            "files": {name: digest or file_digest(manifest.path_of(name)) for name, (_, digest) in known},
             "training": manifest.training,
         }
         used = ("dtype", "quantize", "kv_cache_dtype", "max_documents", "samples")

@@ -53,7 +53,7 @@ class CheckpointSettings(CommandSettings):
     checkpoint: Path = option(
         "model", default_text="checkpoints/kvasir-9m in the working directory, else beside the package"
     )
-    """checkpoint directory"""
+    """checkpoint directory, or a GGUF file"""
 
 
 class ModelSettings(CheckpointSettings):
@@ -64,8 +64,9 @@ class ModelSettings(CheckpointSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("model", "auto")
     """dtype of the model; auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels
     run, else float32"""
-    quantize: Literal["none", "int8", "fp8"] = option("model", "none")
-    """quantize weights and inputs of matrix products: int8, or fp8 on GPUs that support it; see docs/operations.md"""
+    quantize: Literal["none", "int8", "int4", "fp8"] = option("model", "none")
+    """quantize weights and inputs of matrix products: int8; int4 (4-bit weights, int8 inputs) on CPUs; fp8 on GPUs that
+    support it; see docs/operations.md"""
     attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option("model", "auto")
     """attention backend; auto: native (Kvasir's kernels) on a CPU with AVX2 or better; paged on CUDA for models without
     attention biases; else sdpa"""
@@ -401,7 +402,7 @@ class EvalSettings(CheckpointSettings):
     """device; auto: CUDA if available, else the CPU"""
     dtype: Literal["float32", "bfloat16"] = option("hardware", "float32")
     """dtype of weights and arithmetic"""
-    quantize: Literal["none", "int8", "fp8"] = option("hardware", "none")
+    quantize: Literal["none", "int8", "int4", "fp8"] = option("hardware", "none")
     """quantize the weights, as kvasir serve --quantize does"""
     kv_cache_dtype: CacheDtype = option("hardware", "auto")
     """dtype to round keys and values to, as kvasir serve --kv-cache-dtype"""
@@ -419,8 +420,8 @@ class EvalSettings(CheckpointSettings):
 
 class ConvertSettings(CommandSettings):
     """Convert a checkpoint: nanoGPT's ckpt.pt to a Kvasir checkpoint, a Hugging Face directory of pickles to
-    safetensors, or a Kvasir checkpoint to a Hugging Face directory. Code in the files is never run. The new
-    checkpoint is verified.
+    safetensors, a Kvasir checkpoint to a Hugging Face directory, or any checkpoint to one with quantized weights. Code
+    in the files is never run. The new checkpoint is verified.
     """
 
     nanogpt: Path | None = option("source", None, metavar="FILE")
@@ -431,13 +432,19 @@ class ConvertSettings(CommandSettings):
     """Hugging Face directory with pytorch_model.bin, to write as safetensors"""
     export: Path | None = option("source", None)
     """any checkpoint, to write as a Hugging Face directory"""
+    source: Path | None = option("source", None, metavar="DIR")
+    """any checkpoint, to write as a Kvasir checkpoint with quantized matrices, see --quantize"""
+    quantize: Literal["int8", "int4"] | None = option("result", None)
+    """format of the matrices of --source, as kvasir serve --quantize makes them"""
     out: Path = option("result")
     """new directory to write"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if sum(source is not None for source in (self.nanogpt, self.pickle, self.export)) != 1:
-            raise ValueError("give exactly one checkpoint to convert: --nanogpt, --pickle or --export")
+        if sum(source is not None for source in (self.nanogpt, self.pickle, self.export, self.source)) != 1:
+            raise ValueError("give exactly one checkpoint to convert: --nanogpt, --pickle, --export or --source")
+        if (self.source is None) != (self.quantize is None):
+            raise ValueError("--source and --quantize need each other; give both or neither")
         if (self.nanogpt is None) != (self.tokenizer is None):
             raise ValueError("--nanogpt and --tokenizer need each other; give both or neither")
         return self

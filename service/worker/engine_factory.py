@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 from model.attention.paged import KernelContext
-from model.checkpoint.loading import load_model
+from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
 from model.checkpoint.manifest import Manifest
 from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
-from model.nn.linear import can_pack, replace_linears
+from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -58,7 +58,7 @@ class EngineFacts:
     attention: str  # native, paged (with its parts), sdpa or eager
     kernel_level: str | None  # instruction level of the native kernels, if they compute every step whole
     dtype: str
-    matrices: str  # plain, packed, int8 or fp8, see `model.nn.linear`, `model.gpu.quantization`
+    matrices: str  # plain, packed, int8, int4 or fp8, see `model.nn.linear`, `model.gpu.quantization`
     threads: int
     max_context_length: int
     num_blocks: int
@@ -69,8 +69,9 @@ class EngineFacts:
     has_standby: bool = True  # a standby worker is wanted and fits into memory
 
     def __str__(self) -> str:
+        stored = f" ({self.reasons['matrices']})" if "matrices" in self.reasons else ""
         return (
-            f"device {self.device}, {self.dtype}, {self.matrices} matrices, "
+            f"device {self.device}, {self.dtype}, {self.matrices} matrices{stored}, "
             f"{self.threads} {'thread' if self.threads == 1 else 'threads'}, "
             f"context {self.max_context_length}, {self.kv_cache}"
         )
@@ -104,7 +105,7 @@ class _ResolvedSettings(NamedTuple):
     attending: AttentionChoice
     cache_dtype: torch.dtype
     quantization: Quantization | None
-    packs: bool  # True if matrices are not copied from the file before they are packed
+    packed_next: tuple[str, ...]  # matrices that are not copied from the file before they are packed, see `load_model`
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
@@ -135,7 +136,7 @@ def build_engine(
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
     loaded = load_model(
-        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packs_next=resolved.packs
+        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
     matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
     fuse_for_gpu(loaded)
@@ -170,7 +171,7 @@ def build_engine(
         block_size=settings.block_size,
         kv_cache_bytes=num_blocks * resolved.block_bytes,
         kv_cache_dtype=_name(resolved.cache_dtype),
-        reasons=resolved.reasons,
+        reasons={**resolved.reasons, **_stored_format(manifest, matrices)},
         has_standby=plan.has_standby,
     )
 
@@ -178,6 +179,7 @@ def build_engine(
 def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
     """Resolve the settings that may be "auto". Raises `SettingsError` if a setting does not fit model or device."""
     max_context_length, device = context_length(settings, manifest.config), find_device(settings.device)
+    check_quantize(settings.quantize, manifest)
     library = _load_kernels(settings, device)
     dtype, dtype_reason = _choose_dtype(settings, manifest, device, library)
     library = library if computes(manifest.config, dtype) else None
@@ -191,13 +193,17 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         attending = choose_attention(settings.attention, context, library)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
+    packed = MATRICES if packs else ()
+    if packs and manifest.config.tie_embeddings and (library is not None or settings.quantize != "none"):
+        packed += (EMBEDDING,)  # its rows are then read from the LM head
     return _ResolvedSettings(
         context=context,
         kernels=library,
         attending=attending,
         cache_dtype=cache_dtype,
         quantization=quantization,
-        packs=device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain"),
+        packed_next=packed,
         threads=threads,
         max_context_length=max_context_length,
         reasons={"dtype": dtype_reason, "threads": threads_reason},
@@ -211,13 +217,16 @@ def _plan(
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
     dtype = resolved.context.dtype
-    stored = {_STORED_DTYPES.get(part.dtype) for place in manifest.place_tensors().values() for part in place.parts}
+    placements = manifest.place_tensors().values()
+    stored = {_STORED_DTYPES.get(part.dtype) for place in placements for part in place.parts if not place.encoded}
     loaded = LoadedModel(
         config=manifest.config,
         value_bytes=dtype.itemsize,
         cache_value_bytes=resolved.cache_dtype.itemsize,
-        num_copies=1 if resolved.kernels is None or (resolved.packs and stored == {dtype}) else 2,
+        num_copies=1 if resolved.kernels is None or (resolved.packed_next and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
+        num_quantized=manifest.num_quantized,
+        packs_embedding=EMBEDDING in resolved.packed_next,
     )
     return plan_memory(loaded, settings, standby=server.standby)
 
@@ -259,9 +268,9 @@ def _choose_dtype(
         return _DTYPES[settings.dtype], "as set"
     if device == "cuda":
         return torch.bfloat16, "auto on CUDA"
-    stored = _STORED_DTYPES[manifest.weight_dtype]
+    stored = _STORED_DTYPES.get(manifest.weight_dtype)
     if stored is not torch.bfloat16:
-        return torch.float32, f"auto: the checkpoint is {_name(stored)}"
+        return torch.float32, f"auto: the checkpoint is {_name(stored) if stored else manifest.weight_dtype}"
     if library is None or not computes(manifest.config, torch.bfloat16):
         return torch.float32, "auto: no native kernels compute this model here in the checkpoint's bfloat16"
     return torch.bfloat16, "auto: as the checkpoint"
@@ -284,17 +293,19 @@ def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, s
 def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
     """Convert a model's weight matrices as --quantize says, or to the fastest float format. Return the format's name.
 
-    Float matrices for native kernels are left to `to_native`, which packs them.
+    Float matrices for native kernels are left to `to_native`, which packs them. Quantized matrices stay as they are.
     """
     weight = model.token_embedding.weight
-    if quantize == "none" and library_for(model) is not None:
-        return "packed"
+    layers = [module for module in model.modules() if isinstance(module, GroupedLinear | Int8Linear)]
+    stored = {"int8" if isinstance(layer, Int8Linear) else f"int{layer.weight.bits}" for layer in layers}
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
-    if quantization is not None:
+    if quantize == "none" and library_for(model) is not None:
+        kind = "packed"
+    elif quantization is not None:
         replace_linears(model, quantization.make)
-    elif kind in ("int8", "packed"):
+    elif kind in LINEAR_KINDS:
         replace_linears(model, kind)
-    return kind
+    return min(stored, default=kind)
 
 
 def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) -> str:
@@ -333,6 +344,25 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
             "give --device cpu --dtype float32"
         )
     return torch.float16
+
+
+def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
+    """Return the description of a checkpoint's quantized matrices, which are served as `matrices`."""
+    if (stored := manifest.quantization) is None:
+        return {}
+    is_kept = matrices in ("int4", "int8") or not stored.is_kept
+    return {
+        "matrices": stored.text.removeprefix(matrices).lstrip(", ") if is_kept else f"dequantized from {stored.text}"
+    }
+
+
+def check_quantize(quantize: str, manifest: Manifest) -> None:
+    """Raise `SettingsError` if --quantize is given for a checkpoint whose matrices are quantized."""
+    stored = manifest.quantization
+    if quantize != "none" and stored is not None and stored.is_kept:
+        raise SettingsError(
+            f"--quantize {quantize}: the checkpoint is quantized already ({stored.text}); omit the flag"
+        )
 
 
 def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantization | None:

@@ -104,10 +104,12 @@ def test_gpu_quantization_is_chosen_only_on_a_gpu(
     monkeypatch.setattr(gpu_setup, "select_quantization", lambda *given: chosen)
     assert choose_quantization("int8", CUDA.device, torch.bfloat16) is chosen
     assert "int8 matrices by torch._int_mm" in caplog.text
-    for quantize, device in (("none", CUDA.device), ("int8", CPU.device)):
+    for quantize, device in (("none", CUDA.device), ("int8", CPU.device), ("int4", CPU.device)):
         assert choose_quantization(quantize, device, torch.bfloat16) is None
     with pytest.raises(ValueError, match="--quantize fp8 works only on a GPU; choose --quantize int8, or omit it"):
         choose_quantization("fp8", CPU.device, torch.bfloat16)
+    with pytest.raises(ValueError, match="--quantize int4 works only on a CPU; choose --quantize int8, or omit it"):
+        choose_quantization("int4", CUDA.device, torch.bfloat16)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

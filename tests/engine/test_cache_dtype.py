@@ -18,7 +18,9 @@ HALF = dataclasses.replace(CONFIG, kv_cache_dtype="float16")
 
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize("level", BUILDABLE)
-@pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
+@pytest.mark.parametrize(
+    ("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("rotary-gqa", "int4"), ("gpt2", "plain")]
+)
 def test_a_completion_is_batch_invariant(
     level: str, variant: str, kind: str, cache_dtype: Literal["float16", "int8"]
 ) -> None:

@@ -32,7 +32,7 @@ ROOM = 64
 BEST, OTHERS = list(BUILDABLE)[:1], list(BUILDABLE)[1:]
 # oneDNN packs bfloat16 only on CPUs with bfloat16 instructions.
 PACKED = "packed" if can_pack("cpu", torch.bfloat16) else "plain"
-KINDS = [(torch.float32, "plain"), (torch.bfloat16, PACKED), (torch.bfloat16, "int8")]
+KINDS = [(torch.float32, "plain"), (torch.bfloat16, PACKED), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
 CASES = [(level, *kind) for level in BEST for kind in KINDS] + [(level, *KINDS[1]) for level in OTHERS]
 
 

@@ -37,7 +37,14 @@ BLOCK = 4
 CONFIG: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 60, "max_num_running": 8, "max_batched_tokens": 24}
 BEST = list(BUILDABLE)[:1]
 HUGE = 1e38
-NATIVE = [("float32", math.nan), ("float32", math.inf), ("float32", HUGE), ("bfloat16", math.nan), ("int8", math.nan)]
+NATIVE = [
+    ("float32", math.nan),
+    ("float32", math.inf),
+    ("float32", HUGE),
+    ("bfloat16", math.nan),
+    ("int8", math.nan),
+    ("int4", math.nan),
+]
 ALL = [
     *(("native", *kind) for kind in NATIVE[:1] if BEST),
     *(("sdpa", *kind) for kind in NATIVE),
@@ -67,9 +74,9 @@ def natively(model: Transformer, numbers: str) -> Transformer:
 
 
 def in_numbers(model: Transformer, numbers: str) -> Transformer:
-    if numbers != "int8":
+    if numbers not in ("int8", "int4"):
         return model.to(getattr(torch, numbers))
-    replace_linears(model, "int8")
+    replace_linears(model, numbers)
     return model
 
 
@@ -297,12 +304,13 @@ def test_a_decode_step_detects_a_hidden_state_whose_norm_overflows(level: str) -
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_int8_quantization_does_not_hide_an_overflow_inside_a_layer(level: str) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantization_does_not_hide_an_overflow_inside_a_layer(level: str, kind: str) -> None:
     """The failure begins inside an MLP, where infinity times 0 is NaN; the MLP's input is finite."""
     model = poisoned("sdpa", "float32", 0.0)
     block: Any = model.layers[0]
     weight = block.mlp.gate_up.weight
     weight[0], weight[len(weight) // 2] = 3e38, 0.0
-    answers = Answers(natively(model, "int8"))
+    answers = Answers(natively(model, kind))
     answers.drive([make_submit("b", [5, 6, 7], temperature=0.0)])
     answers.check_failed("b")

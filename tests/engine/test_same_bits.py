@@ -53,8 +53,8 @@ def model_of(level: str, numbers: str) -> Transformer:
     model, backend = build(VARIANTS["rotary-gqa"]), NativeAttention(library_of(level))
     for block in model.layers:
         block.attention.backend = backend  # type: ignore[union-attr]
-    if numbers == "int8":
-        replace_linears(model, "int8")
+    if numbers in ("int8", "int4"):
+        replace_linears(model, numbers)
         return model
     return model.to(getattr(torch, numbers))
 
@@ -82,7 +82,7 @@ def requests() -> list[Submit]:
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 def test_completions_are_identical_alone_and_in_any_batch(level: str, numbers: str, cache_dtype: str) -> None:
     """Compare 200 requests one at a time with the same requests 64 at once: chunked, with prefix hits, preempted."""

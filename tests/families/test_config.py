@@ -122,7 +122,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gemma", "final_logit_softcapping": 30.0},
         "final_logit_softcapping=30.0: not implemented",
     ),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
     "own code": ({"auto_map": {"AutoModel": "x.Y"}}, "code in a checkpoint is never run"),
     "biases of mistral": ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True: not implemented"),
     "biases of qwen2": ({"model_type": "qwen2", "attention_bias": False}, "Qwen2 has biases of q, k and v"),

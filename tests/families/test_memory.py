@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.checkpoint.weights import DTYPES
-from model.huggingface.tensor_placement import WEIGHT_DTYPES
+from model.io.safetensors_header import WEIGHT_DTYPES
 from tests.families.large_checkpoint import MEGABYTE, measure, write_large
 from tests.families.models import CASES, load
 

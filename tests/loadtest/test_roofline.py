@@ -17,7 +17,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "_SIDES", (64,))
 
 
-@pytest.mark.parametrize("weight_type", ["float32", "bfloat16", "float64", "int8", "fp8"])
+@pytest.mark.parametrize("weight_type", ["float32", "bfloat16", "float64", "int8", "int4", "fp8"])
 def test_a_probe_measures_both_limits(weight_type: str) -> None:
     machine = Roofline(weight_type, "cpu").probe()
     assert machine.bytes_per_second > 0

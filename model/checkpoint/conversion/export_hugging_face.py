@@ -12,7 +12,7 @@ from model.checkpoint.weights import DTYPES, part_views, read_weights, write_sha
 from model.config import ModelConfig
 from model.huggingface.families.family import ModelFamily, full_name, sources
 from model.huggingface.family_table import hugging_face_config
-from model.io.files import read_json, write_json, written_whole
+from model.io.files import CheckpointError, read_json, write_json, written_whole
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
 
@@ -25,6 +25,8 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     """
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
+    if manifest.quantization is not None:
+        raise CheckpointError(f"{directory}: quantized matrices are not exported; export the checkpoint before them")
     family, values = hugging_face_config(manifest.config)
     defaults = read_json(directory / GENERATION_CONFIG_FILE, optional=True)
     ends = list(tokenizer.eos_token_ids)

@@ -19,7 +19,7 @@ from model.io.files import CheckpointError, OneLineError, parsing, reading, writ
 
 _NO_CODE = "reading it would run code, which is not allowed; save only tensors and plain values"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_KEPT = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
+KEPT_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.bpe")
 
 
 def read_torch_file(path: Path) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ def convert_pickles(directory: Path, out: Path) -> Manifest:
     """Copy a Hugging Face directory to `out`, pickled weights as safetensors; verify `out`. Raises CheckpointError."""
     names = _pickle_names(directory)
     with written_whole(out) as new:
-        for pattern in _KEPT:
+        for pattern in KEPT_FILES:
             for path in directory.glob(pattern):
                 if path.name not in (_PICKLE_INDEX, INDEX_FILE):
                     shutil.copyfile(path, new / path.name)

@@ -1,7 +1,7 @@
 """Strict reader of a Hugging Face config.json: every key is used, known to be harmless, or rejected by name."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -34,13 +34,13 @@ _REPR.maxstring = _REPR.maxother = 80
 _REPR.maxlist = 8
 HARMLESS = frozenset(_HARMLESS_KEYS.split())
 _NOT_COMPUTED = "not implemented; use a checkpoint without it"
+Requirements = Mapping[str, tuple[tuple[object, ...], str]]
 # Allowed values and remedy of keys that a family may leave unread. null is always allowed.
-MUST_BE: Mapping[str, tuple[tuple[object, ...], str]] = {
+MUST_BE: Requirements = {
     "is_encoder_decoder": ((False,), "only decoder-only models are served"),
     "add_cross_attention": ((False,), "only decoder-only models are served"),
     "cross_attention_hidden_size": ((), "only decoder-only models are served"),
     "use_bidirectional_attention": ((False,), "only causal models are served"),
-    "quantization_config": ((), "quantized weights are not supported; use the checkpoint before its quantization"),
     "auto_map": ((), "code in a checkpoint is never run; remove the key if model_type alone describes the model"),
     "attention_bias": ((False,), _NOT_COMPUTED),
     "mlp_bias": ((False,), _NOT_COMPUTED),
@@ -61,10 +61,24 @@ _TYPES = ("default", *RopeScalingKind)
 
 
 class ConfigReader:
-    """Reader of one config.json. A key whose value has an unexpected type raises ValueError."""
+    """Reader of one config.json, or of an object in it. A key whose value has an unexpected type raises ValueError.
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    Args:
+        prefix: path of the object, for messages.
+        harmless, must_be: keys that need not be read.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, Any],
+        *,
+        prefix: str = "",
+        harmless: Set[str] = HARMLESS,
+        must_be: Requirements = MUST_BE,
+    ) -> None:
         self.path = path
+        self._prefix, self._harmless, self._must_be = prefix, harmless, must_be
         self._unread = dict(values)
         self._read_keys: set[str] = set()
 
@@ -122,20 +136,20 @@ class ConfigReader:
     def reject(self, name: str, value: object, remedy: str) -> NoReturn:
         """Raise CheckpointError with the name and value of a key, and the remedy."""
         shown = name if name.isprintable() and len(name) < 80 else _short(name)
-        raise CheckpointError(f"{self.path}: {shown}={_short(value)}: {remedy}")
+        raise CheckpointError(f"{self.path}: {self._prefix}{shown}={_short(value)}: {remedy}")
 
     def check_unread(self) -> None:
         """Reject a key that the family has not read if it is unknown or its value needs an unimplemented feature."""
         for name, value in self._unread.items():
-            if value is None or name in HARMLESS:
+            if value is None or name in self._harmless:
                 continue
             # A family that reads `sliding_window` must read `layer_types` too.
             is_full = isinstance(value, list) and all(kind == "full_attention" for kind in value)
             if name == "layer_types" and "sliding_window" not in self._read_keys and is_full:
                 continue
-            if name not in MUST_BE:
+            if name not in self._must_be:
                 self.reject(name, value, "unknown key; remove it if the model computes the same without it")
-            allowed, remedy = MUST_BE[name]
+            allowed, remedy = self._must_be[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
                 self.reject(name, value, remedy)
 

@@ -14,7 +14,7 @@
 namespace kvasir {
 namespace {
 
-constexpr int SPLIT = 8 * TILE;
+constexpr int SPLIT = 4 * TILE;
 constexpr int MAX_TASK_ROWS = 16 * 6;
 constexpr float LOG2_E = 1.44269504f;
 
@@ -119,21 +119,27 @@ protected:
     // Size of a row in `partials`: the largest score, the total, then the sums.
     int64_t partial_stride() const { return width + 2; }
 
-    // Makes at least three tasks per thread where possible. If there are few sequences, tasks divide the heads of a
-    // sequence. If that is not enough, tasks also divide the splits of a sequence.
+    int64_t first_split_of(int64_t sequence) const { return first_visible(position_of(sequence, 0)) / SPLIT; }
+    int64_t end_split_of(int64_t sequence) const { return (batch.context_lengths[sequence] + SPLIT - 1) / SPLIT; }
+
+    // Makes at least three tasks per thread where possible. A sequence that is longer than a task should be has a task
+    // for each of its splits. If that is not enough, tasks also divide the heads of a sequence.
     void plan() {
         const int heads = static_cast<int>(call.num_kv_heads);
         const int64_t wanted = call.threads > 1 ? 3 * call.threads : 1;
-        const int64_t pieces = std::min<int64_t>(heads, (wanted + batch.num_sequences - 1) / batch.num_sequences);
-        const bool splits = wanted > batch.num_sequences * pieces;
-        int64_t partial_size = 0;
+        const int64_t share = (wanted + batch.num_sequences - 1) / batch.num_sequences;
+        int64_t partial_size = 0, all_splits = 0;
+        for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
+            all_splits += end_split_of(sequence) - first_split_of(sequence);
+        }
         for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
             const int num_rows = static_cast<int>(num_queries(sequence)) * group;
-            const int64_t first_split = first_visible(position_of(sequence, 0)) / SPLIT;
-            const int64_t end_split = (batch.context_lengths[sequence] + SPLIT - 1) / SPLIT;
+            const int64_t first_split = first_split_of(sequence), end_split = end_split_of(sequence);
+            const int64_t splits = end_split - first_split;
             const bool is_chunk = num_rows > std::max(group, MAX_TASK_ROWS);
-            const int64_t parts = is_chunk ? heads : pieces;
-            const bool is_split = splits && num_rows <= MAX_TASK_ROWS && end_split - first_split > 1;
+            const bool is_split = num_rows <= MAX_TASK_ROWS && splits > 1 && splits * wanted > all_splits;
+            const int64_t pieces = is_split ? (share + splits - 1) / splits : share;
+            const int64_t parts = is_chunk ? heads : std::min<int64_t>(heads, pieces);
             const int64_t split_size = heads * num_rows * partial_stride();
             for (int64_t part = 0; part < parts; ++part) {
                 const int first_head = static_cast<int>(heads * part / parts);
@@ -152,8 +158,8 @@ protected:
                 }
             }
             if (is_split) {
-                split_sequences.push_back({sequence, partial_size, end_split - first_split});
-                partial_size += (end_split - first_split) * split_size;
+                split_sequences.push_back({sequence, partial_size, splits});
+                partial_size += splits * split_size;
             }
         }
         partials.resize(static_cast<size_t>(partial_size));
@@ -468,26 +474,35 @@ private:
                               Softmax* softmax) const {
         const Task& task = *tile.task;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
+        const float scale = call.scale * LOG2_E;
         float key_scales[TILE], value_scales[TILE];
         if constexpr (HAS_SCALES) {
             load_scales(call.key_scales, tile, task.first_head + head, key_scales);
             load_scales(call.value_scales, tile, task.first_head + head, value_scales);
         }
-        for (int row = 0; row < task.num_rows(); ++row) {
-            const int64_t position = position_of(task.sequence, task.first_row + row);
-            const auto first = static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE));
-            const auto end = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
-            const int query_head = (task.first_head + head) * group + (task.first_row + row) % group;
-            const float* bias = call.bias == nullptr ? nullptr
-                                                     : call.bias + query_head * call.bias_stride + call.bias_length -
-                                                           1 - position + tile.start;
+        // Most tiles are seen by all rows, which then need no positions.
+        const bool is_whole = call.bias == nullptr &&
+                              position_of(task.sequence, task.first_row) >= tile.start + TILE - 1 &&
+                              first_visible(position_of(task.sequence, task.end_row - 1)) <= tile.start;
+        for (int row = 0; row < task.num_rows();
+             ++row, products += TILE, weights += TILE / A::PER_TERM, ++softmax, ++factors) {
             for (int at = 0; HAS_SCALES && at < num_groups * LANES; at += LANES) {
-                store(products + row * TILE + at, mul(load(products + row * TILE + at), load(key_scales + at)));
+                store(products + at, mul(load(products + at), load(key_scales + at)));
             }
-            Term* row_weights = weights + row * (TILE / A::PER_TERM);
-            factors[row] = compute_weights<A>(products + row * TILE, num_groups, first, end, call.scale * LOG2_E, bias,
-                                              softmax[row], row_weights);
-            if constexpr (HAS_SCALES) scale_weights(value_scales, num_groups, first, end, row_weights);
+            int first = 0, end = TILE;
+            if (is_whole) {
+                *factors = compute_weights<A, true>(products, GROUPS, first, end, scale, nullptr, *softmax, weights);
+            } else {
+                const int64_t position = position_of(task.sequence, task.first_row + row);
+                first = static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE));
+                end = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
+                const int query_head = (task.first_head + head) * group + (task.first_row + row) % group;
+                const float* bias = call.bias == nullptr ? nullptr
+                                                         : call.bias + query_head * call.bias_stride +
+                                                               call.bias_length - 1 - position + tile.start;
+                *factors = compute_weights<A, false>(products, num_groups, first, end, scale, bias, *softmax, weights);
+            }
+            if constexpr (HAS_SCALES) scale_weights(value_scales, num_groups, first, end, weights);
         }
     }
 };

@@ -11,9 +11,9 @@
 
 namespace kvasir {
 
-constexpr int TILE = 64;
+constexpr int TILE = 128;
 constexpr int GROUPS = TILE / LANES;
-constexpr int FEW_ROWS = 4;
+constexpr int FEW_ROWS = 8;
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int CACHE_LINE = 64;                  // bytes
 constexpr int PREFETCH_DISTANCE = 24 * 1024;    // bytes between a read and the prefetch
@@ -314,17 +314,10 @@ void multiply_value_columns(const typename Arithmetic<T>::Term* weights, const T
     for (int token = 0; token < num_tokens; token += A::PER_TERM) {
         prefetcher.template prefetch<N * LANES * A::PER_TERM * static_cast<int>(sizeof(T))>();
         const T* tokens[A::PER_TERM];
-#pragma GCC unroll 8
-        for (int n = 0; n < A::PER_TERM; ++n) tokens[n] = numbers_of(values, at[token + n]);
+        for (int n = 0; n < A::PER_TERM; ++n) tokens[n] = numbers_of(values, at[token + n]) + offset;
         Lanes row[(N + 1) / 2][2];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) {
-            if constexpr (std::is_same_v<T, half> || std::is_same_v<T, int8_t>) {  // without a check of the size, which took 8 % of the time
-                row[n / 2][n % 2] = load(tokens[0] + offset + n * LANES);
-            } else if (n % 2 == 0) {
-                A::load_values(tokens, offset + n * LANES, size, row[n / 2]);
-            }
-        }
+        for (int n = 0; n < N; n += 2) A::load_values(tokens, n * LANES, N * LANES, row[n / 2]);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
             const Lanes weight = A::splat_term(weights + m * stride + token / A::PER_TERM);
@@ -350,11 +343,12 @@ void multiply_values(const typename Arithmetic<T>::Term* weights, const T* value
         multiply_value_columns<M, N>(weights, values, at, num_tokens, size, offset, sums, factors, prefetcher);
         offset += N * LANES;
     };
-    if constexpr (COLUMNS == 4) {  // heads of 80 and 96
+    constexpr int MOST = M > ROWS ? 2 : COLUMNS;  // more sums than registers would be stored for each token
+    if constexpr (COLUMNS == 4 && M <= 4) {  // heads of 80 and 96
         if (size == 5 * LANES) multiply_columns(std::integral_constant<int, 5>{});
         if (size == 6 * LANES) multiply_columns(std::integral_constant<int, 6>{});
     }
-    while (size - offset >= COLUMNS * LANES) multiply_columns(std::integral_constant<int, COLUMNS>{});
+    while (size - offset >= MOST * LANES) multiply_columns(std::integral_constant<int, MOST>{});
     while (size - offset >= 2 * LANES) multiply_columns(std::integral_constant<int, 2>{});
     if (offset < size) multiply_columns(std::integral_constant<int, 1>{});
 }
@@ -371,9 +365,11 @@ struct Softmax {
     float total = 0;
 };
 
-// Implementation of compute_weights. IS_WHOLE: the row sees all tokens of the tile and has no bias.
+// Turns the products of one row into weights 2^(scale * product + bias - largest). The row sees tokens from first to
+// end - 1; other tokens get weight 0. Returns the factor by which the row's earlier sums must be multiplied.
+// IS_WHOLE: the row sees all tokens of the tile and has no bias.
 template <typename A, bool IS_WHOLE>
-inline float compute_weights_of(const float* products, int num_groups, int first, int end, float scale,
+inline float compute_weights(const float* products, int num_groups, int first, int end, float scale,
                                 const float* bias, Softmax& row, typename A::Term* weights) {
     int from, to;  // the visible lanes of a group
     const auto is_masked = [&](int group) {
@@ -401,16 +397,6 @@ inline float compute_weights_of(const float* products, int num_groups, int first
     const float factor = before == row.largest ? 1.f : before == MINUS_INFINITY ? 0.f : exp2(before - row.largest);
     row.total = row.total * factor + sum(total);
     return factor;
-}
-
-// Turns the products of one row into weights 2^(scale * product + bias - largest). The row sees tokens from first to
-// end - 1; other tokens get weight 0. Returns the factor by which the row's earlier sums must be multiplied.
-template <typename A>
-float compute_weights(const float* products, int num_groups, int first, int end, float scale, const float* bias,
-                      Softmax& row, typename A::Term* weights) {
-    const bool is_whole = first == 0 && end == TILE && bias == nullptr;
-    return (is_whole ? compute_weights_of<A, true> : compute_weights_of<A, false>)(products, num_groups, first, end,
-                                                                                 scale, bias, row, weights);
 }
 
 // Multiplies the weights of tokens from first to end - 1 by the tokens' scales. Other weights are 0 and stay 0.

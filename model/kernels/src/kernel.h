@@ -59,7 +59,16 @@ struct AttentionCall {
 
 using AttentionKernel = void (*)(const AttentionBatch* batch, const AttentionCall* call);
 
-enum class Numbers : int64_t { float32 = 0, bfloat16 = 1, int8 = 2 };
+// Types of matrices. Grouped: 4 or 8 bits with a scale, and perhaps an offset, for 32 inputs; see grouped.h.
+enum class Numbers : int64_t {
+    float32 = 0,
+    bfloat16 = 1,
+    int8 = 2,
+    grouped4 = 3,
+    grouped4_offset = 4,
+    grouped8 = 5,
+    grouped8_offset = 6
+};
 
 // Packed matrix, laid out by Python. Outputs are grouped in panels of PANEL, the last panel padded with zeros. A panel
 // holds the first `GROUP` inputs of each output, then the next `GROUP` inputs of each output, and so on. A product thus
@@ -67,7 +76,7 @@ enum class Numbers : int64_t { float32 = 0, bfloat16 = 1, int8 = 2 };
 struct Matrix {
     const void* weight;
     const float* bias;     // for every padded output, or null
-    const float* scale;    // int8: scale of every padded output
+    const float* scale;    // int8 and grouped: scale of every padded output
     const int32_t* shift;  // int8: 128 times the sum of an output's weights, because inputs have 128 added
     int64_t inputs;
     int64_t outputs;  // padded
@@ -81,20 +90,25 @@ using Bfloat16Input = bf16;
 using Bfloat16Input = float;
 #endif
 
-constexpr int64_t PANEL = 64;  // outputs that one task computes
+constexpr int64_t PANEL = 64;      // outputs that one task computes
+constexpr int64_t TASK_ROWS = 96;  // largest number of rows that one task computes
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_BLOCKS = 4;  // sums take 24 of 32 registers
 #else
 constexpr int TILE_ROWS = 3, TILE_BLOCKS = 2;
 #endif
 
-// Receives the results of one row for TILE_BLOCKS blocks of LANES outputs, starting at `output`. Called once for every
-// row and output, on any thread.
-using Emit = void (*)(const void* work, int64_t row, int64_t output, const Lanes* results);
+// Receives the results of one row for `blocks` blocks, an even number, of LANES outputs, starting at `output`. Called
+// once for every row and output, on any thread.
+using Emit = void (*)(const void* work, int64_t row, int64_t output, const Lanes* results, int blocks);
 
 // Computes x W^T for all rows of x and passes the results to emit. Every output is one sum over the inputs in their
-// order, so results are batch-invariant. stride: distance between rows, in inputs. scales: scale of each row, for int8.
+// order, so results are batch-invariant. stride: distance between rows, in inputs. scales: scale of each row, for int8
+// and grouped matrices.
 void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
               Emit emit, const void* work);
+
+// Writes the weights of one output of an int8 or grouped matrix.
+void unpack_row(const Matrix& matrix, int64_t output, float* to);
 
 }  // namespace kvasir

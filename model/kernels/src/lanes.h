@@ -29,11 +29,20 @@ struct half {
 
 constexpr float LARGEST_HALF = 65504.f;
 
+inline float to_float(half x) { return _cvtsh_ss(x.bits); }
+
 inline bf16 to_bf16(float x) {  // rounds to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
     return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline float to_float(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
 }
 
 #if defined(__AVX512F__)

@@ -1,8 +1,7 @@
 // Transformer layers except attention. One call computes everything between the attentions of two consecutive layers.
 #include <algorithm>
 
-#include "kernel.h"
-#include "rows.h"
+#include "grouped.h"
 
 namespace kvasir {
 namespace {
@@ -32,12 +31,13 @@ struct Rows {
     float* added;     // as x: output of attention or MLP, if it is normed before the sum or both read the same x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
-    void* narrow;     // inputs of an int8 matrix
+    void* narrow;     // inputs of an int8 matrix, or groups of inputs of a grouped matrix
     float* scales;    // scale of each row of an int8 input
     const float *cosines, *sines;  // rotated / 2 numbers for every position
     const int64_t* positions;      // position of every row
-    const void* embedding;         // `hidden` numbers for every token id; null if x is given
+    const void* embedding;         // `hidden` numbers for every token id, or null
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
+    const Matrix* packed;          // packed embedding, or null; x is given if both are null
 };
 
 // Arguments of a step of a whole model. Python updates the buffers in place from step to step.
@@ -63,10 +63,13 @@ class Step {
    public:
     Step(const Shape& shape, const Rows& rows) : shape(shape), rows(rows), stride(padded(shape.hidden)) {}
 
-    // Sets x to the tokens' embeddings.
+    // Sets x to the tokens' embeddings, unless x is given.
     void embed() const {
+        if (rows.packed != nullptr) {
+            return each_row([&](int64_t row) { unpack_row(*rows.packed, rows.tokens[row], rows.x + row * stride); });
+        }
         const auto* table = static_cast<const Number*>(rows.embedding);
-        for (int64_t row = 0; row < rows.count; ++row) {
+        for (int64_t row = 0; table != nullptr && row < rows.count; ++row) {
             convert(table + rows.tokens[row] * shape.hidden, shape.hidden, rows.x + row * stride);
         }
     }
@@ -137,10 +140,19 @@ class Step {
         parallel_for(rows.count, rows.count < 4 ? 1 : rows.threads, [&](int64_t row, int) { work(row); });
     }
 
+    static bool is_quantized(const Matrix& matrix) { return matrix.numbers >= Numbers::int8; }
+
     template <typename From>
     void convert_row(const Matrix& matrix, const From* from, int64_t size, int64_t row, int64_t to_stride) const {
         if (matrix.numbers == Numbers::int8) {
             rows.scales[row] = quantize(from, size, static_cast<uint8_t*>(rows.narrow) + row * to_stride);
+        } else if (is_quantized(matrix)) {
+            static thread_local uint8_t shifted[MAX_WIDTH];
+            rows.scales[row] = quantize(from, size, shifted);
+            with_grouped(matrix.numbers, [&](auto kind) {
+                split_groups(shifted, size, decltype(kind)::ADDED,
+                             static_cast<InputGroup*>(rows.narrow) + row * to_stride / GROUP_SIZE);
+            });
         } else {
             convert(from, size, wide() + row * to_stride);
         }
@@ -157,32 +169,31 @@ class Step {
             }
             convert_row(matrix, from, shape.hidden, row, stride);
         });
-        return {matrix.numbers == Numbers::int8 ? rows.narrow : rows.wide, stride};
+        return {is_quantized(matrix) ? rows.narrow : rows.wide, stride};
     }
 
     // Converts rows to the input type of the matrix; returns x itself if the type is the same.
     template <typename From>
     Inputs convert_inputs(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
-        const bool is_int8 = matrix.numbers == Numbers::int8;
-        if (!is_int8 && std::is_same_v<From, Wide>) return {x, x_stride};
+        if (!is_quantized(matrix) && std::is_same_v<From, Wide>) return {x, x_stride};
         each_row([&](int64_t row) { convert_row(matrix, x + row * x_stride, size, row, padded(size)); });
-        return {is_int8 ? rows.narrow : rows.wide, padded(size)};
+        return {is_quantized(matrix) ? rows.narrow : rows.wide, padded(size)};
     }
 
-    // Calls work(row, output, results) with TILE_BLOCKS blocks of results of each row of a product.
+    // Calls work(row, output, results, blocks) with the results of a product; see Emit.
     template <typename Work>
     void product(const Matrix& matrix, Inputs inputs, const Work& work) const {
-        const Emit emit = [](const void* work, int64_t row, int64_t output, const Lanes* results) {
-            (*static_cast<const Work*>(work))(row, output, results);
+        const Emit emit = [](const void* work, int64_t row, int64_t output, const Lanes* results, int blocks) {
+            (*static_cast<const Work*>(work))(row, output, results, blocks);
         };
         multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads, emit, &work);
     }
 
     // Computes a product, and writes or adds it to rows of floats.
     void add_product(const Matrix& matrix, Inputs inputs, float* to, bool adds) const {
-        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results) {
+        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             float* at = to + row * stride + output;
-            for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) {
+            for (int b = 0; b < blocks; ++b, at += LANES) {
                 store(at, adds ? add(load(at), results[b]) : results[b]);
             }
         });
@@ -191,9 +202,9 @@ class Step {
     // Computes a product, and writes it to rows of matrix.outputs numbers.
     template <typename To>
     void store_product(const Matrix& matrix, Inputs inputs, To* to) const {
-        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results) {
+        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             To* at = to + row * matrix.outputs + output;
-            for (int b = 0; b < TILE_BLOCKS; ++b) store(at + b * LANES, results[b]);
+            for (int b = 0; b < blocks; ++b) store(at + b * LANES, results[b]);
         });
     }
 
@@ -203,14 +214,14 @@ class Step {
         // Hidden values go after the inputs, which the product still reads.
         Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(shape.mlp);
-        product(layer.up, inputs, [&](int64_t row, int64_t output, const Lanes* results) {
+        product(layer.up, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
             if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
-                for (int b = 0; b < TILE_BLOCKS; b += 2, at += LANES) {
+                for (int b = 0; b < blocks; b += 2, at += LANES) {
                     store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
                 }
             } else {
-                for (int b = 0; b < TILE_BLOCKS; ++b, at += LANES) store(at, activate(shape.activation, results[b]));
+                for (int b = 0; b < blocks; ++b, at += LANES) store(at, activate(shape.activation, results[b]));
             }
         });
         add_product(layer.down, convert_inputs(layer.down, hidden, shape.mlp, hidden_stride), to, adds);
@@ -264,7 +275,7 @@ using namespace kvasir;
 // model has these layers. Layer 0 starts with the embeddings, if rows has any.
 KVASIR_KERNEL void kvasir_between_attentions(const StepArguments* arguments, int64_t layer) {
     with_step(*arguments, [&](const auto& step) {
-        if (layer == 0 && arguments->rows->embedding != nullptr) step.embed();
+        if (layer == 0) step.embed();
         if (layer > 0) step.finish(arguments->layers[layer - 1], arguments->mixed);
         if (layer < arguments->num_layers) step.begin(arguments->layers[layer]);
     });

@@ -1,10 +1,9 @@
 // Products with packed matrices, computed in tiles of rows and outputs. The sums of a tile stay in registers.
-#include "kernel.h"
+#include "grouped.h"
 
 namespace kvasir {
 namespace {
 
-constexpr int64_t TASK_ROWS = 96;
 constexpr int64_t FETCH_AHEAD = 24;  // prefetch distance, in groups of inputs: covers the latency of memory
 
 inline int32_t load_word(const void* from) {
@@ -114,7 +113,7 @@ inline Lanes finished(typename Kind::Sums sums, const Matrix& matrix, int64_t ou
     return matrix.bias == nullptr ? result : add(result, load(matrix.bias + output));
 }
 
-// Returns the address of the weights of an output, which must be the first of a block.
+// Returns the address of the weights of an output.
 template <typename Kind>
 inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t output) {
     const int64_t groups = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP;
@@ -178,7 +177,7 @@ inline void tile(const Matrix& matrix, const typename Kind::Input* x, int64_t st
         for (int b = 0; b < TILE_BLOCKS; ++b) {
             results[b] = finished<Kind>(sums[r][b], matrix, output + b * LANES, row_scale);
         }
-        emit(work, row + r, output, results);
+        emit(work, row + r, output, results, TILE_BLOCKS);
     }
 }
 
@@ -221,12 +220,45 @@ void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* 
         case Numbers::float32: return multiply_as<Float32>(matrix, x, stride, scales, rows, threads, emit, work);
         case Numbers::bfloat16: return multiply_as<Bfloat16>(matrix, x, stride, scales, rows, threads, emit, work);
         case Numbers::int8: return multiply_as<Int8>(matrix, x, stride, scales, rows, threads, emit, work);
+        default: break;
+    }
+    with_grouped(matrix.numbers, [&](auto kind) {
+        multiply_grouped<decltype(kind)>(matrix, static_cast<const InputGroup*>(x), stride / GROUP_SIZE, scales, rows,
+                                         threads, emit, work);
+    });
+}
+
+// Writes the weights of one output of a matrix in panels. scaled: converts a weight to a float.
+template <typename Kind, typename Scaled>
+void unpack_panels(const Matrix& matrix, int64_t output, float* to, const Scaled& scaled) {
+    const auto* weights = weights_of<Kind>(matrix, output);
+    for (int64_t input = 0; input < matrix.inputs; ++input) {
+        to[input] = scaled(weights[input / Kind::GROUP * PANEL * Kind::GROUP + input % Kind::GROUP]);
+    }
+}
+
+void unpack_row(const Matrix& matrix, int64_t output, float* to) {
+    switch (matrix.numbers) {
+        case Numbers::float32: return unpack_panels<Float32>(matrix, output, to, [](float weight) { return weight; });
+        case Numbers::bfloat16:
+            return unpack_panels<Bfloat16>(matrix, output, to, [](bf16 weight) { return to_float(weight); });
+        case Numbers::int8: {
+            const float scale = matrix.scale[output];
+            return unpack_panels<Int8>(matrix, output, to, [scale](int8_t weight) { return weight * scale; });
+        }
+        default:
+            return with_grouped(matrix.numbers, [&](auto kind) { unpack_grouped<decltype(kind)>(matrix, output, to); });
     }
 }
 
 }  // namespace kvasir
 
 using namespace kvasir;
+
+// Writes the weights of some outputs of a matrix, row after row.
+KVASIR_KERNEL void kvasir_unpack_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, float* to) {
+    for (int64_t row = 0; row < count; ++row) unpack_row(*matrix, outputs[row], to + row * matrix->inputs);
+}
 
 // Returns GROUP: the number of adjacent inputs of one output in a packed matrix.
 KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {

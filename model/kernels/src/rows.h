@@ -89,6 +89,29 @@ inline float quantize(const Number* x, int64_t size, uint8_t* out) {
     return scale;
 }
 
+constexpr int64_t GROUP_SIZE = 32;
+
+// Quantized inputs of a group. start: their sum times -`added`, the number that is added to weight codes.
+struct InputGroup {
+    int8_t codes[GROUP_SIZE];
+    int32_t start;
+    float sum;
+};
+
+// Splits a row with 128 added, from `quantize`, into groups. Inputs beyond `size` are zero.
+inline void split_groups(const uint8_t* shifted, int64_t size, int32_t added, InputGroup* out) {
+    for (int64_t first = 0; first < size; first += GROUP_SIZE, ++out) {
+        int32_t sum = 0;
+        for (int64_t at = 0; at < GROUP_SIZE; ++at) {
+            const int code = first + at < size ? shifted[first + at] - 128 : 0;
+            out->codes[at] = static_cast<int8_t>(code);
+            sum += code;
+        }
+        out->start = -added * sum;
+        out->sum = static_cast<float>(sum);
+    }
+}
+
 // Quantizes a row to int8 and returns its scale: x = scale * out.
 template <typename Number>
 inline float quantize(const Number* x, int64_t size, int8_t* out) {

@@ -61,13 +61,15 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
-    """Return the GPU quantization for a value of --quantize; None for `none`, and for int8 on a CPU."""
+    """Return the GPU quantization for a value of --quantize; None for `none`, and for int8 and int4 on a CPU."""
     if quantize == "none":
         return None
     if device.type == "cpu":
         if quantize == "fp8":
             raise ValueError("--quantize fp8 works only on a GPU; choose --quantize int8, or omit it")
         return None
+    if quantize == "int4":
+        raise ValueError("--quantize int4 works only on a CPU; choose --quantize int8, or omit it")
     chosen = select_quantization(quantize, device, dtype)
     logger.info("%s", chosen)
     return chosen

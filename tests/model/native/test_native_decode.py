@@ -76,7 +76,9 @@ class Steps:
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-@pytest.mark.parametrize(("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("gpt2", "plain")])
+@pytest.mark.parametrize(
+    ("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("rotary-gqa", "int4"), ("gpt2", "plain")]
+)
 def test_a_decode_call_has_the_bits_of_hidden_and_logits(level: str, variant: str, kind: str) -> None:
     """The steps cross block boundaries, with one and with two threads."""
     before = torch.get_num_threads()

@@ -1,18 +1,24 @@
 """The native transformer equals PyTorch's for every mechanism, on every CPU level, and is batch-invariant."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
 from model.attention.metadata import AttentionMetadata
+from model.config import ModelConfig
 from model.inspect.attention_weights import weights_of_layer
 from model.native.native_transformer import NativeTransformer, computes
 from model.native.weight_packing import BLOCK, pack, padded
-from model.nn.linear import replace_linears
+from model.nn.grouped_weight import GroupedWeight
+from model.nn.linear import GroupedLinear, QuantizedEmbedding, replace_linears
+from model.system.memory_pages import HugePages
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
+from tests.model.nn.test_grouped_weight import grouped, normal
 
 NATIVE = [name for name, config in VARIANTS.items() if config.attention == "softmax"]
 BEST, OTHERS = list(BUILDABLE)[:1], list(BUILDABLE)[1:]
@@ -51,15 +57,16 @@ def test_matrices_packed_for_onednn_are_packed_for_the_kernels(level: str) -> No
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-@pytest.mark.parametrize("variant", SOME)
-def test_int8_logits_equal_pytorchs_on_every_level(variant: str, level: str) -> None:
+@pytest.mark.parametrize("variant", [*SOME, "gemma"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_logits_equal_pytorchs_on_every_level(variant: str, level: str, kind: str) -> None:
     """Inputs that differ in their last bits may be quantized differently, hence the tolerance."""
-    theirs, ours = twins(variant, level, torch.float32, "int8")
+    theirs, ours = twins(variant, level, torch.float32, kind)
     assert (theirs - ours).abs().mean() < 0.01 * theirs.std()
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-@pytest.mark.parametrize("kind", ["plain", "int8"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_a_row_do_not_depend_on_batch_and_threads(level: str, kind: str, dtype: torch.dtype) -> None:
     """Logits of each text alone (also of one token) and of all texts together, with one and with three threads."""
@@ -88,12 +95,12 @@ def test_the_bits_of_a_row_do_not_depend_on_batch_and_threads(level: str, kind: 
 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize("count", [1, 2, 6, 7, 97, 200])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 def test_logits_of_any_number_of_rows_equal_pytorchs(level: str, count: int, kind: str) -> None:
     """Compare `logits`, the final norm and the LM head, for any number of rows."""
     model = build(VARIANTS["rotary-mqa-untied"]).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
-    if kind == "int8":
-        replace_linears(model, "int8")
+    if kind in ("int8", "int4"):
+        replace_linears(model, kind)
     generator = torch.Generator().manual_seed(1)
     x_RE = torch.randn(200, model.config.hidden_size, generator=generator).to(model.token_embedding.weight.dtype)
     with torch.inference_mode():
@@ -102,6 +109,58 @@ def test_logits_of_any_number_of_rows_equal_pytorchs(level: str, count: int, kin
         whole = native.logits(x_RE.float())
         torch.testing.assert_close(whole, expected, rtol=1e-4, atol=0.05 if kind == "bfloat16" else 1e-4)
         assert torch.equal(native.logits(x_RE[-count:].float()), whole[-count:])
+
+
+@pytest.mark.parametrize("level", BUILDABLE)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.parametrize("inputs", [64, 70, 100])
+def test_grouped_weights_of_any_size_equal_pytorchs(level: str, bits: int, has_offset: bool, inputs: int) -> None:
+    """Compare the LM head and its use as an embedding; no sum of the kernel rounds more than PyTorch's."""
+    config = ModelConfig.from_dict(VARIANTS["rotary-mqa-untied"].to_dict() | {"hidden_size": inputs})
+    model, x_RE = build(config), normal(97, inputs)
+    model.lm_head = GroupedLinear(grouped(300, inputs, bits=bits, has_offset=has_offset), normal(300))
+    model.token_embedding = QuantizedEmbedding(model.lm_head, torch.float32)
+    with torch.inference_mode():
+        expected, rows = model.logits(x_RE), model.token_embedding(IDS)
+        native = NativeTransformer(model, library_of(level))
+        whole = native.logits(x_RE)
+        torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(native.token_embedding(IDS), rows)
+        for count in (1, 2, 3, 6, 7):
+            assert torch.equal(native.logits(x_RE[-count:]), whole[-count:])
+
+
+@pytest.mark.parametrize("level", BEST)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_extreme_grouped_weights_and_inputs_do_not_overflow(level: str, bits: int) -> None:
+    """Every code and every quantized input has its largest absolute value, with both signs."""
+    model = build(VARIANTS["rotary-mqa-untied"])
+    size, least = model.config.hidden_size, -8 if bits == 4 else -127
+    codes_FI = torch.full((300, size), least, dtype=torch.int8)
+    codes_FI[1::2] = 7 if bits == 4 else 127
+    scale_FG = torch.ones(300, 1)
+    model.lm_head = GroupedLinear(GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=bits), None)
+    x_RE = torch.ones(2, size)
+    x_RE[1] = -1.0
+    expected = model.logits(x_RE)
+    torch.testing.assert_close(NativeTransformer(model, library_of(level)).logits(x_RE), expected)
+    assert expected.abs().amin() > 7 * size * 0.99
+
+
+@pytest.mark.parametrize("level", BEST)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantized_tied_embedding_is_in_memory_once(level: str, kind: str) -> None:
+    """The native transformer keeps the packed head alone, and rejects a token without an embedding."""
+    model = build(VARIANTS["rotary-gqa"])
+    replace_linears(model, kind)
+    head = weakref.ref(model.lm_head)
+    native = NativeTransformer(model, library_of(level))
+    gc.collect()
+    assert head() is None
+    assert not any(tensor.ndim == 2 and tensor.numel() for tensor in model.state_dict().values())
+    with pytest.raises(IndexError, match="a token id is not below 300"):
+        native(torch.tensor([4, 300]), AttentionMetadata.uncached((2,)), None)
 
 
 def test_unsupported_models_are_rejected() -> None:
@@ -115,11 +174,12 @@ def test_unsupported_models_are_rejected() -> None:
 
 @pytest.mark.parametrize("level", BEST)
 def test_packed_matrices_are_freed_in_the_module(level: str) -> None:
-    """Only the embedding and the norms of the original module remain in memory."""
-    model = build(VARIANTS["gpt2"])
-    NativeTransformer(model, library_of(level))
-    matrices = {name for name, tensor in model.state_dict().items() if tensor.ndim == 2}
-    assert matrices == {"token_embedding.weight", "position_embedding.weight"}
+    """Only an embedding that is not the LM head too, and the norms of the original module, remain in memory."""
+    for variant, kept in (("gpt2", {"token_embedding.weight", "position_embedding.weight"}), ("rotary-gqa", set())):
+        model = build(VARIANTS[variant])
+        NativeTransformer(model, library_of(level))
+        matrices = {name for name, tensor in model.state_dict().items() if tensor.ndim == 2 and tensor.numel()}
+        assert matrices == kept
 
 
 @pytest.mark.parametrize("level", BEST)
@@ -130,21 +190,34 @@ def test_inspected_attention_weights_equal_pytorchs(level: str) -> None:
     torch.testing.assert_close(weights_of_layer(native, ids, layer=1), weights_of_layer(theirs, ids, layer=1))
 
 
-def test_a_packed_matrix_holds_every_weight_once() -> None:
+@pytest.mark.parametrize("level", BEST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_matrix_holds_every_weight_once(level: str, dtype: torch.dtype) -> None:
     """Outputs are in zero-padded panels of 64; gate and up rows alternate in blocks of 16."""
-    linear = torch.nn.Linear(6, 90)
-    packed = pack(linear, lambda _: 4)
+    linear, size = torch.nn.Linear(7, 90, dtype=dtype), 4 // dtype.itemsize
+    packed = pack(linear, library_of(level), HugePages())
     assert packed.outputs == padded(90) == 128
-    assert packed.weight.shape == (2, 2, 64, 4)
-    assert packed.weight[1, 0, 3, 2] == linear.weight[64 + 3, 2]
-    assert packed.weight[1, 1, 3].tolist() == [*linear.weight[64 + 3, 4:].tolist(), 0.0, 0.0]
-    assert packed.weight.count_nonzero() == linear.weight.count_nonzero()
-    gated = pack(linear, lambda _: 1, gated=True)
-    assert gated.weight[0, :, 3, 0].tolist() == linear.weight[3].tolist()
-    assert gated.weight[0, :, BLOCK + 3, 0].tolist() == linear.weight[45 + 3].tolist()
-    assert gated.weight[0, :, 2 * BLOCK + 3, 0].tolist() == linear.weight[BLOCK + 3].tolist()
+    assert packed.weight.shape == (2, -(-7 // size), 64, size)
+    rows = packed.weight.transpose(1, 2).flatten(0, 1).flatten(1)
+    assert torch.equal(rows[:90, :7], linear.weight)
+    assert rows.count_nonzero() == linear.weight.count_nonzero()
+    gated = pack(linear, library_of(level), HugePages(), gated=True)
+    assert gated.weight[0, 0, 3, 0] == linear.weight[3, 0]
+    assert gated.weight[0, 0, BLOCK + 3, 0] == linear.weight[45 + 3, 0]
+    assert gated.weight[0, 0, 2 * BLOCK + 3, 0] == linear.weight[BLOCK + 3, 0]
+    assert gated.weight.count_nonzero() == linear.weight.count_nonzero()
     assert gated.bias is not None
     assert gated.bias[BLOCK + 3] == linear.bias[45 + 3]
+
+
+@pytest.mark.parametrize("level", BEST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rows_of_a_tied_embedding_are_those_of_the_packed_head(level: str, dtype: torch.dtype) -> None:
+    model = build(VARIANTS["rotary-gqa"]).to(dtype)
+    expected = model.token_embedding(IDS)
+    native = NativeTransformer(model, library_of(level))
+    assert torch.equal(model.token_embedding(IDS), expected)
+    assert native.token_embedding.weight.dtype == dtype
 
 
 @pytest.mark.parametrize("level", BEST)

@@ -64,7 +64,7 @@ def test_float16_cache_takes_half_the_memory_for_the_same_tokens(tiny_checkpoint
     assert whole.kv_cache_bytes == 2 * half.kv_cache_bytes
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 def test_float16_cache_serves_with_each_matrix_format(tiny_checkpoint: Path, quantize: str) -> None:
     asked = settings(tiny_checkpoint, kv_cache_dtype="float16", quantize=quantize)
     engine, facts = build_engine(asked, read_manifest(tiny_checkpoint))

@@ -1,0 +1,209 @@
+"""Decoding of stored tensors to quantized matrices in groups, or to dense float32 tensors.
+
+Legend: F outputs, I inputs of a matrix, G groups of 32 inputs, J groups of the stored matrix, W words of 8 codes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.checkpoint.weights import check_finite, opened, part_views
+from model.config import ModelConfig
+from model.gguf.grouped import read_grouped
+from model.huggingface.families.family import Layout
+from model.huggingface.quantization_config import (
+    AwqEncoding,
+    Fp8Encoding,
+    GgufEncoding,
+    GptqEncoding,
+    Int8Encoding,
+    PackedEncoding,
+    PlainEncoding,
+)
+from model.huggingface.tensor_placement import EncodedTensor, Placement
+from model.io.files import CheckpointError
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+
+_MIDDLE = 8  # of the codes 0 to 15
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of 8 outputs in a word
+
+
+def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
+    """Read and decode a tensor of a model: a dense float32 tensor if a part is dense. Raises CheckpointError."""
+    parts = [DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded]
+    whole = _join(parts)
+    if place.layout in (Layout.AS_IS, Layout.CONCATENATED):
+        return whole
+    rows_F = torch.empty(place.shape[0], dtype=torch.int64)  # stored row of each row
+    sizes = [encoded.shape[0] for encoded in place.encoded]
+    stored = torch.arange(place.shape[0]).split(sizes)
+    for view, rows in zip(part_views(rows_F, place.layout, sizes, config), stored, strict=True):
+        view.copy_(rows.view(view.shape))
+    if isinstance(whole, Tensor):
+        return whole[rows_F]
+    return GroupedWeight(
+        codes_FI=whole.codes_FI[rows_F],
+        scale_FG=whole.scale_FG[rows_F],
+        offset_FG=None if whole.offset_FG is None else whole.offset_FG[rows_F],
+        bits=whole.bits,
+    )
+
+
+def _join(parts: Sequence[GroupedWeight | Tensor]) -> GroupedWeight | Tensor:
+    """Concatenate matrices along their outputs."""
+    grouped = [part for part in parts if isinstance(part, GroupedWeight)]
+    if len(parts) == 1:
+        return parts[0]
+    if len(grouped) < len(parts):
+        return torch.cat([part if isinstance(part, Tensor) else part.dense() for part in parts])
+    offsets = [torch.zeros_like(part.scale_FG) if part.offset_FG is None else part.offset_FG for part in grouped]
+    return GroupedWeight(
+        codes_FI=torch.cat([part.codes_FI for part in grouped]),
+        scale_FG=torch.cat([part.scale_FG for part in grouped]),
+        offset_FG=None if all(part.offset_FG is None for part in grouped) else torch.cat(offsets),
+        bits=max(part.bits for part in grouped),
+    )
+
+
+def _read(encoded: EncodedTensor) -> dict[str, Tensor]:
+    """Read the stored tensors of a matrix, and check that all floats are finite. Raises CheckpointError."""
+    tensors = {}
+    for role, header in encoded.tensors.items():
+        with opened(header.path) as file:
+            tensors[role] = file.get_tensor(header.name)
+        if tensors[role].is_floating_point() and tensors[role].dtype.itemsize > 1:
+            check_finite(tensors[role], header, torch.float32)
+    return tensors
+
+
+def _decode_plain(encoded: EncodedTensor) -> Tensor:
+    (tensor,) = _read(encoded).values()
+    return tensor.float()
+
+
+def _decode_gptq(encoded: EncodedTensor) -> GroupedWeight:
+    encoding: GptqEncoding = encoded.encoding
+    stored = _read(encoded)
+    outputs, inputs = encoded.shape
+    # As in GPTQModel: the addition to whole words undoes its subtraction from whole words, with the carries.
+    zeros_JW = stored["qzeros"] + encoding.zero_shift * 0x1111_1111
+    return _ordered(
+        encoded,
+        _nibbles(stored["qweight"].t()).reshape(outputs, -1)[:, :inputs],
+        stored["scales"].t(),
+        zeros_FJ=_nibbles(zeros_JW).flatten(1)[:, :outputs].t(),
+        groups_I=stored["g_idx"],
+    )
+
+
+def _decode_awq(encoded: EncodedTensor) -> GroupedWeight:
+    stored = _read(encoded)
+    outputs, _ = encoded.shape
+    codes_FI, zeros_FJ = (
+        _nibbles(stored[name])[..., list(_AWQ_ORDER)].flatten(1)[:, :outputs].t() for name in ("qweight", "qzeros")
+    )
+    return _grouped(codes_FI, stored["scales"].t(), zeros_FJ, encoded.encoding.group_size)
+
+
+def _decode_packed(encoded: EncodedTensor) -> GroupedWeight:
+    stored = _read(encoded)
+    outputs, inputs = encoded.shape
+    if tuple(stored["weight_shape"].tolist()) != encoded.shape:
+        header = encoded.tensors["weight_shape"]
+        raise CheckpointError(
+            f"{header.path}: tensor {header.name} holds another shape than {encoded.shape}; save the weights again"
+        )
+    zeros_FJ = None
+    if "weight_zero_point" in stored:
+        zeros_FJ = _nibbles(stored["weight_zero_point"].t()).flatten(1)[:, :outputs].t()
+    codes_FI = _nibbles(stored["weight_packed"]).flatten(1)[:, :inputs]
+    return _ordered(encoded, codes_FI, stored["weight_scale"], zeros_FJ, stored.get("weight_g_idx"))
+
+
+def _decode_int8(encoded: EncodedTensor) -> GroupedWeight:
+    stored = _read(encoded)
+    outputs, inputs = encoded.shape
+    scale_FG = stored["weight_scale"].float().reshape(-1, 1).expand(outputs, -(-inputs // GROUP_SIZE))
+    return GroupedWeight(codes_FI=stored["weight"].clone(), scale_FG=scale_FG, offset_FG=None, bits=8)
+
+
+def _decode_fp8(encoded: EncodedTensor) -> Tensor:
+    encoding: Fp8Encoding = encoded.encoding
+    stored = _read(encoded)
+    weight_FI, scale = stored["weight"].float(), stored[encoding.scale].float()
+    if encoding.block is not None:
+        for dimension, size in enumerate(encoding.block):
+            scale = scale.repeat_interleave(min(size, encoded.shape[dimension]), dim=dimension)
+        scale = scale[: encoded.shape[0], : encoded.shape[1]]
+    weight_FI *= scale
+    header = encoded.tensors["weight"]
+    check_finite(weight_FI, header, torch.float32)
+    return weight_FI
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """Return the eight 4-bit numbers of each int32, lowest bits first, in a new last dimension: uint8."""
+    bytes_ = words.contiguous().unsqueeze(-1).view(torch.uint8)
+    return torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
+
+
+def _ordered(
+    encoded: EncodedTensor, codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, groups_I: Tensor | None
+) -> GroupedWeight:
+    """Return a matrix whose inputs may be in any order of groups; a matrix in another order is requantized to int8."""
+    group_size: int | None = encoded.encoding.group_size
+    size = encoded.shape[1] if group_size is None else group_size
+    if groups_I is None or torch.equal(groups_I, torch.arange(encoded.shape[1], dtype=groups_I.dtype) // size):
+        return _grouped(codes_FI, scale_FJ, zeros_FJ, group_size)
+    if not 0 <= int(groups_I.min()) <= int(groups_I.max()) < scale_FJ.shape[1]:
+        header = next(header for name, header in encoded.tensors.items() if name.endswith("g_idx"))
+        raise CheckpointError(
+            f"{header.path}: tensor {header.name} has groups beyond the {scale_FJ.shape[1]} of the scales; "
+            "save the weights again"
+        )
+    zeros = _MIDDLE if zeros_FJ is None else zeros_FJ[:, groups_I].float()
+    return _quantized(scale_FJ.float()[:, groups_I] * (codes_FI.float() - zeros))
+
+
+def _grouped(codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, group_size: int | None) -> GroupedWeight:
+    """Return a matrix of codes from 0 to 15, w = scale (code - zero), with a scale for each group of 32 inputs."""
+    groups = -(-codes_FI.shape[1] // GROUP_SIZE)
+    times = groups if group_size is None else min(groups, group_size // GROUP_SIZE)
+    scale_FJ = scale_FJ.float()
+    offset_FJ = None
+    if zeros_FJ is not None and not bool((zeros_FJ == _MIDDLE).all()):
+        offset_FJ = scale_FJ * (_MIDDLE - zeros_FJ.float())
+    scale_FG, offset_FG = (
+        None if numbers is None else numbers.repeat_interleave(times, dim=1)[:, :groups].contiguous()
+        for numbers in (scale_FJ, offset_FJ)
+    )
+    assert scale_FG is not None
+    codes_FI = (codes_FI.to(torch.int8) - _MIDDLE).contiguous()
+    return GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=offset_FG, bits=4)
+
+
+def _quantized(weight_FI: Tensor) -> GroupedWeight:
+    """Quantize a matrix to int8 in groups, symmetric."""
+    outputs, inputs = weight_FI.shape
+    groups_FGS = functional.pad(weight_FI, (0, -inputs % GROUP_SIZE)).view(outputs, -1, GROUP_SIZE)
+    scale_FG = groups_FGS.abs().amax(dim=2).clamp_(min=torch.finfo(torch.float32).tiny) / 127
+    codes_FI = (groups_FGS / scale_FG[..., None]).round_().to(torch.int8).flatten(1)[:, :inputs].contiguous()
+    return GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=8)
+
+
+def _decode_gguf(encoded: EncodedTensor) -> GroupedWeight:
+    (header,) = encoded.tensors.values()
+    return read_grouped(header)
+
+
+DECODERS: Mapping[type, Callable[[EncodedTensor], GroupedWeight | Tensor]] = {
+    PlainEncoding: _decode_plain,
+    GptqEncoding: _decode_gptq,
+    AwqEncoding: _decode_awq,
+    PackedEncoding: _decode_packed,
+    Int8Encoding: _decode_int8,
+    Fp8Encoding: _decode_fp8,
+    GgufEncoding: _decode_gguf,
+}

@@ -1,0 +1,356 @@
+"""Encodings of quantized matrices, and the reader of `quantization_config` in config.json. Torch-free.
+
+Ignore lists are not read: a matrix that is stored as a float `weight` is served as such.
+
+Legend: F outputs, I inputs of a matrix, G groups of inputs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from model.gguf.block_types import BLOCK_TYPES
+from model.huggingface.families.reader import ConfigReader, Requirements
+from model.io.files import CheckpointError
+from model.io.safetensors_header import WEIGHT_DTYPES
+
+QUANTIZATION_KEY = "quantization_config"
+# Stored tensor's name after the module's name -> possible dtypes and possible shapes.
+Roles = Mapping[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
+_INT32 = ("I32",)
+_GROUP = 32  # inputs of a group of the kernels; larger groups repeat their scales
+_SCALES = "quantized scales are not supported"
+
+
+class Encoding(Protocol):
+    """Encoding of stored tensors. Its type selects the decoder in `model.checkpoint.decoding`."""
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensors that make up a matrix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainEncoding:
+    """Numbers as they are, in a stored tensor of the name `kind`."""
+
+    kind: str
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensor."""
+        return {self.kind: (WEIGHT_DTYPES, (shape,))}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GptqEncoding:
+    """GPTQ: 4-bit codes of 8 inputs in an int32, and the group of each input. Frantar et al. 2022 (arXiv 2210.17323).
+
+    group_size: inputs that share a scale; None: all.
+    zero_shift: difference between a zero point and its stored number: 1 in the format `gptq`, 0 in `gptq_v2`.
+    """
+
+    group_size: int | None
+    zero_shift: int
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensors that make up a matrix."""
+        outputs, inputs = shape
+        groups = _ceil_divide(inputs, self.group_size or inputs)
+        return {
+            "qweight": (_INT32, ((_ceil_divide(inputs, 8), outputs),)),
+            "qzeros": (_INT32, ((groups, _ceil_divide(outputs, 8)),)),
+            "scales": (WEIGHT_DTYPES, ((groups, outputs),)),
+            "g_idx": (_INT32, ((inputs,),)),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AwqEncoding:
+    """AWQ, packing `gemm`: 4-bit codes of 8 outputs in an int32. Lin et al. 2023 (arXiv 2306.00978)."""
+
+    group_size: int | None
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensors that make up a matrix."""
+        outputs, inputs = shape
+        groups, words = _ceil_divide(inputs, self.group_size or inputs), _ceil_divide(outputs, 8)
+        return {
+            "qweight": (_INT32, ((inputs, words),)),
+            "qzeros": (_INT32, ((groups, words),)),
+            "scales": (WEIGHT_DTYPES, ((groups, outputs),)),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedEncoding:
+    """Format `pack-quantized` of compressed-tensors: 4-bit codes of 8 inputs in an int32.
+
+    has_zeros: groups have zero points. has_order: inputs are in no order of groups, and a tensor holds their groups.
+    """
+
+    group_size: int | None
+    has_zeros: bool = False
+    has_order: bool = False
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensors that make up a matrix."""
+        outputs, inputs = shape
+        groups = _ceil_divide(inputs, self.group_size or inputs)
+        zeros: Roles = {"weight_zero_point": (_INT32, ((_ceil_divide(outputs, 8), groups),))}
+        order: Roles = {"weight_g_idx": (_INT32, ((inputs,),))}
+        return {
+            "weight_packed": (_INT32, ((outputs, _ceil_divide(inputs, 8)),)),
+            "weight_scale": (WEIGHT_DTYPES, ((outputs, groups),)),
+            "weight_shape": (("I64", "I32"), ((2,),)),
+            **(zeros if self.has_zeros else {}),
+            **(order if self.has_order else {}),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Encoding:
+    """Format `int-quantized` of compressed-tensors: int8 weights, with a scale for each output or for the matrix."""
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensors that make up a matrix."""
+        return {"weight": (("I8",), (shape,)), "weight_scale": (WEIGHT_DTYPES, ((shape[0], 1), (1,), ()))}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Encoding:
+    """Weights in fp8 (e4m3), with a scale for each block, each output or the matrix.
+
+    scale: name of the tensor of scales. block: outputs and inputs of a block, if blocks have scales.
+    """
+
+    scale: str
+    block: tuple[int, int] | None = None
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensors that make up a matrix."""
+        outputs, inputs = shape
+        shapes: tuple[tuple[int, ...], ...] = (outputs, 1), (1,), ()
+        if self.block is not None:
+            shapes = ((_ceil_divide(outputs, self.block[0]), _ceil_divide(inputs, self.block[1])),)
+        return {"weight": (("F8_E4M3",), (shape,)), self.scale: (WEIGHT_DTYPES, shapes)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufEncoding:
+    """Blocks of a GGUF file. A tensor's dtype is the name of its block type."""
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensor."""
+        return {"weight": (tuple(name for name, kind in BLOCK_TYPES.items() if kind.unpack is not None), (shape,))}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """Encoding of a checkpoint's quantized matrices, and its description for the effective settings."""
+
+    encoding: Encoding
+    text: str
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether matrices stay quantized on a CPU. Matrices of fp8 become floats."""
+        return not isinstance(self.encoding, Fp8Encoding)
+
+
+def read_quantization(path: Path, value: object) -> StoredQuantization | None:
+    """Read the value of `quantization_config` in the config.json `path`; None for null. Raises CheckpointError."""
+    if value is None:
+        return None
+    reader = _reader(path, QUANTIZATION_KEY, value, _HARMLESS, _MUST_BE)
+    try:
+        quantization = reader.choice("quant_method", "", _METHODS)(reader)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {QUANTIZATION_KEY}: {error}; correct the config") from error
+    reader.check_unread()
+    return quantization
+
+
+def _read_gptq(reader: ConfigReader) -> StoredQuantization:
+    group_size = _group_size(reader, ("group_size",))
+    _check_bits(reader, ("bits",))
+    shift = _agreed_choice(reader, ("checkpoint_format", "format"), {"gptq": 1, "gptq_v2": 0})
+    encoding = GptqEncoding(group_size=group_size, zero_shift=shift)
+    if reader.flag("desc_act", False) and group_size is not None:
+        return StoredQuantization(encoding, "int8 in groups of 32, requantized from GPTQ's int4 with desc_act")
+    return StoredQuantization(encoding, f"{_groups_text(group_size)}, from GPTQ")
+
+
+def _read_awq(reader: ConfigReader) -> StoredQuantization:
+    group_size = _group_size(reader, ("group_size", "q_group_size"))
+    _check_bits(reader, ("bits", "w_bit"))
+    _agreed_choice(reader, ("version", "format", "checkpoint_format"), {"gemm": None, "GEMM": None})
+    if not reader.flag("zero_point", True):
+        reader.reject("zero_point", False, "only AWQ with zero points is supported; use a checkpoint with them")
+    return StoredQuantization(AwqEncoding(group_size=group_size), f"{_groups_text(group_size)}, from AWQ")
+
+
+def _read_fp8(reader: ConfigReader) -> StoredQuantization:
+    block = reader.value("weight_block_size")
+    if block is None:  # as written by AutoFP8
+        return StoredQuantization(Fp8Encoding(scale="weight_scale"), _FP8_TEXT)
+    sizes = _block(reader, "weight_block_size", block)
+    return StoredQuantization(Fp8Encoding(scale="weight_scale_inv", block=sizes), _FP8_TEXT)
+
+
+def _read_compressed_tensors(reader: ConfigReader) -> StoredQuantization:
+    groups = reader.value("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        reader.reject("config_groups", groups, "expected exactly one group; use a checkpoint with one scheme")
+    name, group = next(iter(groups.items()))
+    key = f"{QUANTIZATION_KEY}.config_groups.{name}"
+    scheme = _reader(reader.path, key, group, frozenset({"targets", "input_activations"}), _GROUP_MUST_BE)
+    outer, inner = reader.value("format"), scheme.value("format")
+    weights = _reader(reader.path, f"{key}.weights", scheme.value("weights"), _WEIGHTS_HARMLESS, _WEIGHTS_MUST_BE)
+    scheme.check_unread()
+    stored = inner if outer in (None, "mixed-precision") else outer
+    if not isinstance(stored, str) or stored not in _STORED:
+        reader.reject("format", stored, f"supported are {', '.join(_STORED)}; use a checkpoint with one of these")
+    quantization = _STORED[stored](weights)
+    weights.check_unread()
+    return quantization
+
+
+def _read_own(reader: ConfigReader) -> StoredQuantization:
+    """Read the description that `kvasir convert --quantize` writes."""
+    bits = reader.value("bits")
+    if bits == 8:
+        return StoredQuantization(Int8Encoding(), "int8, from kvasir convert")
+    if bits != 4:
+        reader.reject("bits", bits, "supported are 4 and 8; convert the checkpoint again")
+    return StoredQuantization(PackedEncoding(group_size=_GROUP), f"{_groups_text(_GROUP)}, from kvasir convert")
+
+
+def _read_packed(weights: ConfigReader) -> StoredQuantization:
+    _check_kind(weights, "int")
+    _check_bits(weights, ("num_bits",))
+    has_groups = weights.choice("strategy", "group", {"group": True, "channel": False})
+    group_size = _group_size(weights, ("group_size",)) if has_groups else None
+    order = weights.value("actorder")
+    if order not in (None, False, True, "group", "weight", "static", "dynamic"):
+        weights.reject("actorder", order, "supported are group and weight; use a checkpoint with one of these")
+    encoding = PackedEncoding(
+        group_size=group_size,
+        has_zeros=not weights.flag("symmetric", True),
+        has_order=order in (True, "group", "dynamic") and group_size is not None,
+    )
+    if encoding.has_order:
+        text = "int8 in groups of 32, requantized from compressed-tensors' int4 with actorder"
+    else:
+        text = f"{_groups_text(group_size)}, from compressed-tensors"
+    return StoredQuantization(encoding, text)
+
+
+def _read_int8(weights: ConfigReader) -> StoredQuantization:
+    _check_kind(weights, "int")
+    _check_bits(weights, ("num_bits",), 8)
+    if not weights.flag("symmetric", True):
+        weights.reject("symmetric", False, "int8 weights with zero points are not supported; use symmetric weights")
+    weights.choice("strategy", "tensor", {"channel": None, "tensor": None})
+    return StoredQuantization(Int8Encoding(), "int8, from compressed-tensors")
+
+
+def _read_float8(weights: ConfigReader) -> StoredQuantization:
+    _check_kind(weights, "float")
+    _check_bits(weights, ("num_bits",), 8)
+    blocks = weights.choice("strategy", "tensor", {"channel": False, "tensor": False, "block": True})
+    block = weights.value("block_structure")
+    sizes = _block(weights, "block_structure", block) if blocks else None
+    return StoredQuantization(Fp8Encoding(scale="weight_scale", block=sizes), _FP8_TEXT)
+
+
+def _reader(path: Path, name: str, value: object, harmless: frozenset[str], must_be: Requirements) -> ConfigReader:
+    """Return a reader of the JSON object that is the value of the key `name`. Raises CheckpointError."""
+    if not isinstance(value, Mapping):
+        ConfigReader(path, {}).reject(name, value, "expected a JSON object; correct the config")
+    return ConfigReader(path, value, prefix=f"{name}.", harmless=harmless, must_be=must_be)
+
+
+def _check_bits(reader: ConfigReader, names: tuple[str, ...], bits: int = 4) -> None:
+    """Reject any other number of bits than `bits`."""
+    for name, found in ((name, reader.value(name)) for name in names):
+        if found is not None and (found != bits or isinstance(found, bool)):
+            reader.reject(name, found, f"only {bits} bits are supported in this format; use such a checkpoint")
+
+
+def _check_kind(weights: ConfigReader, kind: str) -> None:
+    weights.choice("type", "int", {kind: None})
+
+
+def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
+    """Return the number of inputs that share a scale; None if all do."""
+    found = [(name, value) for name in names if (value := reader.value(name)) is not None]
+    name, size = found[0] if found else (names[0], 128)
+    if isinstance(size, bool) or not isinstance(size, int) or (size != -1 and (size < _GROUP or size % _GROUP)):
+        reader.reject(name, size, f"supported are -1 and multiples of {_GROUP}; use a checkpoint with one of these")
+    return None if size == -1 else size
+
+
+def _agreed_choice(reader: ConfigReader, names: tuple[str, ...], choices: Mapping[str, Any]) -> Any:
+    """Return the item of `choices` that each given key of `names` selects; the first item if no key is given."""
+    found = [reader.choice(name, next(iter(choices)), choices) for name in names]
+    return found[-1] if found[0] == next(iter(choices.values())) else found[0]
+
+
+def _block(reader: ConfigReader, name: str, value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
+        reader.reject(name, value, "expected two positive integers; correct the config")
+    return value[0], value[1]
+
+
+def _groups_text(group_size: int | None) -> str:
+    return "int4 with a scale for each output" if group_size is None else f"int4 in groups of {group_size}"
+
+
+def _ceil_divide(size: int, divisor: int) -> int:
+    return -(-size // divisor)
+
+
+_FP8_TEXT = "dequantized from fp8"
+_METHODS: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "kvasir": _read_own,
+}
+_STORED: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
+    "pack-quantized": _read_packed,
+    "int-quantized": _read_int8,
+    "float-quantized": _read_float8,
+}
+# Keys of the quantization's making, of its kernels, and lists of modules that are not quantized.
+_HARMLESS_KEYS = """
+    quant_method modules_to_not_convert ignored_layers ignore sym damp_percent damp_auto_increment true_sequential
+    static_groups model_name_or_path model_file_base_name lm_head meta dataset tokenizer use_cuda_fp16 model_seqlen
+    block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id use_exllama max_input_length
+    exllama_config cache_block_outputs modules_in_block_to_quantize backend mse act_group_aware disable_exllama
+    do_fuse fuse_max_seq_len modules_to_fuse activation_scheme dequantize expert_dtype quantization_status
+    global_compression_ratio version run_compressed use_optimized_inference
+"""
+_HARMLESS = frozenset(_HARMLESS_KEYS.split())
+_PLAIN = "use a checkpoint without it"
+_MUST_BE: Requirements = {
+    "is_marlin_format": ((False,), "Marlin's packing is not supported; use the checkpoint before its repacking"),
+    "dynamic": (({}, False), f"schemes of single modules are not supported; {_PLAIN}"),
+    "pack_dtype": (("int32",), f"only int32 is supported; {_PLAIN}"),
+    "kv_cache_scheme": ((), f"a quantized KV-cache is not supported; {_PLAIN}"),
+    "sparsity_config": (({}, {"format": "dense"}), f"sparse weights are not supported; {_PLAIN}"),
+    "transform_config": (({},), f"transforms are not supported; {_PLAIN}"),
+    "modules_to_convert": (([],), f"quantized embeddings are not supported; {_PLAIN}"),
+    "scale_fmt": (("float",), f"{_SCALES}; {_PLAIN}"),
+    "fmt": (("e4m3",), f"only e4m3 is supported; {_PLAIN}"),
+}
+_GROUP_MUST_BE: Requirements = {"output_activations": ((), f"quantized outputs are not supported; {_PLAIN}")}
+_WEIGHTS_HARMLESS = frozenset({"observer", "observer_kwargs", "group_size", "block_structure", "actorder", "symmetric"})
+_WEIGHTS_MUST_BE: Requirements = {
+    "dynamic": ((False,), f"dynamic weights are not supported; {_PLAIN}"),
+    "scale_dtype": (tuple(f"torch.{name}" for name in ("float32", "bfloat16", "float16")), f"{_SCALES}; {_PLAIN}"),
+    "zp_dtype": (("torch.int8",), f"only int8 is supported; {_PLAIN}"),
+}

@@ -1,0 +1,82 @@
+"""Weights in groups of 32 inputs with 4-bit or 8-bit codes, a scale and an optional offset for each group.
+
+Legend: F outputs, I inputs of a matrix, G groups of inputs, S inputs of a group, C chunks of outputs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+GROUP_SIZE = 32
+_CHUNK = 2**18  # weights that `quantize_weight` searches scales for at a time: they stay in the CPU's cache
+# Scales that the search compares, as shares of the scale that maps a group's largest absolute value to the code -8.
+# Normal weights of deviation 1 get a root mean square error of 0.0816. With 25 shares it is 0.0809, by min-max 0.0860.
+_SHARES = (1.0, 0.93, 0.86, -1.07, -0.97)
+_TINY = 1e-30  # keeps a group of zeros from dividing by zero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedWeight:
+    """Weight matrix w[f, i] = scale[f, i // 32] * code[f, i] + offset[f, i // 32].
+
+    codes_FI: int8, -8 to 7 if `bits` is 4, -127 to 127 if `bits` is 8. scale_FG and offset_FG are float32; without
+    offsets the weights are symmetric. A format with larger groups repeats its scales.
+    """
+
+    codes_FI: Tensor
+    scale_FG: Tensor
+    offset_FG: Tensor | None
+    bits: int
+
+    def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Return the weights of all outputs, or of some: float32 (F, I)."""
+        codes_FI = self.codes_FI[rows]
+        scale_FI, offset_FG = _widen(self.scale_FG[rows], codes_FI.shape[1]), self.offset_FG
+        scaled_FI = codes_FI * scale_FI
+        return scaled_FI if offset_FG is None else scaled_FI + _widen(offset_FG[rows], codes_FI.shape[1])
+
+
+def _widen(numbers_FG: Tensor, inputs: int) -> Tensor:
+    return numbers_FG.repeat_interleave(GROUP_SIZE, dim=1)[:, :inputs]
+
+
+def quantize_weight(weight_FI: Tensor, *, searches: bool = True) -> GroupedWeight:
+    """Quantize a matrix to 4 bits, symmetric, with a scale for each group of 32 inputs of an output.
+
+    By min-max, a group's largest absolute value becomes the code -8. The search compares other scales too, fits each to
+    its codes by least squares, and keeps the scale with the least squared error.
+    """
+    outputs, inputs = weight_FI.shape
+    padded_FI = functional.pad(weight_FI.detach(), (0, -inputs % GROUP_SIZE))
+    codes_FI = torch.empty(outputs, inputs, dtype=torch.int8)
+    scale_FG = torch.empty(outputs, padded_FI.shape[1] // GROUP_SIZE)
+    size = max(1, _CHUNK // padded_FI.shape[1])
+    for at in range(0, outputs, size):
+        groups_CGS = padded_FI[at : at + size].float().unflatten(1, (-1, GROUP_SIZE))
+        scale_CG1 = _choose_scales(groups_CGS, _SHARES if searches else _SHARES[:0])
+        scale_FG[at : at + size] = scale_CG1[..., 0]
+        codes_FI[at : at + size] = _encode(groups_CGS, scale_CG1).flatten(1)[:, :inputs]
+    return GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=4)
+
+
+def _choose_scales(groups_CGS: Tensor, shares: Iterable[float]) -> Tensor:
+    """Return a scale for each group. shares: scales that the search compares; empty: min-max."""
+    peak_CG1 = groups_CGS.gather(-1, groups_CGS.abs().argmax(-1, keepdim=True))
+    first_CG1 = best_CG1 = torch.where(peak_CG1 == 0, _TINY, peak_CG1 / -8)
+    most_CG1 = torch.zeros_like(first_CG1)
+    for share in shares:
+        codes_CGS = _encode(groups_CGS, share * first_CG1)
+        along_CG1 = (groups_CGS * codes_CGS).sum(-1, keepdim=True)
+        length_CG1 = codes_CGS.square().sum(-1, keepdim=True).clamp_(min=1.0)
+        gain_CG1 = along_CG1.square() / length_CG1  # squared error of zeros minus that of the fitted scale
+        best_CG1 = torch.where(gain_CG1 > most_CG1, along_CG1 / length_CG1, best_CG1)
+        most_CG1 = torch.maximum(gain_CG1, most_CG1)
+    mantissa_CG1, exponent_CG1 = torch.frexp(best_CG1)
+    return torch.ldexp(mantissa_CG1.mul_(2**11).round_(), exponent_CG1 - 11)  # float16's precision, as in the kernels
+
+
+def _encode(groups_CGS: Tensor, scale_CG1: Tensor) -> Tensor:
+    return (groups_CGS / scale_CG1).round_().clamp_(-8, 7)

@@ -1,0 +1,86 @@
+"""Weights in groups: codes and scales reproduce a matrix, the search beats min-max, layers equal the dense product."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model.nn import grouped_weight
+from model.nn.grouped_weight import GroupedWeight, quantize_weight
+from model.nn.linear import GroupedLinear, quantize_rows
+
+
+def normal(*shape: int) -> Tensor:
+    """Return normal random numbers that depend on the shape alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _float16(numbers: Tensor) -> Tensor:
+    """Round to float16, as the native kernels do, but return float32."""
+    return torch.where(numbers.abs() < 1e-4, 1e-4, numbers).half().float()
+
+
+def grouped(outputs: int, inputs: int, *, bits: int, has_offset: bool) -> GroupedWeight:
+    """Return random grouped weights that use the whole range of the codes."""
+    least, most = (-8, 7) if bits == 4 else (-127, 127)
+    generator = torch.Generator().manual_seed(inputs)
+    groups = -(-inputs // 32)
+    return GroupedWeight(
+        codes_FI=torch.randint(least, most + 1, (outputs, inputs), generator=generator, dtype=torch.int8),
+        scale_FG=_float16(normal(outputs, groups).abs() / (most * inputs**0.5)),
+        offset_FG=_float16(normal(outputs, groups) / inputs**0.5) if has_offset else None,
+        bits=bits,
+    )
+
+
+@pytest.mark.parametrize("inputs", [32, 50, 7, 96])
+def test_min_max_uses_the_code_minus_eight_for_the_largest_weight(inputs: int) -> None:
+    weight_FI = normal(9, inputs)
+    found = quantize_weight(weight_FI, searches=False)
+    assert found.codes_FI.shape == weight_FI.shape
+    for group, part_FS in enumerate(weight_FI.split(32, dim=1)):
+        codes_FS = found.codes_FI[:, 32 * group : 32 * group + 32]
+        largest_F1 = part_FS.abs().argmax(dim=1, keepdim=True)
+        assert codes_FS.gather(1, largest_F1).eq(-8).all()
+        reached_F1 = found.dense()[:, 32 * group :][:, :32].gather(1, largest_F1)
+        torch.testing.assert_close(reached_F1, part_FS.gather(1, largest_F1), rtol=2**-11, atol=0.0)
+        error_FS = (found.scale_FG[:, group, None] * codes_FS - part_FS).abs()
+        assert error_FS.le(found.scale_FG[:, group, None].abs() * 1.0001).all()
+
+
+def test_the_search_lowers_the_error_of_every_group() -> None:
+    weight_FI = normal(64, 256)
+    errors = [
+        (quantize_weight(weight_FI, searches=searches).dense() - weight_FI).unflatten(1, (-1, 32)).square().sum(-1)
+        for searches in (False, True)
+    ]
+    assert (errors[1] <= errors[0] * 1.0001).all()
+    assert errors[1].mean() < 0.92 * errors[0].mean()
+
+
+def test_quantizing_in_chunks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_FI = normal(50, 70)
+    whole = quantize_weight(weight_FI)
+    monkeypatch.setattr(grouped_weight, "_CHUNK", 200)
+    parts = quantize_weight(weight_FI)
+    assert torch.equal(parts.codes_FI, whole.codes_FI)
+    assert torch.equal(parts.scale_FG, whole.scale_FG)
+
+
+def test_zeros_stay_zeros() -> None:
+    assert quantize_weight(torch.zeros(3, 40)).dense().eq(0).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.parametrize("inputs", [64, 70])
+def test_a_layer_equals_the_product_with_dense_weights(bits: int, has_offset: bool, inputs: int) -> None:
+    weight, bias_F, x_TE = grouped(53, inputs, bits=bits, has_offset=has_offset), normal(53), normal(5, inputs)
+    rounded_TE, scale_T = quantize_rows(x_TE)
+    expected = nn.functional.linear(rounded_TE * scale_T[:, None], weight.dense(), bias_F)
+    torch.testing.assert_close(GroupedLinear(weight, bias_F)(x_TE), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(weight.dense(slice(3, 9)), weight.dense()[3:9])
+    if has_offset:
+        plain = replace(weight, offset_FG=None)
+        assert not torch.allclose(GroupedLinear(plain, bias_F)(x_TE), expected, rtol=1e-2, atol=1e-2)
