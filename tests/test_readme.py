@@ -95,7 +95,7 @@ def test_the_commands_for_an_own_checkpoint(tmp_path: Path) -> None:
     for command in commands:
         if shlex.split(command) not in served:
             assert shell(command).strip()
-    assert [Path(words[3]).name for words in served] == ["kvasir-hf", "kvasir.gguf"]
+    assert [Path(words[3]).name for words in served] == ["kvasir-int4", "kvasir.gguf"]
     for words in served:
         with serving(Path(words[3]), tmp_path, *words[4:]) as running:
             assert running.text("The king had three sons.", max_tokens=5)

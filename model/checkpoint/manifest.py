@@ -15,6 +15,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,16 @@ class Manifest:
         return int(path.stat().st_mtime)
 
     def verify(self) -> Tokenizer:
-        """Check files' hashes and tensors' names, shapes and dtypes; return the tokenizer. Raises CheckpointError."""
-        for name, (size, digest) in self.files.items():
-            _check_file(self.path_of(name), size, digest)
-        placements = self.place_tensors()
-        tokenizer = load_tokenizer(self.directory)
+        """Check files' hashes and tensors' names, shapes and dtypes; return the tokenizer. Raises CheckpointError.
+
+        A thread checks the files while the tokenizer is loaded. An error of a damaged file replaces all other errors.
+        """
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            checked = pool.submit(self._check_files)
+            try:
+                placements, tokenizer = self.place_tensors(), load_tokenizer(self.directory)
+            finally:
+                checked.result()
         if tokenizer.vocab_size > self.config.vocab_size:
             embedding = placements["token_embedding.weight"].parts[0]
             raise CheckpointError(
@@ -126,6 +132,10 @@ class Manifest:
                 "use the tokenizer of this model's training"
             )
         return tokenizer
+
+    def _check_files(self) -> None:
+        for name, (size, digest) in self.files.items():
+            _check_file(self.path_of(name), size, digest)
 
     def place_tensors(self) -> dict[str, Placement]:
         """Find the stored tensors that make up each model tensor; see `model.huggingface.tensor_placement`."""

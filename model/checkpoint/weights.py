@@ -67,11 +67,8 @@ def read_weights(
     tensors: dict[str, Tensor] = {}
     copies: dict[Path, list[tuple[TensorHeader, Tensor, Layout]]] = {}
     for name, place in placements.items():
-        if name in packed_next and torch.device(device).type == "cpu" and _is_mappable(place, dtype):
-            (header,) = place.parts
-            with opened(header.path) as file:
-                tensors[name] = file.get_tensor(header.name)
-            check_finite(tensors[name], header, dtype)
+        if name in packed_next and len(place.parts) == 1 and (parts := map_parts(place, device, dtype)):
+            (tensors[name],) = parts
             continue
         tensors[name] = torch.empty(place.shape, dtype=dtype, device=device)
         targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
@@ -92,12 +89,22 @@ def opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy the file again") from error
 
 
-def _is_mappable(place: Placement, dtype: torch.dtype) -> bool:
-    """Return True if a model tensor can stay in its file: as one aligned stored tensor of the same dtype and layout."""
-    (header, *others) = place.parts
-    if others or place.layout is not Layout.AS_IS or is_gguf(header.path):
-        return False
-    return DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
+def map_parts(place: Placement, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
+    """Map the stored tensors of a matrix from their files; an empty list if the model needs another device or layout.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a number is NaN or infinite.
+    """
+    is_wanted = torch.device(device).type == "cpu" and place.layout in (Layout.AS_IS, Layout.CONCATENATED)
+    fits = (DTYPES.get(part.dtype) is dtype and part.begin % 4 == 0 and not is_gguf(part.path) for part in place.parts)
+    if not (is_wanted and all(fits)):
+        return []
+    parts = []
+    for header in place.parts:
+        with opened(header.path) as file:
+            parts.append(file.get_tensor(header.name))
+        check_finite(parts[-1], header, dtype)
+    return parts
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:

@@ -71,7 +71,7 @@ def main(settings: InspectSettings) -> int:
     sections: dict[str, Rows] = {
         f"{manifest.name} ({manifest.directory})": _choices(manifest.config),
         "parameters": _parameter_rows(manifest.config),
-        "memory": _memory_rows(manifest.config),
+        "memory": _memory_rows(manifest),
         "tokens": _token_rows(manifest, tokenizer),
         files: (
             (name, f"{size:>13,} bytes" + (f"  SHA-256 {digest[:16]}…" if digest else ""))
@@ -108,7 +108,10 @@ def _parameter_rows(config: ModelConfig) -> Rows:
     yield "total", f"{config.num_parameters:>15,}"
 
 
-def _memory_rows(config: ModelConfig) -> Rows:
+def _memory_rows(manifest: Manifest) -> Rows:
+    config = manifest.config
+    if manifest.quantization is not None:
+        yield "stored", f"weights {_size(manifest.num_weight_bytes)}, {manifest.quantization.text}"
     for dtype, size in _DTYPE_BYTES.items():
         kv_cache = parameter_counts.kv_cache_formula(config, size)
         yield (

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 from model.attention.paged import KernelContext
-from model.checkpoint.loading import load_model
+from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
 from model.checkpoint.manifest import Manifest
 from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
-from model.nn.linear import LINEAR_KINDS, can_pack, replace_linears
+from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -105,7 +105,7 @@ class _ResolvedSettings(NamedTuple):
     attending: AttentionChoice
     cache_dtype: torch.dtype
     quantization: Quantization | None
-    packs: bool  # True if matrices are not copied from the file before they are packed
+    packed_next: tuple[str, ...]  # matrices that are not copied from the file before they are packed, see `load_model`
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
@@ -136,13 +136,13 @@ def build_engine(
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
     loaded = load_model(
-        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packs_next=resolved.packs
+        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
     matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
     fuse_for_gpu(loaded)
     model = to_native(loaded)
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
-    largest = _largest_step(settings, resolved.max_context_length)
+    largest = _largest_step(settings, resolved)
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
     num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
     num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
@@ -171,7 +171,7 @@ def build_engine(
         block_size=settings.block_size,
         kv_cache_bytes=num_blocks * resolved.block_bytes,
         kv_cache_dtype=_name(resolved.cache_dtype),
-        reasons=resolved.reasons,
+        reasons={**resolved.reasons, **_stored_format(manifest, matrices)},
         has_standby=plan.has_standby,
     )
 
@@ -193,16 +193,20 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         attending = choose_attention(settings.attention, context, library)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
+    packed = MATRICES if packs else ()
+    if packs and manifest.config.tie_embeddings and (library is not None or settings.quantize != "none"):
+        packed += (EMBEDDING,)  # its rows are then read from the LM head
     return _ResolvedSettings(
         context=context,
         kernels=library,
         attending=attending,
         cache_dtype=cache_dtype,
         quantization=quantization,
-        packs=device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain"),
+        packed_next=packed,
         threads=threads,
         max_context_length=max_context_length,
-        reasons={"dtype": dtype_reason, "threads": threads_reason, **_stored_matrices(manifest, device)},
+        reasons={"dtype": dtype_reason, "threads": threads_reason},
     )
 
 
@@ -219,19 +223,21 @@ def _plan(
         config=manifest.config,
         value_bytes=dtype.itemsize,
         cache_value_bytes=resolved.cache_dtype.itemsize,
-        num_copies=1 if resolved.kernels is None or (resolved.packs and stored == {dtype}) else 2,
+        num_copies=1 if resolved.kernels is None or (resolved.packed_next and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
         num_quantized=manifest.num_quantized,
+        packs_embedding=EMBEDDING in resolved.packed_next,
     )
     return plan_memory(loaded, settings, standby=server.standby)
 
 
-def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
+def _largest_step(settings: ModelSettings, resolved: _ResolvedSettings) -> LargestStep:
     return LargestStep(
         block_size=settings.block_size,
         num_tokens=settings.max_batched_tokens,
         num_sampled=settings.max_num_running,
-        max_context_length=max_context_length,
+        max_context_length=resolved.max_context_length,
+        cache_dtype=resolved.cache_dtype,
     )
 
 
@@ -287,17 +293,19 @@ def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, s
 def prepare_matrices(model: Transformer, quantize: str, quantization: Quantization | None) -> str:
     """Convert a model's weight matrices as --quantize says, or to the fastest float format. Return the format's name.
 
-    Float matrices for native kernels are left to `to_native`, which packs them.
+    Float matrices for native kernels are left to `to_native`, which packs them. Quantized matrices stay as they are.
     """
     weight = model.token_embedding.weight
-    if quantize == "none" and library_for(model) is not None:
-        return "packed"
+    layers = [module for module in model.modules() if isinstance(module, GroupedLinear | Int8Linear)]
+    stored = {"int8" if isinstance(layer, Int8Linear) else f"int{layer.weight.bits}" for layer in layers}
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
-    if quantization is not None:
+    if quantize == "none" and library_for(model) is not None:
+        kind = "packed"
+    elif quantization is not None:
         replace_linears(model, quantization.make)
     elif kind in LINEAR_KINDS:
         replace_linears(model, kind)
-    return kind
+    return min(stored, default=kind)
 
 
 def _matrix_kind(quantize: str, device: torch.device | str, dtype: torch.dtype) -> str:
@@ -327,8 +335,8 @@ def find_device(wanted: str) -> str:
 
 def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a --kv-cache-dtype setting. Raises `SettingsError` if model or device do not support it."""
-    if wanted == "auto":
-        return dtype
+    if wanted != "float16":
+        return dtype if wanted == "auto" else torch.int8
     if device != "cpu" or dtype is not torch.float32:
         model = f"{_name(dtype)} on {'CUDA' if device == 'cuda' else 'the CPU'}"
         raise SettingsError(
@@ -338,11 +346,14 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
     return torch.float16
 
 
-def _stored_matrices(manifest: Manifest, device: str) -> dict[str, str]:
-    """Return the description of quantized matrices in a checkpoint, by the setting's name."""
+def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
+    """Return the description of a checkpoint's quantized matrices, which are served as `matrices`."""
     if (stored := manifest.quantization) is None:
         return {}
-    return {"matrices": stored.text if device == "cpu" or not stored.is_kept else f"dequantized from {stored.text}"}
+    is_kept = matrices in ("int4", "int8") or not stored.is_kept
+    return {
+        "matrices": stored.text.removeprefix(matrices).lstrip(", ") if is_kept else f"dequantized from {stored.text}"
+    }
 
 
 def check_quantize(quantize: str, manifest: Manifest) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from model.attention.metadata import AttentionMetadata
 from service.preprocess.request_processor import sample_seed
-from tests.e2e.process import Service
+from tests.e2e.process import Service, serving
 from tests.e2e.slow_twin import Oracle
 from tests.service import streams
 from tests.service.bad_requests import BAD_REQUESTS
@@ -328,3 +329,13 @@ def test_every_route_responds(service: Service) -> None:
 def test_no_earlier_request_caused_an_internal_error(service: Service) -> None:
     assert service.metric("llm_request_failures_total", status="500") == 0
     assert "Traceback" not in service.log.read_text()
+
+
+def test_a_server_with_int4_weights_answers_alone_and_in_a_crowd_alike(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    requests = [{"prompt": PROMPT[: 4 + number], "seed": number, "max_tokens": 30} for number in range(8)]
+    with serving(tiny_checkpoint, tmp_path, "--quantize", "int4") as service:
+        assert "int4 matrices" in service.log.read_text()
+        alone = [service.text(**request) for request in requests]
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            assert list(pool.map(lambda request: service.text(**request), requests)) == alone
+    assert len(set(alone)) > 1

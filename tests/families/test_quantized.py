@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.conversion.quantize import quantize_checkpoint
 from model.checkpoint.decoding import DECODERS, decode
+from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
-from model.huggingface.directory import SINGLE_FILE
+from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.quantization_config import Encoding, Fp8Encoding, Int8Encoding, PackedEncoding, read_quantization
 from model.huggingface.tensor_placement import EncodedTensor
 from model.io.files import CheckpointError
@@ -26,13 +29,17 @@ from model.io.safetensors_header import read_headers
 from model.nn.grouped_weight import GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear
 from model.tokenizer.files import load_tokenizer
+from service.cli.main import main
 from service.config.settings import ModelSettings, SettingsError
 from service.worker.engine_factory import build_engine
+from service.worker.memory_plan import LoadedModel
 from tests.e2e.process import serving
 from tests.families.models import CASES, load
 from tests.families.quantized_files import (
     FORMS,
     Tensors,
+    gptq,
+    random_codes,
     scheme,
     write_directory,
     write_form,
@@ -169,6 +176,27 @@ def test_eight_bit_directories_compute_their_dequantized_weights(tmp_path: Path,
     check_logits(tmp_path, 1e-5)
 
 
+def test_a_quantized_head_and_shards_are_read(tmp_path: Path) -> None:
+    """A quantizer may include lm_head, and write several files with an index."""
+    write_form(tmp_path, FORMS["gptq 32, zeros"])
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    shape = 300, 128
+    codes = random_codes(shape, torch.Generator().manual_seed(5), group=32, has_zeros=True, is_shuffled=False)
+    del tensors["lm_head.weight"]
+    tensors |= {f"lm_head.{role}": tensor.contiguous() for role, tensor in gptq(codes).items()}
+    names = sorted(tensors)
+    files = {f"model-0000{n}-of-00002.safetensors": names[n - 1 :: 2] for n in (1, 2)}
+    for file, chosen in files.items():
+        save_file({name: tensors[name] for name in chosen}, tmp_path / file)
+    weight_map = {name: file for file, chosen in files.items() for name in chosen}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / SINGLE_FILE).unlink()
+    plain = load_file(tmp_path / "dense" / SINGLE_FILE)
+    save_file(plain | {"lm_head.weight": codes.dense.contiguous()}, tmp_path / "dense" / SINGLE_FILE)
+    assert isinstance(load(tmp_path).lm_head, GroupedLinear)
+    check_logits(tmp_path, 1e-5)
+
+
 LIBRARY_FILE = Path(__file__).parents[1] / "data" / "compressed_tensors.safetensors"
 ENCODINGS: dict[str, Encoding] = {
     "group": PackedEncoding(group_size=32),
@@ -286,7 +314,7 @@ Damage = Callable[[Tensors], object]
 DAMAGED: dict[str, tuple[str, Damage, str]] = {
     "qweight": ("gptq 128", lambda t: t.update({f"{MLP}.qweight": torch.zeros(8, 8).int()}), "has shape (8, 8), but"),
     "dtype": ("gptq 128", lambda t: t.update({f"{MLP}.qweight": t[f"{MLP}.qweight"].long()}), "dtype I64, not I32"),
-    "g_idx": ("gptq 128", lambda t: t.pop(f"{MLP}.g_idx"), f"tensor {MLP}.g_idx is in no safetensors file"),
+    "g_idx": ("gptq 128", lambda t: t.pop(f"{MLP}.g_idx"), f"tensor {MLP}.g_idx is in no weight file"),
     "scales": ("awq 32", lambda t: t.update({f"{MLP}.scales": torch.ones(1, 128)}), "has shape (1, 128), but"),
     "qzeros": ("awq 32", lambda t: t.update({f"{MLP}.qzeros": torch.zeros(2, 16).int()}), "has shape (2, 16), but"),
     "extra": ("awq 32", lambda t: t.update({f"{MLP}.g_idx": torch.zeros(1)}), f"tensor {MLP}.g_idx is not part of"),
@@ -389,9 +417,31 @@ def test_a_quantized_directory_is_served(directories: dict[str, Path], tmp_path:
     assert quantization is not None
     with serving(directory, tmp_path, "--dtype", "float32") as service:
         body = service.complete(PROMPT, temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-        assert f"({quantization.text})" in service.log.read_text()
+        assert f"int4 matrices ({quantization.text.removeprefix('int4 ')})" in service.log.read_text()
     assert body["usage"]["prompt_tokens"] == len(ids)
     assert body["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(float(best), abs=0.02)
+
+
+def test_other_devices_than_a_cpu_get_dequantized_matrices(directories: dict[str, Path]) -> None:
+    manifest = read_manifest(directories["awq 32"])
+    model = load_model(manifest, device="meta", dtype=torch.bfloat16, attention=ATTENTION_BACKENDS["sdpa"])
+    assert not any(isinstance(module, GroupedLinear) for module in model.modules())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_memory_plan_counts_quantized_weights_as_bytes(directories: dict[str, Path]) -> None:
+    manifest = read_manifest(directories["awq 32"])
+    matrices = [weight for weight in decoded(manifest.directory).values() if isinstance(weight, GroupedWeight)]
+    quantized = sum(weight.codes_FI.numel() for weight in matrices)
+    assert manifest.num_quantized == quantized
+    plan = LoadedModel(manifest.config, 4, 4, 2, 64, quantized)
+    assert plan.weight_bytes == 8 * (manifest.config.num_parameters - quantized) + 1.25 * quantized
+    assert read_manifest(directories["awq 32"] / "dense").num_quantized == 0
+
+
+def test_inspect_shows_the_stored_format(directories: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--checkpoint", str(directories["gptq 128"])]) == 0
+    assert re.search(r"stored +weights [\d.]+ .iB, int4 in groups of 128, from GPTQ\n", capsys.readouterr().out)
 
 
 def test_quantizing_quantized_matrices_is_rejected(directories: dict[str, Path]) -> None:
