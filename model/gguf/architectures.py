@@ -108,6 +108,8 @@ _ARCHITECTURES = {
 
 def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
     """Return the model family, with GGUF's tensor names, and the ModelConfig of a GGUF file. Raises CheckpointError."""
+    if file.scalars.get("split.count", 1) not in (0, 1):
+        raise CheckpointError(f"{file.path}: is one of several files; merge them with `llama-gguf-split --merge`")
     name = file.text("general.architecture")
     if name not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
@@ -176,7 +178,10 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
     # One bit more, so that head_dim * share rounded down is the number of the file.
     rope |= {"partial_rotary_factor": share if share == 1 else math.nextafter(share, 2)}
     if not is_partial and _ROTARY_FACTORS in file.tensors:
-        rope |= _llama3_scaling(file, file.tensors[_ROTARY_FACTORS], float(rope["rope_theta"]))
+        header = file.tensors[_ROTARY_FACTORS]
+        if header.shape != (head_dim // 2,):
+            raise CheckpointError(f"{file.path}: {_ROTARY_FACTORS} has the shape {header.shape}, not {head_dim // 2}")
+        rope |= _llama3_scaling(file, header, float(rope["rope_theta"]))
     return {"rope_parameters": rope}
 
 

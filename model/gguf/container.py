@@ -21,6 +21,7 @@ MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 _VERSIONS = (2, 3)
 _MAX_ENTRIES = 2**16
+_MAX_ITEMS = 2**22  # of an array: ten times the largest published vocabulary
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _NUMBERS = {
@@ -83,7 +84,10 @@ class GgufFile:
     def _span(self, key: str) -> ArraySpan | None:
         if key in self.scalars:
             raise CheckpointError(f"{self.path}: {key} must be an array; convert the model again")
-        return self.arrays.get(key)
+        span = self.arrays.get(key)
+        if span is not None and span.count > _MAX_ITEMS:
+            raise CheckpointError(f"{self.path}: {key} has over {_MAX_ITEMS:,} items; convert the model again")
+        return span
 
     def _bytes(self, span: ArraySpan) -> bytes:
         with reading(self.path), self.path.open("rb") as file:

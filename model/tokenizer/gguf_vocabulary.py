@@ -16,6 +16,7 @@ from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.split_patterns import GPT2_PATTERN, LLAMA3_PATTERN, O200K_PATTERN, QWEN_PATTERN, TEKKEN_PATTERN
 from model.tokenizer.tokenizer_json import BYTE_LEVEL_DECODER, added_token, pre_tokenizer_for, tokenizer_from_json
 
+_MAX_TOKEN_LENGTH = 512  # the time to find all merges of a token grows with the square of its length
 _NORMAL, _USER_DEFINED = 1, 4  # token types
 
 
@@ -96,6 +97,8 @@ def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], types: Sequenc
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(vocabulary):
         raise TokenizerError(f"{len(scores)} scores for {len(vocabulary)} tokens; convert the model again")
+    if longest := next((token for token in vocabulary if len(token) > _MAX_TOKEN_LENGTH), None):
+        raise TokenizerError(f"the token {longest[:40]!r}… is longer than {_MAX_TOKEN_LENGTH}; use another tokenizer")
     unknown = file.scalars.get("tokenizer.ggml.unknown_token_id", 0)
     prefix = file.scalars.get("tokenizer.ggml.add_space_prefix", True) is True
     mergeable = {t: scores[i] for t, i in vocabulary.items() if types[i] in (_NORMAL, _USER_DEFINED)}

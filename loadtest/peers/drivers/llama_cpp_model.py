@@ -80,6 +80,7 @@ def main() -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    print(f"wrote {out}, {wanted.name}")
 
 
 def _read(header: TensorHeader) -> np.ndarray:

@@ -111,6 +111,7 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"general.architecture": "mamba"}, "the architecture 'mamba' is not supported; supported are llama, qwen2"),
+        ({"split.count": 3}, "is one of several files; merge them with"),
         ({"llama.context_length": None}, "the key llama.context_length is missing"),
         ({"llama.attention.head_count": 0}, "the key llama.attention.head_count is missing"),
         ({"llama.attention.head_count": -1}, "num_attention_heads must be a positive integer"),
@@ -140,6 +141,12 @@ def test_one_value_for_every_layer_is_read(tmp_path: Path) -> None:
 def test_a_scaling_that_is_not_llama3s_is_rejected(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), divisors=np.array([1, 2, 1, 2], np.float32))
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not a scaling of Llama 3"):
+        read_manifest(path)
+
+
+def test_divisors_of_another_shape_are_rejected(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), divisors=np.ones(5, np.float32))
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight has the shape \(5,\), not 4"):
         read_manifest(path)
 
 

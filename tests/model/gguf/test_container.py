@@ -100,6 +100,15 @@ def test_wrong_kinds_of_values_are_rejected(tmp_path: Path) -> None:
             look()
 
 
+@pytest.mark.parametrize(("kind", "item"), [(0, b"1"), (8, text(""))])
+def test_a_huge_array_is_rejected(tmp_path: Path, kind: int, item: bytes) -> None:
+    """Its items would take ten times the bytes of the file as Python objects."""
+    array = struct.pack("<IQ", kind, 2**22 + 1) + item * (2**22 + 1)
+    found = read(tmp_path / "x.gguf", container([entry("a", 9, array)]))
+    with pytest.raises(CheckpointError, match="a has over 4,194,304 items"):
+        (found.strings if kind == 8 else found.numbers)("a")
+
+
 def test_a_file_that_shrinks_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     found = read(path, container([entry("numbers", 9, struct.pack("<IQII", 4, 2, 5, 6))]))
