@@ -40,7 +40,7 @@ def _parser() -> _Parser:
     model = parser.add_mutually_exclusive_group()
     text = "checkpoint directory (default: checkpoints/kvasir-9m in the working directory, else beside the package)"
     model.add_argument("--checkpoint", metavar="DIR", help=text)
-    text = "measure random weights instead: S has 28, M 109, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters"
+    text = "measure random weights: S 28, M 109, smollm2-135m 135, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters"
     model.add_argument("--shape", choices=sorted(SHAPE_SIZES), help=text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
     text = "change the defaults to batch 1 and 16, context 128, one prompt length, 16 steps, 3 repeats"

@@ -1,6 +1,6 @@
 """Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
-Torch is imported only to write a checkpoint. The shapes S and M have Llama's architecture, the other shapes Qwen's.
+Torch is imported only to write a checkpoint. Shapes named qwen have Qwen's architecture, the others Llama's.
 """
 
 import dataclasses
@@ -19,6 +19,8 @@ _SIZES = (
 SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
     "S": dict(zip(_SIZES, (8192, 2048, 8, 512, 8, 4, 64, 1408), strict=True)),
     "M": dict(zip(_SIZES, (32000, 2048, 12, 768, 12, 12, 64, 2048), strict=True)),
+    # Source: https://huggingface.co/HuggingFaceTB/SmolLM2-135M/blob/main/config.json.
+    "smollm2-135m": dict(zip(_SIZES, (49152, 8192, 30, 576, 9, 3, 64, 1536), strict=True)),
     # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json. The context is 2,048 instead of 40,960
     # positions, as in the other shapes: it limits the KV-cache and does not change speed.
     "qwen3-0.6b": dict(zip(_SIZES, (151936, 2048, 28, 1024, 16, 8, 128, 3072), strict=True)),
