@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _FOREIGN_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
 # Longer than the idle timeout of load balancers (60 s), so that the load balancer closes idle connections first.
 _KEEP_ALIVE_SECONDS = 75
+# Default maximum of Linux (net.core.somaxconn). While the queue is full, Linux resets some established connections.
+_LISTEN_QUEUE = 4096
 
 
 class _RouteOwner(LitAPI):  # type: ignore[misc]  # litserve has no types
@@ -104,6 +106,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                backlog=_LISTEN_QUEUE,
                 http=partial(
                     BoundedHttpProtocol,
                     limits=self._connection_limits,
