@@ -14,11 +14,11 @@ from service.http.api_keys import read_api_keys
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle
 from service.metrics.recorder import Metrics
-from service.preprocess.served_model import read_served_model
+from service.preprocess.served_model import ServedModel, read_served_model
 from service.supervisor.api_process import ApiServer
 from service.supervisor.supervisor import StartError, Supervisor, check_port
 from service.supervisor.worker_process import WorkerProcess
-from service.telemetry.request_record import RequestLog
+from service.telemetry.request_record import Observe, RequestLog
 from service.worker.worker import Worker, WorkerOrder, importable_name, stamps_of
 
 if TYPE_CHECKING:
@@ -49,14 +49,7 @@ def build_server(
     trim_heap()  # 63 MB of parsed JSON of a tokenizer of 152,000 tokens, which the API process would inherit
     for warning in (*keys.warnings, *served.warnings()):
         logger.warning("%s", warning)
-    if settings.log_prompts:
-        logger.warning(
-            "--log-prompts: the log contains the prompts and completions of all clients; restrict its readers"
-        )
-    tracer = None if settings.otlp_endpoint is None else load_tracer(settings.otlp_endpoint, served.model_name)
-    observers = [] if tracer is None else [tracer.record]
-    if settings.log_format == "json":
-        observers.append(RequestLog(served.model_name, served.tokenizer.decode if settings.log_prompts else None).write)
+    observers, tracer = make_observers(settings, served)
     lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
     frontend = Frontend(
         settings, served=served, channel=channel, lifecycle=lifecycle, metrics=Metrics(served.model_name)
@@ -88,6 +81,19 @@ def build_server(
         start_api=api.start,
         settings=settings,
     )
+
+
+def make_observers(settings: ServeSettings, served: ServedModel) -> "tuple[list[Observe], RequestTracer | None]":
+    """Return the functions that get every finished request, and the tracer; both as the settings ask for them."""
+    if settings.log_prompts:
+        logger.warning(
+            "--log-prompts: the log contains the prompts and completions of all clients; restrict its readers"
+        )
+    tracer = None if settings.otlp_endpoint is None else load_tracer(settings.otlp_endpoint, served.model_name)
+    observers: list[Observe] = [] if tracer is None else [tracer.record]
+    if settings.log_format == "json":
+        observers.append(RequestLog(served.model_name, served.tokenizer.decode if settings.log_prompts else None).write)
+    return observers, tracer
 
 
 def load_tracer(endpoint: str, model_name: str) -> "RequestTracer":

@@ -203,6 +203,9 @@ def _read_compressed_tensors(reader: ConfigReader) -> StoredQuantization:
     groups = reader.value("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         reader.reject("config_groups", groups, "expected exactly one group; use a checkpoint with one scheme")
+    sparsity = reader.value("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
+        reader.reject("sparsity_config", sparsity, f"sparse weights are not supported; {_PLAIN}")
     name, group = next(iter(groups.items()))
     key = f"{QUANTIZATION_KEY}.config_groups.{name}"
     scheme = _reader(reader.path, key, group, frozenset({"targets", "input_activations"}), _GROUP_MUST_BE)
@@ -341,7 +344,6 @@ _MUST_BE: Requirements = {
     "dynamic": (({}, False), f"schemes of single modules are not supported; {_PLAIN}"),
     "pack_dtype": (("int32",), f"only int32 is supported; {_PLAIN}"),
     "kv_cache_scheme": ((), f"a quantized KV-cache is not supported; {_PLAIN}"),
-    "sparsity_config": (({}, {"format": "dense"}), f"sparse weights are not supported; {_PLAIN}"),
     "transform_config": (({},), f"transforms are not supported; {_PLAIN}"),
     "modules_to_convert": (([],), f"quantized embeddings are not supported; {_PLAIN}"),
     "scale_fmt": (("float",), f"{_SCALES}; {_PLAIN}"),

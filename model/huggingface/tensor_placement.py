@@ -85,6 +85,8 @@ def place_tensors(
         placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=headers, encoded=encoded)
     if family is not None and config.tie_embeddings:
         _drop_tied_head(family, found, placements["token_embedding.weight"])
+    if encoding is not None:
+        _drop_zero_biases(found)
     ignored = () if family is None else family.ignored_tensors
     ignored += () if encoding is None else _IGNORED_IF_QUANTIZED
     if extra := [h for name, h in found.items() if not any(re.fullmatch(pattern, name) for pattern in ignored)]:
@@ -178,6 +180,20 @@ def _drop_tied_head(family: ModelFamily, found: dict[str, TensorHeader], embeddi
             f"{head.path}: tensor {head.name} differs from {other.name}, but tie_word_embeddings is true; "
             "if the head is separate, set tie_word_embeddings to false in config.json"
         )
+
+
+def _drop_zero_biases(found: dict[str, TensorHeader]) -> None:
+    """Remove biases of zeros, which AutoGPTQ adds to layers without a bias."""
+    for name, header in list(found.items()):
+        if name.endswith(".bias") and len(header.shape) == 1 and _is_zero(header):
+            del found[name]
+
+
+def _is_zero(header: TensorHeader) -> bool:
+    with reading(header.path), header.path.open("rb") as file:
+        file.seek(header.begin)
+        starts = range(header.begin, header.end, _CHUNK_BYTES)
+        return not any(any(file.read(min(header.end - start, _CHUNK_BYTES))) for start in starts)
 
 
 def _are_equal(first: TensorHeader, second: TensorHeader) -> bool:

@@ -176,6 +176,65 @@ def test_eight_bit_directories_compute_their_dequantized_weights(tmp_path: Path,
     check_logits(tmp_path, 1e-5)
 
 
+def test_added_biases_of_zeros_are_dropped(tmp_path: Path) -> None:
+    """AutoGPTQ adds a bias to every layer, for example in the published GPTQ files of Qwen2.5."""
+    write_form(tmp_path, FORMS["gptq biased"])
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    save_file(tensors | {f"{MLP}.bias": torch.zeros(128).half()}, tmp_path / SINGLE_FILE)
+    check_logits(tmp_path, 1e-5)
+    save_file(tensors | {f"{MLP}.bias": torch.ones(128).half()}, tmp_path / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"down_proj\.bias is not part of the model"):
+        read_manifest(tmp_path).place_tensors()
+
+
+# Values of quantization_config as published checkpoints have them, with all keys of their tools.
+PUBLISHED: dict[str, tuple[str, str]] = {
+    "Qwen2.5 GPTQ-Int4": (
+        """{"batch_size": 1, "bits": 4,
+        "block_name_to_quantize": null, "cache_block_outputs": true, "damp_percent": 0.01,
+        "dataset": null, "desc_act": false, "exllama_config": {"version": 1}, "group_size": 128,
+        "max_input_length": null, "model_seqlen": null, "module_name_preceding_first_block": null,
+        "modules_in_block_to_quantize": null, "pad_token_id": null, "quant_method": "gptq", "sym": true,
+        "tokenizer": null, "true_sequential": true, "use_cuda_fp16": false, "use_exllama": true}""",
+        "int4 in groups of 128, from GPTQ",
+    ),
+    "Llama 2 by AutoGPTQ": (
+        """{"bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": true, "sym": true, "true_sequential": true,
+        "model_name_or_path": null, "model_file_base_name": "model", "quant_method": "gptq"}""",
+        "int8 in groups of 32, requantized from GPTQ's int4 with desc_act",
+    ),
+    "Qwen2.5 AWQ": (
+        """{"bits": 4, "group_size": 128, "modules_to_not_convert": null, "quant_method": "awq", "version": "gemm",
+        "zero_point": true}""",
+        "int4 in groups of 128, from AWQ",
+    ),
+    "Qwen3 FP8": (
+        """{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}""",
+        "dequantized from fp8",
+    ),
+    "Llama 3.1 w8a8": (
+        """{"config_groups": {"group_0": {"input_activations": {"actorder": null, "block_structure": null,
+        "dynamic": true, "group_size": null, "num_bits": 8, "observer": null, "observer_kwargs": {},
+        "strategy": "token", "symmetric": true, "type": "int"}, "output_activations": null, "targets": ["Linear"],
+        "weights": {"actorder": null, "block_structure": null, "dynamic": false, "group_size": null, "num_bits": 8,
+        "observer": "mse", "observer_kwargs": {}, "strategy": "channel", "symmetric": true, "type": "int"}}},
+        "format": "int-quantized", "global_compression_ratio": 1.24, "ignore": ["lm_head"], "kv_cache_scheme": null,
+        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.14, "ignore": [], "targets": [],
+        "registry_requires_subclass": false, "sparsity_structure": "unstructured"}}""",
+        "int8, from compressed-tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_quantization_configs_are_read(name: str) -> None:
+    config, text = PUBLISHED[name]
+    quantization = read_quantization(Path("config.json"), json.loads(config))
+    assert quantization is not None
+    assert quantization.text == text
+
+
 def test_a_quantized_head_and_shards_are_read(tmp_path: Path) -> None:
     """A quantizer may include lm_head, and write several files with an index."""
     write_form(tmp_path, FORMS["gptq 32, zeros"])
