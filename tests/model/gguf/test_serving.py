@@ -70,7 +70,7 @@ def test_a_quantized_file_is_served_in_its_own_precision(tmp_path: Path) -> None
     with serving(path, tmp_path) as service:
         first, second = (service.text(PROMPT, temperature=0, max_tokens=16, ignore_eos=True) for _ in range(2))
         assert first == second
-        assert "int4 (in groups of 32, from GGUF's Q4_0)" in service.log.read_text()
+        assert "int4 matrices (in groups of 32, from GGUF's Q4_0)" in service.log.read_text()
 
 
 @pytest.mark.parametrize("command", ["inspect", "tokenize"])
