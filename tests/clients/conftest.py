@@ -35,6 +35,8 @@ def full(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "0",
         "--api-keys-file",
         str(keys),
+        "--hang-seconds",  # the worker stays suspended until the last test
+        "0",
     )
     with serving(tiny_checkpoint, directory, *flags) as running, ThreadPoolExecutor(3) as pool:
 

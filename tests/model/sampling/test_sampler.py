@@ -3,6 +3,7 @@
 import bisect
 import itertools
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,15 @@ def test_top_logprobs_of_a_large_vocabulary_equal_pytorchs() -> None:
             assert [token for token, _ in top] == best.indices[row].tolist()
     assert [token for token, _ in found[2][2]][:2] == [7, 200_000]
     assert found == [top_logprobs(logits[row : row + 1], [row], 20)[0] for row in range(3)]
+
+
+def test_logprobs_of_a_prompt_copy_no_batch_of_logits() -> None:
+    logits = torch.randn(64, 20_000, generator=torch.Generator().manual_seed(3))
+    tracemalloc.start()
+    top_logprobs(logits, range(64), 5)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < logits.nbytes / 8
 
 
 ALONE = [
