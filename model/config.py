@@ -191,8 +191,12 @@ class ModelConfig:
         return None if layer in self.global_layers else self.sliding_window
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Return the bytes of KV-cache per token of context: keys and values of all layers."""
-        return self.num_layers * self.num_kv_heads * (self.key_dim + self.head_dim) * bytes_per_value
+        """Return the bytes of KV-cache per token of context: keys and values of all layers.
+
+        One byte per value means int8: each key and each value has a float32 scale, which is counted too.
+        """
+        scale_bytes = 2 * 4 if bytes_per_value == 1 else 0
+        return self.num_layers * self.num_kv_heads * ((self.key_dim + self.head_dim) * bytes_per_value + scale_bytes)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor in `Transformer(config).state_dict()`, in order, without torch."""

@@ -46,7 +46,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def shell(command: str, url: str = URL) -> str:
-    here = command.replace(URL, url).replace(".venv/bin/kvasir", f"{shlex.quote(sys.executable)} -m service.cli")
+    here = command.replace(URL, url).replace(".venv/bin/kvasir", ".venv/bin/python -m service.cli")
+    here = here.replace(".venv/bin/python", shlex.quote(sys.executable))
     done = subprocess.run(
         here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
@@ -88,14 +89,16 @@ def test_commands_that_need_no_service(command: str) -> None:
 
 @pytest.mark.slow
 def test_the_commands_for_an_own_checkpoint(tmp_path: Path) -> None:
-    *made, served = [command.replace(" runs/", f" {shlex.quote(str(tmp_path))}/") for command in BRING_YOUR_OWN]
-    assert made[0].startswith(".venv/bin/kvasir convert")
-    for command in made:
-        assert shell(command).strip()
-    words = shlex.split(served)
-    assert words[1:3] == ["serve", "--checkpoint"]
-    with serving(Path(words[3]), tmp_path, *words[4:]) as running:
-        assert running.text("The king had three sons.", max_tokens=5)
+    commands = [command.replace(" runs/", f" {shlex.quote(str(tmp_path))}/") for command in BRING_YOUR_OWN]
+    served = [words for command in commands if (words := shlex.split(command))[1:3] == ["serve", "--checkpoint"]]
+    assert commands[0].startswith(".venv/bin/kvasir convert")
+    for command in commands:
+        if shlex.split(command) not in served:
+            assert shell(command).strip()
+    assert [Path(words[3]).name for words in served] == ["kvasir-int4", "kvasir.gguf"]
+    for words in served:
+        with serving(Path(words[3]), tmp_path, *words[4:]) as running:
+            assert running.text("The king had three sons.", max_tokens=5)
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ _AIMS: Final = {
     "http": {16: 1.5, 64: 1.5},
     DEFAULTS: {1: 1.0, 16: 3.0, 64: 3.0},  # both servers started without flags
 }
+_LEADING = ("qwen3-0.6b", "llama-3.2-1b")  # shapes that the page begins with
 _KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
 
 
@@ -96,6 +97,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
     memory, starts = results["scaling"]["kv_memory"]["points"], results["scaling"]["starts"]["points"]
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
+    peer_facts = _peer_facts(results["peers"], results["defaults"])
     shares = [
         row["share_of_memory"]["median"]
         for row in results["kernels"]["rows"]
@@ -109,6 +111,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
             "engine_decode": table(DECODE_COLUMNS, results["engine"]["decode"]),
             "engine_prompts": table(PROMPT_COLUMNS, results["engine"]["prompts"]),
             "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
+            "leading": _leading(peer_facts["leading_pairs"]),
         },
         "quiet": {"cores": QUIET_CORES, "steady_share": STEADY_SHARE},
         "machines": _named(results),
@@ -129,13 +132,15 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "starts": start_rows,
         "large_starts": [row for row in start_rows if row["bytes"] >= _LARGE_BYTES],
         "bandwidth": {"low": min(shares), "high": max(shares)},
-        **_peer_facts(results["peers"], results["defaults"]),
+        **peer_facts,
     }
     return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
 
 
 def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    compared = [pairs for row in peers["cells"] if (pairs := compared_pairs(row))]
+    cells = sorted(peers["cells"], key=lambda row: [row["shape"] != shape for shape in _LEADING])
+    compared = [pairs for row in cells if (pairs := compared_pairs(row))]
+    best = [min(pairs, key=lambda pair: pair["ratio"]["median"]) for pairs in compared]
     every = [pair for pairs in compared for pair in pairs]
     ttfts = [pair["ttft_ratio"] for pair in every if pair["kind"] == "http" and pair["streams"] in _STREAMS]
     num_reached = sum(ratio <= _TTFT_RATIO for ratio in ttfts)
@@ -148,7 +153,8 @@ def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         "peer_shapes": _named(peers["shapes"]),
         "default_shapes": _named(defaults["shapes"]),
         "default_pairs": [pair for row in defaults["cells"] for pair in compared_pairs(row)],
-        "best_pairs": [min(pairs, key=lambda pair: pair["ratio"]["median"]) for pairs in compared],
+        "best_pairs": best,
+        "leading_pairs": [pair for pair in best if pair["shape"] in _LEADING],
         "pairs": {kind: [pair for pair in every if pair["kind"] == kind] for kind in _KINDS},
         "failures": [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()],
         "engines": [
@@ -162,6 +168,21 @@ def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     }
 
 
+def _leading(pairs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of the shapes that the page begins with, or an empty text if no pair of them is measured."""
+    columns = (
+        *(Column(name, name) for name in ("shape", "precision")),
+        *(Column("work", "what"), Column("streams", "streams"), Column("context", "context")),
+        *(
+            Column("Kvasir, tokens/s", "ours_rate"),
+            Column("fastest other engine", "peer"),
+            Column("ratio", "ratio", ".2f"),
+        ),
+    )
+    title = "Speed with models that people run, relative to the fastest [other engine](#comparison-with-other-engines):"
+    return f"{title}\n\n{table(columns, pairs)}\n" if pairs else ""
+
+
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the table rows of one cell (configuration) of the peer comparison, one per peer with undisturbed figures.
 
@@ -172,7 +193,7 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     disturbed = [name for name, figure in row["peers"].items() if "ratio" in figure and name not in sound]
     reached = f"open: {', '.join(disturbed)} †" if disturbed else "yes"
     is_by_precision = row["kind"] == "decode" or row["precision"] == DEFAULTS
-    aim = _AIMS[row["precision"] if is_by_precision else row["kind"]].get(row["streams"])
+    aim = _AIMS.get(row["precision"] if is_by_precision else row["kind"], {}).get(row["streams"])
     rates = [rate for figure in sound.values() for rate in figure["ours"]["tokens_per_second"]["values"]]
     pairs = []
     for name, figure in sound.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from loadtest.measurement.benchmark_program import read_arguments, run_benchmark
-from loadtest.measurement.model_shapes import SHAPE_SIZES
+from loadtest.measurement.model_shapes import SHAPE_SIZES, shape_config
 from service.config.flags import HELP_FORMATTER
 from service.config.settings import ModelSettings, SettingsError, read_settings
 
@@ -40,8 +40,9 @@ def _parser() -> _Parser:
     model = parser.add_mutually_exclusive_group()
     text = "checkpoint directory (default: checkpoints/kvasir-9m in the working directory, else beside the package)"
     model.add_argument("--checkpoint", metavar="DIR", help=text)
-    text = "measure random weights instead: S has 28, M 109, qwen3-0.6b 596, qwen2-1.5b 1,544 million parameters"
-    model.add_argument("--shape", choices=sorted(SHAPE_SIZES), help=text)
+    sizes = ", ".join(f"{name} {shape_config(name).num_parameters / 1e6:,.0f}" for name in SHAPE_SIZES)
+    text = f"measure random weights instead; millions of parameters: {sizes}"
+    model.add_argument("--shape", choices=SHAPE_SIZES, help=text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
     text = "change the defaults to batch 1 and 16, context 128, one prompt length, 16 steps, 3 repeats"
     parser.add_argument("--quick", action="store_true", help=text)

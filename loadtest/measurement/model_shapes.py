@@ -1,29 +1,39 @@
 """Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
-Torch is imported only to write a checkpoint. The shapes S and M have Llama's architecture, the other shapes Qwen's.
+Torch is imported only to write a checkpoint. Shapes named after Qwen2 and Qwen3 have their architecture, and Gemma's
+sizes have Qwen3's, which every compared engine can run. The other shapes have Llama's.
 """
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import Any, Final
 
+from model.checkpoint.manifest import CONFIG_FILE, write_manifest
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.tokenizer.byte_level import ByteLevelTokenizer
+from model.io.files import write_json
+from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
 
 _SIZES = (
     *("vocab_size", "max_context_length", "num_layers", "hidden_size"),
     *("num_heads", "num_kv_heads", "head_dim", "mlp_size"),
 )
+# The sizes of published models, except for contexts, which limit the KV-cache and do not change speed. S and M are no
+# published models. Source: config.json of each model on https://huggingface.co
 SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
-    "S": dict(zip(_SIZES, (8192, 2048, 8, 512, 8, 4, 64, 1408), strict=True)),
-    "M": dict(zip(_SIZES, (32000, 2048, 12, 768, 12, 12, 64, 2048), strict=True)),
-    # Source: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json. The context is 2,048 instead of 40,960
-    # positions, as in the other shapes: it limits the KV-cache and does not change speed.
-    "qwen3-0.6b": dict(zip(_SIZES, (151936, 2048, 28, 1024, 16, 8, 128, 3072), strict=True)),
-    # Source: https://huggingface.co/Qwen/Qwen2-1.5B/blob/main/config.json, likewise.
-    "qwen2-1.5b": dict(zip(_SIZES, (151936, 2048, 28, 1536, 12, 2, 128, 8960), strict=True)),
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, sizes in {
+        "S": (8192, 2048, 8, 512, 8, 4, 64, 1408),
+        "M": (32000, 2048, 12, 768, 12, 12, 64, 2048),
+        "smollm2-135m": (49152, 8192, 30, 576, 9, 3, 64, 1536),
+        "gemma-3-270m": (262144, 8192, 18, 640, 4, 1, 256, 2048),
+        "qwen3-0.6b": (151936, 8192, 28, 1024, 16, 8, 128, 3072),
+        "llama-3.2-1b": (128256, 8192, 16, 2048, 32, 8, 64, 8192),
+        "qwen2-1.5b": (151936, 8192, 28, 1536, 12, 2, 128, 8960),
+        "qwen3-1.7b": (151936, 8192, 28, 2048, 16, 8, 128, 6144),
+    }.items()
 }
 _EOS = "<|endoftext|>"
 _PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
@@ -44,7 +54,7 @@ def shape_config(name: str) -> ModelConfig:
         attention_bias=name.startswith("qwen2"),
         attention_out_bias=False,
         mlp_bias=False,
-        qk_norm=name.startswith("qwen3"),
+        qk_norm=name.startswith(("qwen3", "gemma")),
         tie_embeddings=True,
     )
 
@@ -76,22 +86,22 @@ def write_random_checkpoint(
     """
     import torch
 
-    from model.attention.backends import ATTENTION_BACKENDS
-    from model.checkpoint.loading import save_checkpoint
-    from model.nn.transformer import Transformer
+    from model.checkpoint.loading import check_writable
+    from model.checkpoint.weights import write_shards
+    from model.nn.transformer import initialize_parameter
 
-    config = shape_config(name)
+    config, stored = shape_config(name), getattr(torch, dtype)
     if max_context_length is not None:
         config = dataclasses.replace(config, max_context_length=max_context_length)
-    model = Transformer(config, ATTENTION_BACKENDS["sdpa"])
-    model.initialize(0)
-    save_checkpoint(
-        directory,
-        config=config,
-        tensors={key: tensor for key, tensor in model.state_dict().items() if key in config.parameter_shapes()},
-        tokenizer=shape_tokenizer(config.vocab_size),
-        name=f"shape-{name}",
-        training={"steps": 0},
-        dtype=getattr(torch, dtype),
-    )
+    shapes, generator = config.parameter_shapes(), torch.Generator().manual_seed(0)
+
+    def tensor(key: str) -> torch.Tensor:
+        return initialize_parameter(key, torch.empty(shapes[key]), config, generator).to(stored)
+
+    check_writable(directory)
+    num_bytes = {key: math.prod(shape) * stored.itemsize for key, shape in shapes.items()}
+    write_shards(directory, num_bytes, map(tensor, shapes))  # the tensors of one file are in memory at a time
+    write_json(directory / CONFIG_FILE, config.to_dict())
+    save_native(shape_tokenizer(config.vocab_size), directory)
+    write_manifest(directory, name=f"shape-{name}", training={"steps": 0})
     return directory

@@ -225,16 +225,14 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     )
     add = parser.add_argument
     names = [peer.name for peer in PEERS]
-    add("--shapes", nargs="+", choices=sorted(SHAPE_SIZES), default=["S", "M"], help="model shapes (default: S M)")
-    defaults = f"`{engines.DEFAULTS}`, which is a bfloat16 file, and servers without flags"
-    text = f"precisions (default: all except {defaults})"
-    add(
-        "--precisions",
-        nargs="+",
-        choices=(*engines.PRECISIONS, engines.DEFAULTS),
-        default=list(engines.PRECISIONS),
-        help=text,
-    )
+    shapes, precisions = ["qwen3-0.6b", "llama-3.2-1b"], ["bfloat16", "int8"]
+    text = f"model shapes (default: {' '.join(shapes)})"
+    add("--shapes", nargs="+", choices=SHAPE_SIZES, default=shapes, metavar="NAME", help=text)
+    text = f"precisions (default: {' '.join(precisions)}); `{engines.DEFAULTS}`: bfloat16, and servers without flags"
+    add("--precisions", nargs="+", choices=(*engines.PRECISIONS, engines.DEFAULTS), default=precisions, help=text)
+    for name, values in (("streams", engines.STREAMS), ("contexts", engines.CONTEXTS)):
+        text = f"measure only these {name} (default: all)"
+        add(f"--{name}", nargs="+", type=int, choices=values, default=list(values), help=text)
     add("--kinds", nargs="+", choices=engines.KINDS, default=list(engines.KINDS), help="kinds of work (default: all)")
     text = f"peers (default: all): {', '.join(names)}"
     add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=text)
@@ -260,7 +258,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MeasurementFailed as error:
             unavailable[peer.name] = str(error)
     facts = provenance(parser.prog, arguments.given) | {"other_work_cores": measure_other_work(parser.prog)}
-    cells = engines.make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
+    cells = [
+        cell
+        for cell in engines.make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
+        if cell.streams in arguments.streams and cell.context_length in arguments.contexts
+    ]
     kept = PairStore(files.directory / "progress.jsonl")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = 0

@@ -13,13 +13,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
-from loadtest.measurement.model_shapes import SHAPE_SIZES, write_random_checkpoint
+from loadtest.measurement.model_shapes import shape_config, write_random_checkpoint
 from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, kvasir_serve
 from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 from service.config.settings import LIBRARY_ENVIRONMENT
@@ -27,24 +27,43 @@ from service.config.settings import LIBRARY_ENVIRONMENT
 ROOT, PINS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
 Kind = Literal["decode", "prompt", "http"]
 KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
-PRECISIONS: Final = ("bfloat16", "int8", "float32")
-DEFAULTS: Final = "defaults"  # used as a precision: a bfloat16 file, and both servers started without flags
+DEFAULTS: Final = "defaults"  # used as a precision: both servers started without flags, on the bfloat16 file
+
+
+class Format(NamedTuple):
+    """Weights of one precision in each engine: Kvasir's flags, llama.cpp's file type, OpenVINO's format and hint."""
+
+    flags: tuple[str, ...]
+    gguf: str
+    openvino: tuple[str, str] | None  # None: OpenVINO is not measured
+
+
+# All engines read or quantize the same bfloat16 weights.
+_FORMATS: Final = {
+    "bfloat16": Format(("--dtype", "bfloat16"), "BF16", ("fp32", "bf16")),
+    # A float32 hint: OpenVINO then rounds activations to int8.
+    "int8": Format(("--dtype", "bfloat16", "--quantize", "int8"), "Q8_0", ("int8", "f32")),
+    "float32": Format(("--dtype", "float32", "--kv-cache-dtype", "float16"), "F32", ("fp32", "f32")),
+    DEFAULTS: Format((), "BF16", None),
+}
+PRECISIONS: Final = tuple(name for name in _FORMATS if name != DEFAULTS)
+STREAMS, CONTEXTS = (1, 4, 16, 64), (128, 1024, 4096)
 PROMPT_TOKENS: Final = 64
-# Kind, streams, tokens of a prompt, tokens of a completion. Long prompts have a mean context of 1,024 tokens.
+# Kind, streams, tokens of a prompt, tokens of a completion. A context is the mean length while a completion grows.
 _DEFAULTS_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = tuple(
-    ("http", streams, PROMPT_TOKENS, 128) for streams in (1, 4, 16, 64)
+    ("http", streams, PROMPT_TOKENS, 128) for streams in STREAMS
 )
 _SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = (
-    ("decode", 1, PROMPT_TOKENS, 256),
-    *(("decode", streams, PROMPT_TOKENS, 128) for streams in (4, 16, 64)),
-    *(size for size in _DEFAULTS_SIZES if size[1] != 4),
+    *(("decode", streams, PROMPT_TOKENS, 128) for streams in STREAMS),
+    *_DEFAULTS_SIZES,
     ("prompt", 1, 1024, 1),
-    *(("decode", streams, 992, 64) for streams in (1, 4, 16)),
+    *(("decode", streams, context - 32, 64) for context in CONTEXTS[1:] for streams in STREAMS),
 )
+# Weights and KV-cache of one engine. Two engines are in memory at a time, on machines of 24 GB.
+_MAX_CELL_BYTES = 9_000_000_000
 _REQUESTS_PER_STREAM, _MIN_REQUESTS = 2, 3
 _MAX_SLOW_REQUESTS = 64  # for a server without flags
 _DRIVERS = "loadtest.peers.drivers"
-_QUANTIZED = {"bfloat16": "BF16", "int8": "Q8_0", DEFAULTS: "BF16"}
 _SLOT_TOKENS, _MAX_STREAMS = 256, 64  # llama-server's slots; each holds a prompt and its completion
 _REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
 _STOP_SECONDS = 20.0
@@ -84,14 +103,32 @@ class Cell:
         return min(wanted, _MAX_SLOW_REQUESTS) if self.precision == DEFAULTS else wanted
 
 
+def _cache_bytes(cell: Cell) -> int:
+    """Return the bytes of a cell's KV-cache of 2-byte values, when all completions have ended."""
+    token_bytes = shape_config(cell.shape).kv_bytes_per_token(2)
+    return cell.streams * (cell.prompt_tokens + cell.output_tokens) * token_bytes
+
+
+def _fits(cell: Cell) -> bool:
+    """Return True if the cell fits the model's context and a machine's memory."""
+    config = shape_config(cell.shape)
+    return (
+        cell.prompt_tokens + cell.output_tokens <= config.max_context_length
+        and 2 * config.num_parameters + _cache_bytes(cell) <= _MAX_CELL_BYTES
+    )
+
+
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
-    """Return the cells of these model shapes, precisions and kinds. `DEFAULTS` has cells of kind http only."""
-    return [
+    """Return the cells of these model shapes, precisions and kinds. `DEFAULTS` has cells of kind http only.
+
+    Cells that exceed the model's context or the memory of a machine are left out.
+    """
+    cells = (
         Cell(shape, precision, *size)
         for shape, precision in itertools.product(shapes, precisions)
         for size in (_DEFAULTS_SIZES if precision == DEFAULTS else _SIZES)
-        if size[0] in kinds
-    ]
+    )
+    return [cell for cell in cells if cell.kind in kinds and _fits(cell)]
 
 
 def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
@@ -135,54 +172,44 @@ def install(files: PeerFiles, environment: str) -> None:
     run(["bash", str(PINS / "install.sh"), str(files.directory), environment, sys.executable])
 
 
-def _our_weights(files: PeerFiles, cell: Cell) -> Path:
-    """Return the path of Kvasir's checkpoint: bfloat16 for `DEFAULTS`, else float32, which is converted at load."""
-    return files.model(cell, "ours_bfloat16" if cell.precision == DEFAULTS else "ours")
-
-
 def _write_our_model(files: PeerFiles, cell: Cell) -> None:
-    """Write a Kvasir checkpoint of random weights, and the float32 export that the peers' converters read."""
-    for path, dtype in ((files.model(cell, "ours"), "float32"), (_our_weights(files, cell), "bfloat16")):
-        if not (path / "manifest.json").is_file():
-            write_random_checkpoint(path, cell.shape, dtype=dtype)
-    exported = files.model(cell, "hugging_face")
+    """Write a Kvasir checkpoint of random bfloat16 weights, and the export that the peers' converters read."""
+    ours, exported = files.model(cell, "ours"), files.model(cell, "hugging_face")
+    if not (ours / "manifest.json").is_file():
+        write_random_checkpoint(ours, cell.shape, dtype="bfloat16")
     if not (exported / "config.json").is_file():
-        export_checkpoint(files.model(cell, "ours"), exported)
+        export_checkpoint(ours, exported)
 
 
-def _our_settings(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
+def _our_settings(cell: Cell, threads: int) -> list[str]:
     """Return Kvasir's flags: precision, threads, KV-cache for the largest cell, with 2-byte values like the peers."""
-    sizes = SHAPE_SIZES[cell.shape]
-    dtype = "float32" if cell.precision == "float32" else "bfloat16"
-    token_bytes = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"] * 2
-    num_bytes = 2 * _MAX_STREAMS * (PROMPT_TOKENS + _SLOT_TOKENS) * token_bytes
-    flags = ["--dtype", dtype, "--threads", str(threads), "--kv-cache-memory", str(-(-num_bytes // 2**20))]
-    flags += ["--quantize", "int8"] if cell.precision == "int8" else []
-    return flags + (["--kv-cache-dtype", "float16"] if dtype == "float32" else [])
+    largest = max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
+    memory = str(-(-largest * 11 // 10 // 2**20))  # a tenth more, because sequences end within a block
+    return [*_FORMATS[cell.precision].flags, "--threads", str(threads), "--kv-cache-memory", memory]
 
 
 def _our_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    checkpoint = ["--checkpoint", str(_our_weights(files, cell))]
-    return [sys.executable, "-m", f"{_DRIVERS}.ours_engine", *checkpoint, *_our_settings(files, cell, threads)]
+    checkpoint = ["--checkpoint", str(files.model(cell, "ours"))]
+    return [sys.executable, "-m", f"{_DRIVERS}.ours_engine", *checkpoint, *_our_settings(cell, threads)]
 
 
 def _our_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
     """Return the command of Kvasir's service: without flags for precision `DEFAULTS`, else with an unlimited queue."""
-    settings = [*_our_settings(files, cell, threads), "--target-queue-seconds", "0"]
-    return kvasir_serve(_our_weights(files, cell), [] if cell.precision == DEFAULTS else settings)
+    settings = [*_our_settings(cell, threads), "--target-queue-seconds", "0"]
+    return kvasir_serve(files.model(cell, "ours"), [] if cell.precision == DEFAULTS else settings)
 
 
 def _llama_weights(files: PeerFiles, cell: Cell) -> Path:
-    return files.model(cell, f"llama_cpp_{cell.precision}.gguf")
+    return files.model(cell, f"llama_cpp_{_FORMATS[cell.precision].gguf}.gguf")
 
 
 def _write_llama_model(files: PeerFiles, cell: Cell) -> None:
-    whole, out = files.model(cell, "llama_cpp_float32.gguf"), _llama_weights(files, cell)
+    whole, out = files.model(cell, "llama_cpp_BF16.gguf"), _llama_weights(files, cell)
     if not whole.is_file():
         convert = [files.program("llama_cpp"), "-m", f"{_DRIVERS}.llama_cpp_model"]
-        run([*convert, str(files.model(cell, "hugging_face")), str(whole)])
+        run([*convert, str(files.model(cell, "hugging_face")), str(whole), "BF16"])
     if not out.is_file():
-        run([files.program("llama_cpp", "llama-quantize"), str(whole), str(out), _QUANTIZED[cell.precision], "1"])
+        run([files.program("llama_cpp", "llama-quantize"), str(whole), str(out), _FORMATS[cell.precision].gguf, "1"])
 
 
 def _llama_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
@@ -204,28 +231,29 @@ def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
     return command if cell.precision == DEFAULTS else command + flags
 
 
+def _openvino_format(cell: Cell) -> tuple[str, str]:
+    found = _FORMATS[cell.precision].openvino
+    assert found is not None, "the peer supports this cell"
+    return found
+
+
 def _openvino_weights(files: PeerFiles, cell: Cell) -> Path:
-    """Return the path of OpenVINO's model: int8, or float32 weights, which OpenVINO may round to bfloat16 at load."""
-    return files.model(cell, "openvino_int8" if cell.precision == "int8" else "openvino_float32")
+    return files.model(cell, f"openvino_{_openvino_format(cell)[0]}")
 
 
 def _write_openvino_model(files: PeerFiles, cell: Cell) -> None:
     out = _openvino_weights(files, cell)
     if not (out / "openvino_model.bin").is_file():
-        command = [
-            files.program("openvino", "optimum-cli"),
-            "export",
-            "openvino",
-            "--task",
-            "text-generation-with-past",
-        ]
-        command += ["--model", str(files.model(cell, "hugging_face"))]
-        run([*command, "--weight-format", "int8" if cell.precision == "int8" else "fp32", str(out)])
+        task = ["export", "openvino", "--task", "text-generation-with-past"]
+        model = ["--model", str(files.model(cell, "hugging_face")), "--weight-format", _openvino_format(cell)[0]]
+        run([files.program("openvino", "optimum-cli"), *task, *model, str(out)])
 
 
 def _openvino_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
     driver = [files.program("openvino"), "-m", f"{_DRIVERS}.openvino_engine"]
-    return [*driver, str(_openvino_weights(files, cell)), cell.precision, str(threads)]
+    largest = max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
+    weights, hint = _openvino_weights(files, cell), _openvino_format(cell)[1]
+    return [*driver, str(weights), hint, str(threads), str(1 + largest // 2**30)]
 
 
 Command = Callable[[PeerFiles, Cell, int], list[str]]
@@ -257,7 +285,7 @@ class Peer:
 OURS: Final = Peer(
     name="ours",
     environment="",
-    precisions=("bfloat16", "int8", "float32", DEFAULTS),
+    precisions=tuple(_FORMATS),
     write_model=_write_our_model,
     engine=_our_engine,
     server=_our_server,
@@ -268,7 +296,7 @@ PEERS: Final = (
     Peer(
         name="llama.cpp",
         environment="llama_cpp",
-        precisions=("bfloat16", "int8", "float32", DEFAULTS),
+        precisions=tuple(_FORMATS),
         write_model=_write_llama_model,
         engine=_llama_engine,
         server=_llama_server,
@@ -278,7 +306,7 @@ PEERS: Final = (
     Peer(
         name="OpenVINO GenAI",
         environment="openvino",
-        precisions=("bfloat16", "int8", "float32"),
+        precisions=tuple(name for name, form in _FORMATS.items() if form.openvino),
         write_model=_write_openvino_model,
         engine=_openvino_engine,
         variables={"HF_HUB_OFFLINE": "1"},  # the model is a local directory

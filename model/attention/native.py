@@ -22,13 +22,15 @@ from model.kernels.kernel_library import AttentionBatch, AttentionCall, KernelLi
 KERNEL_NAMES = {
     (torch.float32, torch.float32): "kvasir_attention_float32",
     (torch.float32, torch.float16): "kvasir_attention_float32_over_float16",
+    (torch.float32, torch.int8): "kvasir_attention_float32_over_int8",
     (torch.bfloat16, torch.bfloat16): "kvasir_attention_bfloat16",
+    (torch.bfloat16, torch.int8): "kvasir_attention_bfloat16_over_int8",
 }
 _LARGEST_HEAD = 256
 _LOG2_E = 1.4426950408889634  # the kernel computes 2^x, not e^x
 # Sizes of the kernel's tiles: keys, and rows of queries in a task. The kernel reads a row's biases for the whole tile,
 # also for keys after the row's position. It may read up to _TILE + _TASK_ROWS floats past the bias of distance 0.
-_TILE, _TASK_ROWS = 64, 96
+_TILE, _TASK_ROWS = 128, 96
 
 
 class AttentionStep(NamedTuple):
@@ -136,6 +138,8 @@ def layer_call(
         *(x.data_ptr() for x in (q_THD, k_TKD, v_TKD, out_THD, *pools)),
         *(x.stride(0) for x in (q_THD, k_TKD, v_TKD)),
         *(q_THD.shape[1], k_TKD.shape[1], q_THD.shape[2], form.window or 0),
+        key_scales=kv_cache.key_scales_LNPK[form.layer].data_ptr(),
+        value_scales=kv_cache.value_scales_LNPK[form.layer].data_ptr(),
         scale=form.scale,
     )
 

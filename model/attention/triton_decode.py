@@ -43,6 +43,8 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
 
     positions_B: int64, position of each query; its sequence's context has this many tokens and the query's own.
     tables_BN: int64 block tables, contiguous in N; entries after the end of a sequence's context are not read.
+
+    Over an int8 cache, the scales of keys multiply the scores, and the scales of values multiply the weights.
     """
     num_sequences, num_heads, size = q_BHD.shape
     keys_NPKD, values_NPKD = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
@@ -52,16 +54,17 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
         q_BHD = q_BHD.contiguous()
     sums_BHXD = torch.empty((num_sequences, num_heads, splits, size), dtype=torch.float32, device=q_BHD.device)
     scales_BHX2 = torch.empty((num_sequences, num_heads, splits, 2), dtype=torch.float32, device=q_BHD.device)
-    out_BHD = torch.empty((num_sequences, num_heads, size), dtype=values_NPKD.dtype, device=q_BHD.device)
+    out_BHD = torch.empty((num_sequences, num_heads, size), dtype=kv_cache.dtype, device=q_BHD.device)
     window = 0 if form.window is None else form.window
     padded = max(16, triton.next_power_of_2(size))
     tile = 32 if padded > 128 or q_BHD.dtype == torch.float32 else 64
     _attend_splits[(num_sequences, num_kv_heads, splits)](
-        q_BHD, keys_NPKD, values_NPKD, tables_BN, positions_B, sums_BHXD, scales_BHX2,
+        q_BHD, keys_NPKD, values_NPKD, kv_cache.key_scales_LNPK[form.layer], kv_cache.value_scales_LNPK[form.layer],
+        tables_BN, positions_B, sums_BHXD, scales_BHX2,
         form.scale, window, tables_BN.stride(0), q_BHD.stride(0), q_BHD.stride(1),
         SPLITS=splits, MIN_SPLIT=MIN_SPLIT, TILE=tile, BLOCK=kv_cache.block_size, KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        SIZE=size, PADDED=padded, num_warps=4, num_stages=2,
+        SIZE=size, PADDED=padded, HAS_SCALES=kv_cache.cache_dtype is torch.int8, num_warps=4, num_stages=2,
     )  # fmt: skip
     _join_splits[(num_sequences, num_heads)](
         sums_BHXD, scales_BHX2, positions_B, out_BHD, window,
@@ -78,9 +81,10 @@ def _split_size(length, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.
 
 @triton.jit(do_not_specialize=["window", "table_stride", "q_stride"])
 def _attend_splits(
-    q, keys, values, tables, positions, sums, scales, scale, window, table_stride, q_stride, q_head_stride,
+    q, keys, values, key_scales, value_scales, tables, positions, sums, scales,
+    scale, window, table_stride, q_stride, q_head_stride,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over one split of a sequence's keys, for the query heads that share a key/value head.
 
@@ -113,7 +117,10 @@ def _attend_splits(
                 mask=seen[None, :] & (columns < SIZE)[:, None],
                 other=0.0,
             )
-            scores = tl.dot(queries, k, input_precision="ieee") * scale
+            scores = tl.dot(queries, k.to(queries.dtype), input_precision="ieee") * scale
+            if HAS_SCALES:
+                places_of_scales = (blocks * KV_HEADS + kv_head) * BLOCK + places % BLOCK
+                scores *= tl.load(key_scales + places_of_scales, mask=seen, other=0.0)[None, :]
             scores = tl.where(seen[None, :], scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
@@ -124,7 +131,10 @@ def _attend_splits(
                 mask=seen[:, None] & (columns < SIZE)[None, :],
                 other=0.0,
             )
-            mixed = mixed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            if HAS_SCALES:
+                weights *= tl.load(value_scales + places_of_scales, mask=seen, other=0.0)[None, :]
+            weights, v = weights.to(queries.dtype), v.to(queries.dtype)
+            mixed = mixed * kept[:, None] + tl.dot(weights, v, input_precision="ieee")
             top = higher
         places_of_sums = (sequence * KV_HEADS * GROUP + heads) * SPLITS + split
         tl.store(sums + places_of_sums[:, None] * SIZE + columns[None, :], mixed, mask=real)

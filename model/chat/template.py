@@ -7,6 +7,8 @@ Files that may contain the template, by precedence:
     tokenizer_config.json                `chat_template`: a string, or a list of {"name", "template"}
     chat_template.json                   {"chat_template": …}, written by older processors
 
+A GGUF file has its template in the metadata.
+
 Of several named templates, the one named `default` is used.
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from model.chat.template_sandbox import MAX_CHARACTERS, TemplateFailure, compile_template, render
+from model.gguf.container import is_gguf
 from model.io.files import CheckpointError, read_json, read_text
 from model.tokenizer.bos_eos import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_tokenizer_config
 
@@ -107,7 +110,7 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
     config = read_tokenizer_config(directory)
     found, origin = _from_files(directory), directory / TEMPLATE_FILE
     if not found:
-        origin = directory / TOKENIZER_CONFIG_FILE
+        origin = directory if is_gguf(directory) else directory / TOKENIZER_CONFIG_FILE
         found = _from_value(origin, config.chat_template)
     if not found:
         origin = directory / "chat_template.json"

@@ -11,10 +11,12 @@ from torch.nn import functional
 
 from model.checkpoint.weights import check_finite, opened, part_views
 from model.config import ModelConfig
+from model.gguf.grouped import read_grouped
 from model.huggingface.families.family import Layout
 from model.huggingface.quantization_config import (
     AwqEncoding,
     Fp8Encoding,
+    GgufEncoding,
     GptqEncoding,
     Int8Encoding,
     PackedEncoding,
@@ -191,6 +193,11 @@ def _quantized(weight_FI: Tensor) -> GroupedWeight:
     return GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=8)
 
 
+def _decode_gguf(encoded: EncodedTensor) -> GroupedWeight:
+    (header,) = encoded.tensors.values()
+    return read_grouped(header)
+
+
 DECODERS: Mapping[type, Callable[[EncodedTensor], GroupedWeight | Tensor]] = {
     PlainEncoding: _decode_plain,
     GptqEncoding: _decode_gptq,
@@ -198,4 +205,5 @@ DECODERS: Mapping[type, Callable[[EncodedTensor], GroupedWeight | Tensor]] = {
     PackedEncoding: _decode_packed,
     Int8Encoding: _decode_int8,
     Fp8Encoding: _decode_fp8,
+    GgufEncoding: _decode_gguf,
 }

@@ -13,18 +13,21 @@ from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
 from model.checkpoint.decoding import decode
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
-from model.checkpoint.weights import read_weights, remove_shards, write_shards
+from model.checkpoint.weights import map_parts, read_weights, remove_shards, write_shards
 from model.config import ModelConfig
+from model.huggingface.quantization_config import GgufEncoding
+from model.huggingface.tensor_placement import Placement
 from model.io.files import CheckpointError, write_json, writing
 from model.nn.grouped_weight import GroupedWeight
-from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding
+from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding, StackedLinear
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
 
+EMBEDDING = "token_embedding.weight"
 # Matrices that every kind of packing replaces.
-_MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
+MATRICES = tuple(f"{name}.weight" for name in ("qkv", "out", "gate_up", "up", "down", "lm_head"))
 
 
 def load_model(
@@ -33,39 +36,49 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
     attention: AttentionBackend,
-    packs_next: bool = False,
+    packed_next: tuple[str, ...] = (),
 ) -> Transformer:
     """Load a checkpoint's model onto a device, ready for inference. Raises CheckpointError.
 
     Args:
-        packs_next: the caller converts all weight matrices to another format before any other use, so until then they
-            stay mapped from the checkpoint's files instead of being copied.
+        packed_next: ends of the names of matrices that the caller converts to another format before any other use:
+            `MATRICES`, or also `EMBEDDING`. Until then they stay mapped from the checkpoint's files.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
     placements = manifest.place_tensors()
-    plain = {name: place for name, place in placements.items() if not place.encoded}
-    matrices = {name for name in plain if packs_next and name.endswith(_MATRICES)}
+    plain = {name: place for name, place in placements.items() if not _is_decoded(place, device)}
+    matrices = {name for name in plain if name.endswith(packed_next)}
+    stacked = {name: map_parts(plain[name], device, dtype) for name in matrices if len(plain[name].parts) > 1}
+    plain = {name: place for name, place in plain.items() if not stacked.get(name)}
     tensors = read_weights(plain, manifest.config, device=device, dtype=dtype, packed_next=matrices)
-    for name, place in placements.items():
-        if not place.encoded:
+    for name in placements.keys() - plain.keys():
+        module = name.removesuffix(".weight")
+        if parts := stacked.get(name):
+            model.set_submodule(module, StackedLinear(parts, tensors.pop(f"{module}.bias", None)))
             continue
-        weight = decode(place, manifest.config)
+        weight = decode(placements[name], manifest.config)
         if isinstance(weight, GroupedWeight) and torch.device(device).type == "cpu":
-            module = name.removesuffix(".weight")
-            quantized = _linear(weight, tensors.pop(f"{module}.bias", None))
-            if module == "token_embedding":
-                model.token_embedding = QuantizedEmbedding(quantized, dtype)
-                tensors[name] = model.token_embedding.weight.detach()
-                if manifest.config.tie_embeddings:
-                    model.lm_head = quantized
-            else:
-                model.set_submodule(module, quantized)
+            _set_quantized(model, module, _linear(weight, tensors.pop(f"{module}.bias", None)), dtype)
         else:
             tensors[name] = (weight if isinstance(weight, Tensor) else weight.dense()).to(device, dtype)
+    if isinstance(model.token_embedding, QuantizedEmbedding):
+        tensors["token_embedding.weight"] = model.token_embedding.weight  # empty
     model.load_state_dict(tensors, strict=True, assign=True)
     # Only constants, such as rotary frequencies, are still on the CPU.
     return model.to(device).eval().requires_grad_(False)
+
+
+def _is_decoded(place: Placement, device: torch.device | str) -> bool:
+    """Return True if a decoder reads a tensor.
+
+    Matrices of a GGUF file can also be read as floats: for a GPU, and beside parts that are not quantized. Parts of
+    different block types are decoded to the bits of the widest part.
+    """
+    encodings = {type(part.encoding) for part in place.encoded}
+    if GgufEncoding in encodings:
+        return encodings == {GgufEncoding} and torch.device(device).type == "cpu"
+    return bool(encodings)
 
 
 def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:
@@ -75,6 +88,16 @@ def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int
     if weight.bits == 8 and is_by_output:
         return Int8Linear(weight.codes_FI, bias_F, scale_F)
     return GroupedLinear(weight, bias_F)
+
+
+def _set_quantized(model: Transformer, module: str, layer: GroupedLinear | Int8Linear, dtype: torch.dtype) -> None:
+    """Put a quantized layer in the place of a module: for the embedding, its lookup and, if tied, the LM head too."""
+    if module != "token_embedding":
+        model.set_submodule(module, layer)
+        return
+    model.token_embedding = QuantizedEmbedding(layer, dtype)
+    if model.config.tie_embeddings:
+        model.lm_head = layer
 
 
 class _NoInitialValues(TorchFunctionMode):

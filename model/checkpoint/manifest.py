@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint directory in Kvasir's or Hugging Face's format. Files are verified before loading.
+"""Manifest of a checkpoint in Kvasir's or Hugging Face's format, or of a GGUF file. Files are verified before loading.
 
 Kvasir's format:
 
@@ -15,15 +15,18 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
+from model.gguf.architectures import read_architecture
+from model.gguf.container import is_gguf, read_gguf
 from model.huggingface.directory import INDEX_FILE, describe_problem, find_weight_files
 from model.huggingface.families.family import Layout, ModelFamily
 from model.huggingface.family_table import read_family_config
-from model.huggingface.quantization_config import QUANTIZATION_KEY, StoredQuantization, read_quantization
+from model.huggingface.quantization_config import QUANTIZATION_KEY, GgufEncoding, StoredQuantization, read_quantization
 from model.huggingface.tensor_placement import Placement, place_tensors
 from model.io.files import (
     CheckpointError,
@@ -36,6 +39,7 @@ from model.io.files import (
     reading,
     write_json,
 )
+from model.io.safetensors_header import WEIGHT_DTYPES
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import RANKS_FILE, SPEC_FILE
@@ -52,6 +56,7 @@ MAX_NAME_CHARACTERS = 255  # a directory name's limit; the name is in every resp
 class Manifest:
     """Checkpoint description: directory, name, architecture, files (name -> bytes and SHA-256) and training.
 
+    directory: path of the checkpoint; a GGUF file is a checkpoint by itself.
     family: model family that defines the tensors' names and layouts; None for Kvasir's format.
     files: for a Hugging Face directory, which has no hashes, only the weight files, each with the SHA-256 "".
     index: tensor name -> name of its weight file, from model.safetensors.index.json; empty without this file.
@@ -68,14 +73,22 @@ class Manifest:
     index: Mapping[str, str] = field(default_factory=dict)
     quantization: StoredQuantization | None = None
 
+    def path_of(self, name: str) -> Path:
+        """Return the path of one of the checkpoint's files."""
+        return self.directory if is_gguf(self.directory) else self.directory / name
+
     @property
     def weight_files(self) -> list[Path]:
-        """Return the paths of the checkpoint's safetensors files, sorted by name."""
-        return [self.directory / name for name in sorted(self.files) if name.endswith(".safetensors")]
+        """Return the paths of the checkpoint's safetensors or GGUF files, sorted by name."""
+        return [
+            self.path_of(name)
+            for name in sorted(self.files)
+            if name.endswith(".safetensors") or is_gguf(self.directory)
+        ]
 
     @property
     def num_weight_bytes(self) -> int:
-        """Return the total size of the checkpoint's safetensors files in bytes."""
+        """Return the total size of the checkpoint's safetensors or GGUF files in bytes."""
         return sum(self.files[path.name][0] for path in self.weight_files)
 
     @property
@@ -97,15 +110,20 @@ class Manifest:
     @property
     def created_seconds(self) -> int:
         """Return when manifest.json (config.json in Hugging Face's format) was last written, in seconds since 1970."""
-        path = self.directory / (MANIFEST_FILE if self.family is None else CONFIG_FILE)
+        path = self.path_of(MANIFEST_FILE if self.family is None else CONFIG_FILE)
         return int(path.stat().st_mtime)
 
     def verify(self) -> Tokenizer:
-        """Check files' hashes and tensors' names, shapes and dtypes; return the tokenizer. Raises CheckpointError."""
-        for name, (size, digest) in self.files.items():
-            _check_file(self.directory / name, size, digest)
-        placements = self.place_tensors()
-        tokenizer = load_tokenizer(self.directory)
+        """Check files' hashes and tensors' names, shapes and dtypes; return the tokenizer. Raises CheckpointError.
+
+        A thread checks the files while the tokenizer is loaded. An error of a damaged file replaces all other errors.
+        """
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            checked = pool.submit(self._check_files)
+            try:
+                placements, tokenizer = self.place_tensors(), load_tokenizer(self.directory)
+            finally:
+                checked.result()
         if tokenizer.vocab_size > self.config.vocab_size:
             embedding = placements["token_embedding.weight"].parts[0]
             raise CheckpointError(
@@ -114,6 +132,10 @@ class Manifest:
                 "use the tokenizer of this model's training"
             )
         return tokenizer
+
+    def _check_files(self) -> None:
+        for name, (size, digest) in self.files.items():
+            _check_file(self.path_of(name), size, digest)
 
     def place_tensors(self) -> dict[str, Placement]:
         """Find the stored tensors that make up each model tensor; see `model.huggingface.tensor_placement`."""
@@ -128,9 +150,11 @@ class Manifest:
 
 
 def read_manifest(directory: Path | str) -> Manifest:
-    """Read manifest.json and config.json of a checkpoint directory, not the other files. Raises CheckpointError."""
+    """Read manifest.json and config.json of a checkpoint directory, or a GGUF file's header. Raises CheckpointError."""
     directory = Path(directory)
     check_is_searchable(directory)
+    if is_gguf(directory):
+        return _read_gguf_manifest(directory)
     if os.path.lexists(directory / MANIFEST_FILE):
         return _read_native(directory)
     if not os.path.lexists(directory / CONFIG_FILE):
@@ -161,6 +185,31 @@ def read_manifest(directory: Path | str) -> Manifest:
     )
 
 
+def _read_gguf_manifest(path: Path) -> Manifest:
+    """Read the manifest of a GGUF file. Its name is that in the metadata, else the file's."""
+    file = read_gguf(path)
+    family, config = read_architecture(file)
+    given = file.text("general.name") or ""
+    name = given if _is_shown(given) else path.stem if _is_shown(path.stem) else "model"
+    files = {path.name: (path.stat().st_size, "")}
+    quantized = sorted({header.dtype for header in file.tensors.values()} - {*WEIGHT_DTYPES})
+    bits = {"int4" if name.startswith("Q4") else "int8" for name in quantized}
+    text = f"{' and '.join(sorted(bits))} in groups of 32, from GGUF's {', '.join(quantized)}"
+    return Manifest(
+        directory=path,
+        name=name,
+        config=config,
+        files=files,
+        training={},
+        family=family,
+        quantization=StoredQuantization(GgufEncoding(), text) if quantized else None,
+    )
+
+
+def _is_shown(name: str) -> bool:
+    return bool(name.strip()) and name.isprintable() and len(name) <= MAX_NAME_CHARACTERS
+
+
 def _read_native(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     values = read_json(path)
@@ -169,7 +218,7 @@ def _read_native(directory: Path) -> Manifest:
     with parsing(path):
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in values["files"].items()}
         name, training = values["name"], dict(values["training"])
-    if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > MAX_NAME_CHARACTERS:
+    if not isinstance(name, str) or not _is_shown(name):
         raise CheckpointError(
             f"{path}: the model's name {name!r} cannot be shown; "
             f"give the model a name of 1 to {MAX_NAME_CHARACTERS} printable characters"

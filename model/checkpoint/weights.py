@@ -15,12 +15,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.gguf.block_types import BLOCK_TYPES, dequantize
+from model.gguf.container import is_gguf
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.families.family import Layout
 from model.huggingface.tensor_placement import Placement
@@ -62,18 +65,15 @@ def read_weights(
         CheckpointError: a file cannot be read, or a number is NaN, infinite or too large for `dtype`.
     """
     tensors: dict[str, Tensor] = {}
-    copies: dict[Path, list[tuple[TensorHeader, Tensor]]] = {}
+    copies: dict[Path, list[tuple[TensorHeader, Tensor, Layout]]] = {}
     for name, place in placements.items():
-        if name in packed_next and torch.device(device).type == "cpu" and _is_mappable(place, dtype):
-            (header,) = place.parts
-            with opened(header.path) as file:
-                tensors[name] = file.get_tensor(header.name)
-            check_finite(tensors[name], header, dtype)
+        if name in packed_next and len(place.parts) == 1 and (parts := map_parts(place, device, dtype)):
+            (tensors[name],) = parts
             continue
         tensors[name] = torch.empty(place.shape, dtype=dtype, device=device)
         targets = part_views(tensors[name], place.layout, (header.shape[0] for header in place.parts), config)
         for header, target in zip(place.parts, targets, strict=True):
-            copies.setdefault(header.path, []).append((header, target))
+            copies.setdefault(header.path, []).append((header, target, place.layout))
     for path, wanted in copies.items():
         _copy_file(path, wanted)
     return tensors
@@ -81,24 +81,36 @@ def read_weights(
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Map a safetensors file. A tensor read from the file keeps the mapping until the tensor is freed."""
+    """Open a GGUF file, or map a safetensors file: its tensors keep the mapping until they are freed."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with path.open("rb") if is_gguf(path) else safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {str(error).splitlines()[0]}; copy the file again") from error
 
 
-def _is_mappable(place: Placement, dtype: torch.dtype) -> bool:
-    """Return True if a model tensor can stay in its file: as one aligned stored tensor of the same dtype and layout."""
-    (header, *others) = place.parts
-    return not others and place.layout is Layout.AS_IS and DTYPES.get(header.dtype) is dtype and header.begin % 4 == 0
+def map_parts(place: Placement, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
+    """Map the stored tensors of a matrix from their files; an empty list if the model needs another device or layout.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a number is NaN or infinite.
+    """
+    is_wanted = torch.device(device).type == "cpu" and place.layout in (Layout.AS_IS, Layout.CONCATENATED)
+    fits = (DTYPES.get(part.dtype) is dtype and part.begin % 4 == 0 and not is_gguf(part.path) for part in place.parts)
+    if not (is_wanted and all(fits)):
+        return []
+    parts = []
+    for header in place.parts:
+        with opened(header.path) as file:
+            parts.append(file.get_tensor(header.name))
+        check_finite(parts[-1], header, dtype)
+    return parts
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
     """Return a view of a model tensor (qkv) for each checkpoint tensor (q, k, v); `rows`: number of rows of each."""
     match layout:
-        case Layout.AS_IS:
+        case Layout.AS_IS | Layout.ONE_ADDED:
             return (tensor,)
         case Layout.TRANSPOSED:
             return (tensor.t(),)
@@ -106,21 +118,40 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
             return tuple(torch.split(tensor, list(rows)))
         case Layout.INTERLEAVED_HEADS:  # model: q of all heads, then k, then v; file: q, k, v of each head
             return (tensor.view(3, config.num_heads, config.head_dim, *tensor.shape[1:]).transpose(0, 1),)
+        case Layout.ROTARY_PAIRS:  # model: the first halves of a head's pairs, then the second halves; file: pairs
+            *paired, value = torch.split(tensor, list(rows))
+            halves = (part.view(-1, 2, config.head_dim // 2, *part.shape[1:]) for part in paired)
+            return (*(half.transpose(1, 2) for half in halves), value)
 
 
-def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor]]) -> None:
+def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor, Layout]]) -> None:
     """Copy tensors of one file to views of model tensors, in slices. Raises CheckpointError for NaN and infinity."""
-    pending = deque((header, *piece) for header, target in wanted for piece in _slices(target))
+    pending = deque((header, layout, *piece) for header, target, layout in wanted for piece in _slices(target))
     while pending:
         mapped = 0
         with opened(path) as file:
             while pending and mapped < MAPPED_BYTES:
-                header, target, start, stop = pending.popleft()
-                rows = file.get_slice(header.name)[start:stop]
+                header, layout, target, start, stop = pending.popleft()
+                rows = _read_rows(file, header, start, stop)
                 check_finite(rows, header, target.dtype)
+                if layout is Layout.ONE_ADDED:
+                    rows = rows.float() - 1
                 target.copy_(rows.reshape(target.shape))
                 mapped += rows.nbytes
                 del rows
+
+
+def _read_rows(file: Any, header: TensorHeader, start: int, stop: int) -> Tensor:
+    """Return rows of a stored tensor, those of a GGUF file dequantized to float32."""
+    if not is_gguf(header.path):
+        return file.get_slice(header.name)[start:stop]  # type: ignore[no-any-return]
+    kind, row_bytes = BLOCK_TYPES[header.dtype], (header.end - header.begin) // header.shape[0]
+    file.seek(header.begin + start * row_bytes)
+    raw = np.frombuffer(data := file.read((stop - start) * row_bytes), np.uint8)
+    if len(data) < (stop - start) * row_bytes:
+        raise CheckpointError(f"{header.path}: has been truncated; copy the file again")
+    numbers = dequantize(kind, raw.reshape(-1, kind.bytes)).reshape(stop - start, *header.shape[1:])
+    return torch.from_numpy(numbers)
 
 
 def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:

@@ -22,6 +22,8 @@ def describe_problem(path: Path) -> str:
     inside = sorted(child for name in ("config.json", "manifest.json") for child in path.glob(f"*/{name}"))
     if inside:
         return f"{path}: not a checkpoint, but contains checkpoints; give one of them, such as {inside[0].parent}"
+    if found := sorted(path.glob("*.gguf")):
+        return f"{path}: a directory with GGUF files; give --checkpoint one of them, such as {found[0]}"
     if list(path.glob("*.safetensors")):
         return f"{path / 'config.json'}: missing; it describes the model, download it too"
     return f"{path}: no checkpoint: neither config.json nor manifest.json is in it; give another directory"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from model.gguf.block_types import BLOCK_TYPES
 from model.huggingface.families.reader import ConfigReader, Requirements
 from model.io.files import CheckpointError
 from model.io.safetensors_header import WEIGHT_DTYPES
@@ -132,6 +133,15 @@ class Fp8Encoding:
         if self.block is not None:
             shapes = ((_ceil_divide(outputs, self.block[0]), _ceil_divide(inputs, self.block[1])),)
         return {"weight": (("F8_E4M3",), (shape,)), self.scale: (WEIGHT_DTYPES, shapes)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufEncoding:
+    """Blocks of a GGUF file. A tensor's dtype is the name of its block type."""
+
+    def roles(self, shape: tuple[int, ...]) -> Roles:
+        """Return the stored tensor."""
+        return {"weight": (tuple(name for name, kind in BLOCK_TYPES.items() if kind.unpack is not None), (shape,))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Assignment of checkpoint tensors to model tensors, from the headers of the safetensors files alone."""
+"""Assignment of checkpoint tensors to model tensors, from the headers of the weight files alone."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
+from model.gguf.container import is_gguf, read_gguf
 from model.huggingface.families.family import Layout, ModelFamily, full_name, sources
-from model.huggingface.quantization_config import Encoding, PlainEncoding
+from model.huggingface.quantization_config import Encoding, GgufEncoding, PlainEncoding
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers
 
@@ -66,7 +67,7 @@ def place_tensors(
     _check_index(directory, index, found.values())
     if config.num_layers > len(found):
         raise CheckpointError(
-            f"{directory / 'config.json'}: {config.num_layers} layers, but only {len(found)} tensors in all files; "
+            f"{directory}: its config has {config.num_layers} layers, but only {len(found)} tensors in all files; "
             "use the config that the tensors were saved with"
         )
     placements: dict[str, Placement] = {}
@@ -76,6 +77,7 @@ def place_tensors(
         parts: list[EncodedTensor] = []
         for part, shape in source.shapes.items():
             is_matrix = len(shape) == 2 and (family is None or name.startswith(("layers.", "lm_head.")))
+            is_matrix |= isinstance(encoding, GgufEncoding) and name == "token_embedding.weight"
             parts.append(_find_part(part, shape, found, encoding if is_matrix else None, missing))
         headers = tuple(header for part in parts for header in part.tensors.values())
         is_plain = all(isinstance(part.encoding, PlainEncoding) for part in parts)
@@ -89,12 +91,12 @@ def place_tensors(
     ignored += () if encoding is None else _IGNORED_IF_QUANTIZED
     if extra := [h for name, h in found.items() if not any(re.fullmatch(pattern, name) for pattern in ignored)]:
         raise CheckpointError(
-            f"{extra[0].path}: tensor {extra[0].name} is not part of the model that config.json describes "
+            f"{extra[0].path}: tensor {extra[0].name} is not part of the model that the config describes "
             f"({len(extra)} extra); use the config that the tensor was saved with"
         )
     if missing:
         raise CheckpointError(
-            f"{directory}: tensor {full_name(family, missing[0])} is in no safetensors file "
+            f"{directory}: tensor {full_name(family, missing[0])} is in no weight file "
             f"({len(missing)} missing); copy all shards, or use the config that the tensors were saved with"
         )
     return placements
@@ -127,7 +129,7 @@ def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict
     """Return the headers of the tensors in all files, by tensor name without the family's prefix."""
     found: dict[str, TensorHeader] = {}
     for path in files:
-        for name, header in read_headers(path).items():
+        for name, header in (read_gguf(path).tensors if is_gguf(path) else read_headers(path)).items():
             short = _short_name(family, name)
             if short in found:
                 raise CheckpointError(
@@ -162,7 +164,7 @@ def _check_tensor(header: TensorHeader, dtypes: tuple[str, ...], shapes: tuple[t
         raise CheckpointError(f"{header.path}: tensor {header.name} has dtype {header.dtype}, not {wanted}")
     if header.shape not in shapes:
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} has shape {header.shape}, but config.json requires {shapes[0]}; "
+            f"{header.path}: tensor {header.name} has shape {header.shape}, but the config requires {shapes[0]}; "
             "use the config that the tensor was saved with"
         )
 

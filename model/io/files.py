@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 300, 180
+_HASHED_BYTES = 2**24
 
 
 class OneLineError(ValueError):
@@ -110,9 +111,15 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal. Raises CheckpointError."""
-    with reading(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the SHA-256 of a file, in hexadecimal. Raises CheckpointError.
+
+    Large parts are read and hashed without the GIL, so that a thread does not delay the other threads.
+    """
+    with reading(path), path.open("rb", buffering=0) as file:
+        digest, part = hashlib.sha256(), memoryview(bytearray(min(path.stat().st_size + 1, _HASHED_BYTES)))
+        while size := file.readinto(part):
+            digest.update(part[:size])
+        return digest.hexdigest()
 
 
 def check_is_searchable(directory: Path) -> None:
@@ -129,6 +136,8 @@ def check_plain_name(path: Path, name: str) -> None:
 
 def _read_problem(path: Path, error: OSError) -> str:
     """Describe why a file cannot be read: for a denied permission, the path that denies it, the user, the remedy."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file; correct the path"
     if not isinstance(error, PermissionError):
         return f"{error.strerror}; copy the whole checkpoint again"
     blocker = _blocker(path)

@@ -75,7 +75,7 @@ class AttentionCall(ctypes.Structure):
         *((name, _POINTER) for name in ("q", "k", "v", "out", "keys", "values")),
         *((name, _INT) for name in ("q_stride", "k_stride", "v_stride", "num_heads", "num_kv_heads", "head_size")),
         *((name, _INT) for name in ("window", "bias_length", "bias_stride", "threads")),
-        ("bias", _POINTER),
+        *((name, _POINTER) for name in ("bias", "key_scales", "value_scales")),
         ("scale", ctypes.c_float),
     )
 

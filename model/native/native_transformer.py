@@ -103,7 +103,7 @@ class _PreparedDecode(NamedTuple):
 
 
 class _PackedEmbedding(nn.Embedding):
-    """Embedding whose rows are unpacked from a quantized matrix. Its `weight` is empty, and has the model's dtype."""
+    """Embedding whose rows are unpacked from a matrix. Its `weight` is empty, and has the model's dtype."""
 
     def __init__(self, matrix: Matrix, kernels: KernelLibrary, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(0, 1, dtype=dtype)
@@ -136,33 +136,23 @@ class NativeTransformer:
         self._blocks = [cast(Block, block) for block in model.layers]
         self.kernel_level = kernels.level
         self._model, self._dtype, self._kernels = model, weight_VE.dtype, kernels
+        del weight_VE  # a tied embedding is freed before the layers are packed
         self._between = kernels.function("kvasir_between_attentions", _POINTER, _INT)
         self._all_layers = kernels.function("kvasir_layers", _POINTER)
         self._logits = kernels.function("kvasir_logits", _POINTER)
         self._decode = kernels.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
         self._are_tokens = kernels.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
-        self._side_by_side = kernels.function("kvasir_inputs_side_by_side", _INT, result=_INT)
         self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
         self._shape = shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
+        self._rows = self._embedding_rows(model)
+        self.token_embedding = model.token_embedding
+        self._embeds = bool(self._rows.packed or self._rows.embedding)
         self._layers = (LayerWeights * len(model.layers))()
         for number, block in enumerate(self._blocks):
             self._layers[number] = self._layer(block)
             del block.attention.qkv, block.attention.out, block.mlp
-        self._rows = Rows()
-        if isinstance(model.token_embedding, QuantizedEmbedding):
-            linear = model.token_embedding.linear
-            matrix = self._head if linear is model.lm_head else self._matrix(linear)
-            model.token_embedding = _PackedEmbedding(matrix, kernels, self.config, self._dtype)
-            self._rows.packed = ctypes.addressof(matrix)
-        else:
-            self._rows.embedding = weight_VE.data_ptr() if weight_VE.is_contiguous() else None
         model.lm_head = None
-        self.token_embedding = model.token_embedding
-        # The kernels read the embedding themselves if the first layer's input is rows of the embedding, unchanged.
-        self._embeds = bool(self._rows.packed or self._rows.embedding)
-        if self.config.embedding_scale != 1.0 or model.position_embedding is not None:
-            self._embeds, self._rows.packed, self._rows.embedding = False, None, None
         self._step = StepArguments(
             *(ctypes.addressof(x) for x in (self._shape, self._rows, self._layers)),
             num_layers=len(self._layers),
@@ -366,9 +356,25 @@ class NativeTransformer:
         layer.mlp_norm, layer.mlp_norm_bias = self._norm(block.mlp_norm)
         return layer
 
+    def _embedding_rows(self, model: Transformer) -> Rows:
+        """Pack the token embedding, unless it is a float matrix of its own. Return the rows that the kernels read.
+
+        The kernels read no embedding if the first layer's input is not rows of the embedding, unchanged.
+        """
+        embedding, rows = model.token_embedding, Rows()
+        linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None
+        if linear is not None or model.lm_head is None:
+            matrix = self._head if linear is model.lm_head else self._matrix(cast(nn.Module, linear))
+            model.token_embedding = _PackedEmbedding(matrix, self._kernels, self.config, self._dtype)
+            rows.packed = ctypes.addressof(matrix)
+        elif embedding.weight.is_contiguous():
+            rows.embedding = embedding.weight.data_ptr()
+        is_unchanged = self.config.embedding_scale == 1.0 and model.position_embedding is None
+        return rows if is_unchanged else Rows()
+
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:
-        packed = pack(module, self._side_by_side, gated=gated)
-        tensors = self.huge_pages.keep(packed.weight), packed.bias, packed.scale, packed.shift
+        packed = pack(module, self._kernels, self.huge_pages, gated=gated)
+        tensors = packed.weight, packed.bias, packed.scale, packed.shift
         self._kept += [tensor for tensor in tensors if tensor is not None]
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return Matrix(*pointers, packed.inputs, packed.outputs, packed.numbers)

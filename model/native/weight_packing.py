@@ -3,7 +3,7 @@
 Legend: F outputs, I inputs of a matrix, N panels of 64 outputs, G groups of inputs, S inputs of a group, side by side.
 """
 
-from collections.abc import Callable
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch.nn import functional
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
-from model.kernels.kernel_library import Shape
+from model.kernels.kernel_library import KernelLibrary, Shape
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
-from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear
+from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
+from model.system.memory_pages import HugePages
 
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _STRIP = 32  # outputs that lie together in a matrix of groups
@@ -69,40 +71,38 @@ def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
     )
 
 
-def pack(module: nn.Module, side_by_side: Callable[[int], int], *, gated: bool = False) -> Packed:
+def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: bool = False) -> Packed:
     """Pack the matrix of a linear layer of any kind, or of an embedding, for the native kernels.
 
-    side_by_side: function from a dtype's code in `NUMBERS` to the number of inputs that the kernels read side by side.
+    pages: memory of the packed matrix.
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP.
     """
     if isinstance(module, GroupedLinear):
-        return _pack_groups(module.weight, module.bias_F, gated=gated)
+        return _pack_groups(module.weight, module.bias_F, pages, gated=gated)
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
-        weight_FI, scale_F, bias_F = module.weight_FE, module.scale_F, module.bias_F
+        parts, scale_F, bias_F = [module.weight_FE], module.scale_F, module.bias_F
     elif isinstance(module, PackedLinear):
-        weight_FI, bias_F = module.packed.to_dense(), module.bias_F
+        parts, bias_F = [module.packed.to_dense()], module.bias_F
+    elif isinstance(module, StackedLinear):
+        parts, bias_F = [*module.parts], module.bias
     else:
         named: dict[str, Any] = dict(module.named_parameters())
-        weight_FI, bias_F = named["weight"].detach(), named.get("bias")
-    if gated:
-        weight_FI = interleaved(weight_FI)
-        bias_F = None if bias_F is None else interleaved(bias_F)
-        scale_F = None if scale_F is None else interleaved(scale_F)
-    outputs, inputs = weight_FI.shape
-    is_int8 = scale_F is not None
+        parts, bias_F = [named["weight"].detach()], named.get("bias")
+    order = interleaved if gated else _pad_outputs
+    shift_F = None if scale_F is None else 128 * parts[0].sum(dim=1, dtype=torch.int32)
     return Packed(
-        weight=_panels(weight_FI, side_by_side(NUMBERS[weight_FI.dtype])),
-        bias=None if bias_F is None else _pad_outputs(bias_F.float()),
-        scale=None if scale_F is None else _pad_outputs(scale_F),
-        shift=_pad_outputs(128 * weight_FI.sum(dim=1, dtype=torch.int32)) if is_int8 else None,
-        inputs=inputs,
-        outputs=padded(outputs),
-        numbers=NUMBERS[weight_FI.dtype],
+        weight=_pack_panels(parts, kernels, pages, gated=gated),
+        bias=None if bias_F is None else order(bias_F.float()),
+        scale=None if scale_F is None else order(scale_F),
+        shift=None if shift_F is None else order(shift_F),
+        inputs=parts[0].shape[1],
+        outputs=padded(sum(map(len, parts))),
+        numbers=NUMBERS[parts[0].dtype],
     )
 
 
-def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, *, gated: bool) -> Packed:
+def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages, *, gated: bool) -> Packed:
     """Pack grouped weights for the kernels, in the layout of grouped.h."""
 
     def arranged(rows: Tensor) -> Tensor:
@@ -119,8 +119,10 @@ def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, *, gated: bool) -
     for spread_FG in spreads:
         narrow_FG = torch.ldexp(spread_FG, -exponent_F[:, None]).half()
         parts.append(narrow_FG.view(-1, _STRIP, narrow_FG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8))
+    num_bytes = sum(part.shape[2] for part in parts)
+    packed = torch.cat(parts, dim=2, out=pages.empty((*parts[0].shape[:2], num_bytes), torch.uint8))
     return Packed(
-        weight=torch.cat(parts, dim=2),
+        weight=packed,
         bias=None if bias_F is None else arranged(bias_F),
         scale=torch.ldexp(torch.ones_like(largest_F), exponent_F),
         shift=None,
@@ -139,14 +141,22 @@ def interleaved(rows: Tensor) -> Tensor:
     return torch.unflatten(halves, 1, (-1, BLOCK)).transpose(0, 1).flatten(0, 2)
 
 
-def _panels(weight_FI: Tensor, side_by_side: int) -> Tensor:
-    """Return a matrix (F, I) in the kernels' order (N, G, 64, S): a view, or a zero-padded copy if I or F needs it."""
-    outputs, inputs = weight_FI.shape
-    groups = -(-inputs // side_by_side)
-    missing = groups * side_by_side - inputs, padded(outputs) - outputs
-    if any(missing):
-        weight_FI = functional.pad(weight_FI, (0, missing[0], 0, missing[1]))
-    return weight_FI.view(-1, _PANEL, groups, side_by_side).transpose(1, 2)
+def _pack_panels(parts: list[Tensor], kernels: KernelLibrary, pages: HugePages, *, gated: bool) -> Tensor:
+    """Copy a matrix (F, I) to the kernels' order (N, G, 64, S), with zeros for missing inputs and outputs.
+
+    parts: matrices that are one below the other in the packed matrix.
+    """
+    dtype, inputs = parts[0].dtype, parts[0].shape[1]
+    side_by_side = kernels.function("kvasir_inputs_side_by_side", _INT, result=_INT)(NUMBERS[dtype])
+    if missing := -inputs % side_by_side:
+        parts = [functional.pad(part, (0, missing)) for part in parts]
+    parts = [part.contiguous() for part in parts]
+    rows_F = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) * dtype.itemsize for part in parts])
+    rows_F = interleaved(rows_F) if gated else _pad_outputs(rows_F)
+    panels = pages.empty((len(rows_F) // _PANEL, (inputs + missing) // side_by_side, _PANEL, side_by_side), dtype)
+    copy = kernels.function("kvasir_pack", _POINTER, _INT, _INT, _POINTER, _INT)
+    copy(rows_F.data_ptr(), *panels.shape[:2], panels.data_ptr(), torch.get_num_threads())
+    return panels
 
 
 def _pad_outputs(rows: Tensor) -> Tensor:

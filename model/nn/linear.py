@@ -6,7 +6,7 @@ single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
 Legend: T packed tokens, E inputs, F outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,22 @@ class QuantizedEmbedding(nn.Embedding):
         return self.linear.rows(input).to(self.weight.dtype)
 
 
+class StackedLinear(nn.Module):
+    """Linear layer whose matrix is several matrices, one below the other, until it is packed or quantized.
+
+    parts: for example the matrices of queries, keys and values, each mapped from a checkpoint file.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], bias_F: Tensor | None) -> None:
+        super().__init__()
+        self.parts, self.bias = parts, bias_F
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a copy of the whole matrix (F, E)."""
+        return torch.cat([*self.parts])
+
+
 def quantize_rows(x_TE: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """Quantize each row of a matrix to int8 or fp8. Return the quantized matrix, and the float32 scale of each row.
 
@@ -148,6 +164,6 @@ def replace_linears(model: Transformer, kind: str | MakeLinear) -> None:
         del weight_VE
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear | StackedLinear):
                 setattr(module, name, make(child.weight, child.bias))
                 del child

@@ -188,23 +188,26 @@ class Transformer(nn.Module):
             x_TE = x_TE + self.position_embedding(positions_T).to(x_TE.dtype)
         return x_TE
 
-    @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Initialize all parameters from a seed: normal with standard deviation 1/sqrt(fan-in), embeddings 0.02.
-
-        Matrices that write to the residual stream are divided by sqrt(2 * layers), so that the stream's variance does
-        not grow with depth (GPT-2, Radford et al. 2019, section 2.3). Biases are 0, and norms multiply by 1.
-        """
+        """Initialize all parameters from a seed, as `initialize_parameter` does."""
         generator = torch.Generator().manual_seed(seed)
-        depth_scale = (2 * self.config.num_layers) ** -0.5
         for name, parameter in self.named_parameters():
-            if name.endswith(".bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                is_offset = self.config.norm_unit_offset and "query_norm" not in name and "key_norm" not in name
-                parameter.fill_(0.0 if is_offset else 1.0)
-            elif not name.startswith(("layers.", "lm_head.")):
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                scale = depth_scale if name.endswith(("out.weight", "down.weight")) else 1.0
-                parameter.normal_(0.0, scale * parameter.shape[1] ** -0.5, generator=generator)
+            initialize_parameter(name, parameter, self.config, generator)
+
+
+@torch.no_grad()
+def initialize_parameter(name: str, parameter: Tensor, config: ModelConfig, generator: torch.Generator) -> Tensor:
+    """Fill a parameter in place and return it: normal with standard deviation 1/sqrt(fan-in), embeddings 0.02.
+
+    Matrices that write to the residual stream are divided by sqrt(2 * layers), so that the stream's variance does
+    not grow with depth (GPT-2, Radford et al. 2019, section 2.3). Biases are 0, and norms multiply by 1.
+    """
+    if name.endswith(".bias"):
+        return parameter.zero_()
+    if parameter.ndim == 1:
+        is_offset = config.norm_unit_offset and "query_norm" not in name and "key_norm" not in name
+        return parameter.fill_(0.0 if is_offset else 1.0)
+    if not name.startswith(("layers.", "lm_head.")):
+        return parameter.normal_(0.0, 0.02, generator=generator)
+    scale = (2 * config.num_layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
+    return parameter.normal_(0.0, scale * parameter.shape[1] ** -0.5, generator=generator)

@@ -16,7 +16,8 @@ Tokens exactly as likely as the last kept token are kept too, so the result does
 Legend: B sequences, R rows, V vocabulary, C candidates.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ NO_TOKEN = -1  # in place of a sampled id if no token is possible
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NUCLEUS_CANDIDATES = 256
+# A row on a CPU: its highest values are first bounded by the maxima of strided values. Up to `_MAX_SORTED` weights are
+# sorted whole.
+_STRIDES, _CPU_CANDIDATES, _MAX_SORTED, _CDF_BLOCK = 16, 2048, 8192, 512
 # Probabilities filtered and sampled at a time on a CPU. A chunk in the CPU's caches takes a third of the time.
 _AT_ONCE = 2**17
 
@@ -101,7 +105,13 @@ def _sample_rows(
     is_whole_batch = len(random_rows) == len(params)
     empty_B = logits_BV.new_empty(len(params), dtype=torch.int64)
     ids_B = empty_B if is_whole_batch else torch.as_tensor(most_likely(logits_BV))
-    count = max(1, _AT_ONCE // logits_BV.shape[1]) if logits_BV.is_cpu else max(1, len(random_rows))
+    if logits_BV.is_cpu and (filtered := [row for row in random_rows if params[row].has_filters]):
+        logits = logits_BV.detach().numpy()
+        ids_B[filtered] = torch.tensor([_sample_filtered(logits[row], params[row], positions[row]) for row in filtered])
+        random_rows = [row for row in random_rows if not params[row].has_filters]
+    # At least a row for each thread: PyTorch's threads share rows.
+    at_least = torch.get_num_threads() if logits_BV.is_cpu else max(1, len(random_rows))
+    count = max(at_least, _AT_ONCE // logits_BV.shape[1])
     for first in range(0, len(random_rows), count):
         rows = random_rows[first : first + count]
         rows_B = _on(logits_BV.device, rows)
@@ -109,6 +119,74 @@ def _sample_rows(
         sampled_B = _sample_chunk(some_BV, [params[row] for row in rows], [positions[row] for row in rows])
         ids_B.index_copy_(0, rows_B, sampled_B)
     return ids_B
+
+
+def _sample_filtered(logits_V: NDArray[np.float32], params: SamplingParams, position: int) -> int:
+    """Sample a token of one row on a CPU. Only likely tokens are weighed, unless the `top_p` nucleus is wide."""
+    highest, vocab_size, temperature = float(logits_V.max()), len(logits_V), params.temperature
+    if not math.isfinite(highest):  # damaged weights, or no allowed token
+        return int(logits_V.argmax())
+    has_top_k, has_top_p = 0 < params.top_k < vocab_size, params.top_p < 1.0
+    if has_top_k or has_top_p:
+        ids_C = _top_ids(logits_V, params.top_k if has_top_k else max(1, min(_CPU_CANDIDATES, vocab_size // _STRIDES)))
+    else:  # the margin covers rounding: the weights are compared below
+        least = highest + temperature * (math.log(params.min_p) - 1e-3) if params.min_p else -math.inf
+        ids_C = np.flatnonzero(logits_V >= least)
+    weights_C = _weights(logits_V[ids_C], highest, temperature)
+    floor = params.min_p  # the highest weight is 1
+    if has_top_p:
+        weights_V = weights_C if has_top_k else _weights(logits_V, highest, temperature)
+        wanted = params.top_p * float(weights_V.sum())
+        if float(weights_C.sum()) < wanted:
+            ids_C, weights_C = np.arange(vocab_size), weights_V
+        floor = max(floor, _least_kept(weights_C, wanted))
+    weights_C *= weights_C >= floor
+    return int(ids_C[_index_of_share(weights_C, uniform(params.seed, position))])
+
+
+def _weights(logits_V: NDArray[np.float32], highest: float, temperature: float) -> NDArray[np.float32]:
+    """Return probabilities relative to that of the highest logit."""
+    weights_V: NDArray[np.float32] = logits_V - np.float32(highest)
+    if temperature != 1.0:
+        weights_V /= np.float32(temperature)
+    np.exp(weights_V, out=weights_V)
+    return weights_V
+
+
+def _index_of_share(weights_V: NDArray[np.float32], share: float) -> int:
+    """Return the first index whose cumulative weight exceeds share * total, as `_inverse_cdf` does, in two levels."""
+    ends = np.add.reduceat(weights_V, np.arange(0, len(weights_V), _CDF_BLOCK), dtype=np.float64).cumsum()
+    wanted = share * ends[-1]
+    block = int(ends.searchsorted(wanted, side="right"))
+    inside = weights_V[block * _CDF_BLOCK : (block + 1) * _CDF_BLOCK]
+    cdf = (ends[block - 1] if block else 0.0) + inside.cumsum(dtype=np.float64)
+    # The block's sum may exceed the last cumulative weight by rounding.
+    return block * _CDF_BLOCK + min(int(cdf.searchsorted(wanted, side="right")), int(inside.nonzero()[0][-1]))
+
+
+def _top_ids(values_V: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Return the ids, in order, of all values that reach the `count`-th highest. NaN counts as highest."""
+    ids_C, size = np.arange(len(values_V)), len(values_V) // _STRIDES
+    if count <= size:
+        # At least `count` values reach the `count`-th highest of these maxima.
+        maxima = values_V[: size * _STRIDES].reshape(_STRIDES, size).max(axis=0)
+        ids_C = np.flatnonzero(~(values_V < np.partition(maxima, size - count)[size - count]))
+    values_C = values_V[ids_C]
+    reached_C: NDArray[np.int64] = ids_C[~(values_C < np.partition(values_C, -count)[-count])]
+    return reached_C
+
+
+def _least_kept(weights_V: NDArray[np.float32], wanted: float) -> float:
+    """Return the least of the highest weights whose sum first reaches `wanted`, by bisection of partitions."""
+    weights_V, start, end, above = weights_V.copy(), 0, len(weights_V), 0.0
+    while end - start > _MAX_SORTED:  # `above` is the sum of the weights from `end` on
+        middle = (start + end) // 2
+        weights_V[start:end].partition(middle - start)
+        mass = float(weights_V[middle:end].sum(dtype=np.float64))
+        start, end, above = (middle, end, above) if above + mass >= wanted else (start, middle, above + mass)
+    descending = np.sort(weights_V[start:end])[::-1]
+    before = above + np.cumsum(descending, dtype=np.float64) - descending
+    return float(descending[max(int((before < wanted).sum()), 1) - 1])
 
 
 def _sample_chunk(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
@@ -133,7 +211,7 @@ def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
     vocab_size = probs_BV.shape[1]
     limits = [min(param.top_k, vocab_size) if param.top_k else vocab_size for param in params]
     if min(limits) < vocab_size:
-        candidates_BC = _descending(probs_BV)(max(limit for limit in limits if limit < vocab_size))
+        candidates_BC = probs_BV.topk(max(limit for limit in limits if limit < vocab_size), dim=-1).values
         last = [min(limit, candidates_BC.shape[1]) - 1 for limit in limits]
         kth_B1 = candidates_BC.gather(1, _on(probs_BV.device, last)[:, None])
         limited_B1 = _on(probs_BV.device, [limit < vocab_size for limit in limits], torch.bool)[:, None]
@@ -149,20 +227,7 @@ def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
 
 def _drop_below(floor_B1: Tensor, probs_BV: Tensor) -> None:
     """Set to 0, in place, the probabilities under each row's floor."""
-    if probs_BV.is_cpu:
-        values_BV = probs_BV.numpy()  # a masked fill takes twenty times as long as a product
-        np.multiply(values_BV, values_BV >= floor_B1.numpy(), out=values_BV)
-    else:
-        probs_BV.masked_fill_(probs_BV < floor_B1, 0.0)
-
-
-def _descending(probs_BV: Tensor) -> Callable[[int], Tensor]:
-    """Return a function of a number C that returns the C highest probabilities of each row, highest first."""
-    if not probs_BV.is_cpu:
-        return lambda count: probs_BV.topk(count, dim=-1).values
-    # On CPUs NumPy sorts a whole row faster than PyTorch finds its highest few.
-    sorted_BV = np.sort(probs_BV.numpy(), axis=-1)[:, ::-1]
-    return lambda count: torch.from_numpy(sorted_BV[:, :count].copy())
+    probs_BV.masked_fill_(probs_BV < floor_B1, 0.0)
 
 
 def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, is_small: bool) -> Tensor:
@@ -173,10 +238,9 @@ def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, is_small: bool) -> Ten
     """
     wanted_B1 = top_p_B1 * probs_BV.sum(dim=-1, keepdim=True)
     whole_B1 = top_p_B1 >= 1.0
-    highest = _descending(probs_BV)
-    sorted_BC = highest(min(_NUCLEUS_CANDIDATES, probs_BV.shape[1]))
+    sorted_BC = probs_BV.topk(min(_NUCLEUS_CANDIDATES, probs_BV.shape[1]), dim=-1).values
     if not is_small and bool((~whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)).any()):
-        sorted_BC = highest(probs_BV.shape[1])
+        sorted_BC = probs_BV.sort(dim=-1, descending=True).values
     # Keep a token if the tokens before it hold less than the wanted mass.
     needed_BC = sorted_BC.cumsum(dim=-1) - sorted_BC < wanted_B1
     last_B1 = needed_BC.sum(dim=-1, keepdim=True) - 1
@@ -201,6 +265,10 @@ def top_logprobs(
     Logprobs are those of the model before temperature and filters. The rank is one more than the number of more likely
     tokens, so equally likely tokens share a rank.
     """
+    if logits_RV.is_cpu:
+        with np.errstate(invalid="ignore"):  # NaN and infinity come from damaged weights
+            rows = zip(logits_RV.detach().numpy(), token_ids, strict=True)
+            return [_row_logprobs(logits_V, token_id, num_top) for logits_V, token_id in rows]
     logprobs_RV = logits_RV.log_softmax(dim=-1)
     ids_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
     chosen_R1 = logprobs_RV.gather(1, ids_R1)
@@ -214,3 +282,15 @@ def top_logprobs(
         (logprob, rank, list(zip(ids, values, strict=True)))
         for (logprob, rank), (ids, values) in zip(chosen, alternatives, strict=True)
     ]
+
+
+def _row_logprobs(
+    logits_V: NDArray[np.float32], token_id: int, num_top: int
+) -> tuple[float, int, list[tuple[int, float]]]:
+    """Return `top_logprobs` of one row on a CPU."""
+    highest, chosen = float(logits_V.max()), logits_V[token_id]
+    log_total = highest + math.log(np.exp(logits_V - highest).sum(dtype=np.float64))
+    rank = int(np.count_nonzero(logits_V > chosen)) + 1
+    ids_C = _top_ids(logits_V, min(num_top, len(logits_V))) if num_top else np.arange(0)
+    ids_C = ids_C[np.argsort(-logits_V[ids_C], kind="stable")[:num_top]]
+    return float(chosen) - log_total, rank, [(int(top), float(logits_V[top]) - log_total) for top in ids_C]

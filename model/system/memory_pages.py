@@ -30,19 +30,19 @@ class HugePages:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a CPU tensor, in small pages until `enlarge` is called. Raises torch.OutOfMemoryError."""
-        size = tensor.nbytes
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a CPU tensor of zeros, in small pages until `enlarge` is called. Raises torch.OutOfMemoryError."""
+        size = math.prod(shape) * dtype.itemsize
         if self._used + size > len(self._chunk):
             self._chunks.append(_map(max(size, _CHUNK)))
             _advise(self._chunks[-1], "MADV_NOHUGEPAGE")
             self._chunk, self._used = torch.frombuffer(self._chunks[-1], dtype=torch.uint8), 0
-        place = self._chunk[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+        place = self._chunk[self._used : self._used + size].view(dtype).view(shape)
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return place.copy_(tensor)
+        return place
 
     def enlarge(self) -> None:
-        """Move all kept tensors to pages of 2 MiB; takes seconds per GB, so run it in a thread.
+        """Move all tensors to pages of 2 MiB; takes seconds per GB, so run it in a thread.
 
         Pages that the kernel cannot move now may follow later (MADV_HUGEPAGE).
         """

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.gguf.container import GgufFile, is_gguf, read_gguf
 from model.io.files import CheckpointError, parsing, read_json
 from model.sampling.generation_config import GENERATION_CONFIG_FILE, read_generation_config, token_ids
 from model.tokenizer.interface import TokenizerError
@@ -14,6 +15,10 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GGUF_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+_GGUF_SPECIAL = (2, 3)  # token types: unknown and control
+# Special tokens that end a turn of a conversation, which files often do not list beside the EOS token.
+_ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +31,7 @@ class TokenizerConfig:
     added_tokens: entries of `added_tokens_decoder`, by id.
     tokenizer_class: the class in `transformers`; None if the files name no class.
     chat_template: the value of the key `chat_template`, unchecked; None if absent.
+    eos_token_ids: ids of the EOS tokens, if the files need not be read for them.
     """
 
     roles: Mapping[str, str]
@@ -35,10 +41,16 @@ class TokenizerConfig:
     added_tokens: Mapping[int, dict[str, Any]]
     tokenizer_class: str | None
     chat_template: object
+    eos_token_ids: tuple[int, ...] | None = None
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Read tokenizer_config.json, whose keys take precedence, and special_tokens_map.json; both may be missing."""
+    """Read tokenizer_config.json, whose keys take precedence, and special_tokens_map.json; both may be missing.
+
+    A GGUF file has all of this in its metadata.
+    """
+    if is_gguf(directory):
+        return _read_gguf_config(read_gguf(directory))
     path = directory / TOKENIZER_CONFIG_FILE
     config = read_json(path, optional=True)
     values = read_json(directory / SPECIAL_TOKENS_FILE, optional=True)
@@ -65,11 +77,41 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
         )
 
 
+def _read_gguf_config(file: GgufFile) -> TokenizerConfig:
+    """Read the special tokens and the chat template in the metadata of a GGUF file. Raises CheckpointError."""
+    tokens, types = file.strings("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
+
+    def token_id(role: str) -> int | None:
+        value = file.scalars.get(f"tokenizer.ggml.{role}_token_id")
+        return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+
+    ids = {role: number for role in _GGUF_ROLES if (number := token_id(role)) is not None}
+    roles = {f"{_GGUF_ROLES[role]}_token": tokens[number] for role, number in ids.items()}
+    special = {name for name, kind in zip(tokens, types, strict=False) if kind in _GGUF_SPECIAL}
+    ends = {number for role in ("eos", "eot", "eom") if (number := token_id(role)) is not None}
+    ends |= {number for number, name in enumerate(tokens) if name in _ENDS_OF_TURNS and name in special}
+    # Source of the defaults: llama_vocab of llama.cpp.
+    is_sentencepiece = file.text("tokenizer.ggml.model") == "llama"
+    default_bos = is_sentencepiece or file.text("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    return TokenizerConfig(
+        roles=roles,
+        special=frozenset(special | set(roles.values())),
+        adds_bos=file.scalars.get("tokenizer.ggml.add_bos_token", default_bos) is True,
+        adds_eos=file.scalars.get("tokenizer.ggml.add_eos_token") is True,
+        added_tokens={},
+        tokenizer_class=None,
+        chat_template=file.text("tokenizer.chat_template"),
+        eos_token_ids=tuple(sorted(ends)),
+    )
+
+
 def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
     """Return the EOS token ids of a Hugging Face directory; empty if no file defines them. Raises CheckpointError.
 
     Sources by precedence: generation_config.json, config.json, `eos_token` of tokenizer_config.json.
     """
+    if config.eos_token_ids is not None:
+        return config.eos_token_ids
     path = directory / GENERATION_CONFIG_FILE
     ids = read_generation_config(directory).eos_token_ids
     if not ids:

@@ -5,6 +5,7 @@ tokens, and the BOS and EOS ids; `eos_token_id` is an integer, or a list if seve
 """
 
 import base64
+import binascii
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -144,7 +145,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     for line in read_bytes(path).splitlines():
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            ranks[binascii.a2b_base64(token, strict_mode=True)] = int(rank)
         except ValueError as error:  # includes binascii.Error
             raise CheckpointError(
                 f"{path}, line {len(ranks) + 1}: expected `base64 rank`; copy the file again"

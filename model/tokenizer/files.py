@@ -1,4 +1,4 @@
-"""Loading of a checkpoint directory's tokenizer in the format of Kvasir, Hugging Face, OpenAI or Meta.
+"""Loading of a checkpoint's tokenizer in the format of Kvasir, Hugging Face, OpenAI, Meta or llama.cpp.
 
 A bare `*.tiktoken` file holds only tokens and ranks. Its SHA-256 identifies the split pattern and the special tokens,
 which are from tiktoken's `openai_public.py` (MIT); for Llama 3's `tokenizer.model`, from Meta's `llama3/tokenizer.py`.
@@ -11,10 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from model.gguf.container import is_gguf
 from model.io.files import CheckpointError, check_is_file, file_digest, parsing, read_bytes, read_json, read_text
 from model.tokenizer.bos_eos import TokenizerConfig, read_eos_token_ids, read_tokenizer_config
 from model.tokenizer.byte_level import RANKS_FILE, SPEC_FILE, ByteLevelTokenizer, load_native, read_ranks
+from model.tokenizer.gguf_vocabulary import load_gguf_tokenizer
 from model.tokenizer.interface import Tokenizer
+from model.tokenizer.split_patterns import CL100K_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, O200K_PATTERN, QWEN_PATTERN
 from model.tokenizer.tokenizer_json import (
     BYTE_LEVEL_DECODER,
     TOKENIZER_FILE,
@@ -24,26 +27,6 @@ from model.tokenizer.tokenizer_json import (
 )
 
 _END_OF_TEXT = "<|endoftext|>"
-_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-_O200K_PATTERN = "|".join(
-    [
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,19 +53,19 @@ _RESERVED = [index for index in range(256) if index not in _LLAMA3_NAMES]
 _LLAMA3_NAMES |= {index: f"<|reserved_special_token_{number}|>" for number, index in enumerate(_RESERVED)}
 _LLAMA3 = _Published(
     name="llama3",
-    pattern=_LLAMA3_PATTERN,
+    pattern=LLAMA3_PATTERN,
     special_tokens={_LLAMA3_NAMES[index]: 128_000 + index for index in range(256)},
 )
 _PUBLISHED: Mapping[str, _Published] = {
     "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _Published(
-        name="r50k_base", pattern=_GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
+        name="r50k_base", pattern=GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
     ),
     "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": _Published(
-        name="p50k_base", pattern=_GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
+        name="p50k_base", pattern=GPT2_PATTERN, special_tokens={_END_OF_TEXT: 50256}
     ),
     "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": _Published(
         name="cl100k_base",
-        pattern=_CL100K_PATTERN,
+        pattern=CL100K_PATTERN,
         special_tokens={
             _END_OF_TEXT: 100257,
             "<|fim_prefix|>": 100258,
@@ -92,7 +75,7 @@ _PUBLISHED: Mapping[str, _Published] = {
         },
     ),
     "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": _Published(
-        name="o200k_base", pattern=_O200K_PATTERN, special_tokens={_END_OF_TEXT: 199999, "<|endofprompt|>": 200018}
+        name="o200k_base", pattern=O200K_PATTERN, special_tokens={_END_OF_TEXT: 199999, "<|endofprompt|>": 200018}
     ),
 }
 _SAVE_FAST_TOKENIZER = (
@@ -100,15 +83,16 @@ _SAVE_FAST_TOKENIZER = (
 )
 _KNOWN = ", ".join(published.name for published in _PUBLISHED.values())
 # Split pattern and normalizer by `transformers` tokenizer class, because vocab.json and merges.txt contain neither.
-_QWEN_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPLITS: Mapping[str, tuple[str, dict[str, str] | None]] = {
-    "GPT2Tokenizer": (_GPT2_PATTERN, None),
-    "Qwen2Tokenizer": (_QWEN_PATTERN, {"type": "NFC"}),
+    "GPT2Tokenizer": (GPT2_PATTERN, None),
+    "Qwen2Tokenizer": (QWEN_PATTERN, {"type": "NFC"}),
 }
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint directory; raise CheckpointError if its files are missing or unusable."""
+    """Load the tokenizer of a checkpoint; raise CheckpointError if its files are missing or unusable."""
+    if is_gguf(directory):
+        return load_gguf_tokenizer(directory)
     for name, load in _LOADERS.items():
         if os.path.lexists(directory / name):
             return load(directory)

@@ -95,19 +95,11 @@ class MessagesBuilder(ChatBuilder):
         ending = MessageEvent(type="message_delta", delta=delta, usage=message_usage(usage))
         return [self.encode(ending), self.encode(MessageEvent(type="message_stop"))]
 
-    def plain_event(self, choice: Choice, text: str) -> bytes:
-        """Return the encoded stream events of a token delta that is only text, from cached events with another text."""
-        if self._new_parser is None:
-            return self._part_event(choice, Part(PartKind.TEXT, text))
-        return super().plain_event(choice, text)
-
-    def _part_event(self, choice: Choice, part: Part) -> bytes:
-        if part.kind is PartKind.REASONING and not self._shows_reasoning:
+    def _part_event(self, choice: Choice, kind: PartKind, text: str) -> bytes:
+        if kind is PartKind.REASONING and not self._shows_reasoning:
             return b""
-        opened = b"".join(map(self.encode, self._opened(choice, part)))
-        if part.kind is PartKind.CALL:
-            return opened
-        return opened + self._framed(choice, part.kind, part.text, self._num_blocks)
+        opened = b"".join(map(self.encode, self._opened(choice, Part(kind, text))))
+        return opened if kind is PartKind.CALL else opened + self._framed(choice, kind, text, self._num_blocks)
 
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Any:
         match kind:

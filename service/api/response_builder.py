@@ -17,7 +17,7 @@ from service.protocol import responses
 from service.protocol.completions import GenerationRequest
 from service.protocol.errors import ApiError
 from service.protocol.logprobs import LogprobFormat, LogprobWriter, chat_logprobs, prompt_logprobs
-from service.protocol.responses import DONE, encode_event
+from service.protocol.responses import DONE, encode_event, encode_line
 from service.requests.inflight import Choice, Deltas
 
 Event: TypeAlias = responses.Completion | responses.ChatCompletionChunk
@@ -86,21 +86,22 @@ class ResponseBuilder(ABC):
         parser = self._parsers.get(choice.index) or self.parser_of(choice)
         kind = parser.plain_kind(text)
         if kind is None:
-            return b"".join([self._part_event(choice, part) for part in parser.push(text)])
+            return b"".join([self._part_event(choice, *part) for part in parser.push(text)])
         if kind is PartKind.TEXT:
             return self._framed(choice, kind, text)
-        return self._part_event(choice, Part(kind, text))
+        return self._part_event(choice, kind, text)
 
-    def _part_event(self, choice: Choice, part: Part) -> bytes:
-        return self._framed(choice, part.kind, part.text)
+    def _part_event(self, choice: Choice, kind: PartKind, text: str) -> bytes:
+        """Return the encoded stream events of a part of the completion."""
+        return self._framed(choice, kind, text)
 
     def _framed(self, choice: Choice, kind: PartKind, text: str, number: int = 0) -> bytes:
         """Return the encoded event of a part that is only text, from a cached event of this `number` of call."""
         key = (choice.index, kind, number)
         if (frame := self._frames.get(key)) is None:
             event = self.encode(self._text_event(choice, kind, _ANY_TEXT))
-            frame = self._frames[key] = event.split(encode_event(_ANY_TEXT, b"", b""))
-        return encode_event(text, b"", b"").join(frame)
+            frame = self._frames[key] = event.split(encode_line(_ANY_TEXT))
+        return encode_line(text).join(frame)
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
@@ -266,14 +267,13 @@ class ChatBuilder(ResponseBuilder):
         assert delta is not None
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta))
 
-    def _part_event(self, choice: Choice, part: Part) -> bytes:
-        kind, text = part
+    def _part_event(self, choice: Choice, kind: PartKind, text: str) -> bytes:
+        if kind is PartKind.REASONING:
+            return self._framed(choice, kind, text) if self._shows_reasoning else b""
         if kind is PartKind.ARGUMENTS:
             return self._framed(choice, kind, text, self._num_calls[choice.index])
-        if kind is PartKind.REASONING and not self._shows_reasoning:
-            return b""
         if kind is PartKind.CALL:
-            delta = self._delta(choice, part)
+            delta = self._delta(choice, Part(kind, text))
             assert delta is not None
             return encode_event(self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta)))
         return self._framed(choice, kind, text)

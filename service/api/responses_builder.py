@@ -126,12 +126,12 @@ class ResponsesBuilder(ChatBuilder):
         response.error = None if error is None else response_failure(error)
         return encode(response)
 
-    def _part_event(self, choice: Choice, part: Part) -> bytes:
-        opened = b"".join(map(self.encode, self._opened(choice, part)))
-        return opened if part.kind is PartKind.CALL else opened + self._plain_delta(part.text)
-
     def _framed(self, choice: Choice, kind: PartKind, text: str, number: int = 0) -> bytes:
-        return self._plain_delta(text) if kind is self._open else self._part_event(choice, Part(kind, text))
+        return self._plain_delta(text) if kind is self._open else self._part_event(choice, kind, text)
+
+    def _part_event(self, choice: Choice, kind: PartKind, text: str) -> bytes:
+        opened = b"".join(map(self.encode, self._opened(choice, Part(kind, text))))
+        return opened if kind is PartKind.CALL else opened + self._plain_delta(text)
 
     def _plain_delta(self, text: str) -> bytes:
         self._pieces.append(text)

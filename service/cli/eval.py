@@ -74,7 +74,7 @@ def main(settings: EvalSettings) -> int:
         checkpoint = {
             "name": manifest.name,
             "parameters": manifest.config.num_parameters,
-            "files": {name: digest or file_digest(manifest.directory / name) for name, (_, digest) in known},
+            "files": {name: digest or file_digest(manifest.path_of(name)) for name, (_, digest) in known},
             "training": manifest.training,
         }
         used = ("dtype", "quantize", "kv_cache_dtype", "max_documents", "samples")

@@ -21,7 +21,7 @@ from service.config.flags import SettingsError as SettingsError
 from service.config.validation_messages import EMPTY, reword
 
 Settings = TypeVar("Settings", bound=CommandSettings)
-CacheDtype = Literal["auto", "float16"]
+CacheDtype = Literal["auto", "float16", "int8"]
 # Origin as browsers send it (https://fetch.spec.whatwg.org/#origin-header).
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 # URL of an OTLP collector. The printed settings show it, so it holds no user name and password.
@@ -53,7 +53,7 @@ class CheckpointSettings(CommandSettings):
     checkpoint: Path = option(
         "model", default_text="checkpoints/kvasir-9m in the working directory, else beside the package"
     )
-    """checkpoint directory"""
+    """checkpoint directory, or a GGUF file"""
 
 
 class ModelSettings(CheckpointSettings):
@@ -100,8 +100,8 @@ class ModelSettings(CheckpointSettings):
     context or 8192 tokens, whichever is less, plus half of that for shared prefixes; limited to half of free memory (on
     a GPU, to --gpu-memory-share); at least one sequence of full context"""
     kv_cache_dtype: CacheDtype = option("engine", "auto")
-    """dtype of the KV-cache; auto: dtype of the model; float16: twice the tokens in the same memory, for a float32
-    model on a CPU"""
+    """dtype of the KV-cache; auto: dtype of the model; int8: about twice the tokens of bfloat16 in the same memory;
+    float16: twice the tokens of float32, for a float32 model on a CPU"""
     gpu_memory_share: float = option("engine", 0.9, gt=0, le=1)
     """fraction of GPU memory for weights, activations of the largest step, CUDA graphs and KV-cache"""
     enable_prefix_cache: bool = option("engine", True)

@@ -72,7 +72,7 @@ class Engine:
                 num_blocks=config.num_blocks,
                 block_size=config.block_size,
                 vocab_size=tokenizer.vocab_size,
-                cache_dtype=torch.float16 if config.kv_cache_dtype == "float16" else None,
+                cache_dtype=None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype),
             )
             if capture is not None:
                 runner.capture_decodes(

@@ -5,11 +5,16 @@ request gets its error after the responses to earlier requests, and the connecti
 """
 
 import asyncio
+import fcntl
 import logging
+import math
 import resource
+import termios
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from threading import Semaphore
+from types import SimpleNamespace
 from typing import Any, Final
 
 import httptools
@@ -34,6 +39,10 @@ logger = logging.getLogger(__name__)
 # Open files that are not connections: an idle process has fewer than 40, including libraries.
 RESERVED_FILES: Final = 64
 _MIN_CONNECTIONS: Final = 16
+MAX_LINGERING: Final = 1024  # connections at once
+LINGER_SECONDS: Final = 1.0
+MAX_LINGER_BYTES: Final = 64 * 2**20  # discarded bytes of a connection
+MIN_IDLE_SECONDS: Final = 1.0  # the first request of a newer connection may be on its way
 # nginx accepts 32 KiB by default, and browsers send fewer than 100 fields.
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 100
@@ -62,21 +71,25 @@ _BODY_EXTENSION: Final = "kvasir.chunked_body"
 class ConnectionLimits:
     """Limits of the client connections of the server."""
 
-    max_connections: int = 1280  # a further connection closes the longest-idle connection
+    max_connections: int = 1280  # a further connection closes the longest-idle connection, or is rejected
     client_seconds: float = 30.0  # time limit for a head, a body (plus 1 s per 10 kB), each 16 KiB of a response
     max_body_bytes: int = 2 * 2**20  # above this size, a body gets no additional time
+    linger_slots: Semaphore = field(default_factory=lambda: Semaphore(0))  # free slots of `LingeringClose`
 
 
-def limit_connections(wanted: int) -> int:
-    """Raise this process' soft limit of open files for `wanted` connections; return how many connections it allows.
+def limit_connections(wanted: int) -> tuple[int, int]:
+    """Raise this process' soft limit of open files for `wanted` connections and, beyond them, `MAX_LINGERING`.
+
+    Return how many connections the limit allows, and how many may linger beyond them.
 
     Without this bound, a process at its limit of open files would be woken again and again for each connection that
     it cannot accept. Raises SettingsError: the limit leaves no room for connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + RESERVED_FILES
-    if soft < needed and soft != resource.RLIM_INFINITY:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    best = needed + MAX_LINGERING
+    if soft < best and soft != resource.RLIM_INFINITY:
+        soft = best if hard == resource.RLIM_INFINITY else min(best, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     number = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - RESERVED_FILES)
     if number < min(wanted, _MIN_CONNECTIONS):
@@ -91,7 +104,7 @@ def limit_connections(wanted: int) -> int:
             wanted,
             soft,
         )
-    return number
+    return number, MAX_LINGERING if soft == resource.RLIM_INFINITY else min(MAX_LINGERING, max(0, soft - needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +178,28 @@ class HalfCloseProbe(asyncio.Transport):
             self._timer = self._loop.call_later(pause_seconds, self._probe, pause_seconds * _PAUSE_GROWTH)
 
 
+class LingeringClose(asyncio.Protocol):
+    """Protocol of a connection after its last response: discards bytes until the client closes (RFC 9112, 9.6).
+
+    After a close with unread bytes, the kernel sends a reset, and the client may lose the response.
+    """
+
+    def __init__(self, transport: asyncio.Transport, slots: Semaphore, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._slots, self._num_bytes = transport, slots, 0
+        self._timer = loop.call_later(LINGER_SECONDS, transport.abort)
+        transport.set_protocol(self)
+        transport.write_eof()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_LINGER_BYTES:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._slots.release()
+
+
 class _HeldFlow(FlowControl):
     """uvicorn's flow control with a hold: while `is_held`, a route that reads a body does not resume socket reads."""
 
@@ -213,6 +248,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refusal: ApiError = InvalidRequest("the request is not valid HTTP/1.1, or incomplete")
         self._cycles: list[RequestResponseCycle] = []  # requests, some with complete responses
         self._waiting_since: float | None = None  # time since which the connection waits for the client to send
+        self._closable_at = math.inf  # time from which this connection may be closed for a new one
         self._behind: tuple[int, float] | None = None  # unsent bytes, and the time at which they were measured
         self._check: asyncio.TimerHandle | None = None
 
@@ -221,10 +257,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
         self._waiting_since = self.loop.time()
+        self._closable_at = self._waiting_since + MIN_IDLE_SECONDS
+        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
         if len(self.connections) > self._limits.max_connections and not self._make_room():
             message = f"all {self._limits.max_connections} connections are in use; try again later"
             self._refuse(TooManyConnections(message, retry_after_seconds=1.0))
-        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Mark all requests of an ended connection as disconnected. uvicorn marks only the last request."""
@@ -235,7 +272,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed.clear()
         super().connection_lost(exc)
         for cycle in self._unanswered():
-            cycle.disconnected = True
+            cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
@@ -253,7 +290,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return not self.transport.is_closing()
 
     def on_response_complete(self) -> None:
+        if self not in self.connections:
+            return  # the connection lingers
         super().on_response_complete()
+        self._closable_at = self.loop.time()
         if self.transport.is_closing():
             return
         if self._due is not None and not self._unanswered():
@@ -332,6 +372,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._is_in_head, self._num_head_bytes, self._num_missing_bytes = True, 0, 0
         self._waiting_since = self.loop.time()
+        self._closable_at = self._waiting_since + MIN_IDLE_SECONDS
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header field. Trailer fields are dropped, since a route would take a trailer field for a header."""
@@ -366,6 +407,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         extensions: dict[str, Any] = {_BODY_EXTENSION: ChunkedBody(self.cycle)}
         self.scope["extensions"] = extensions
         self._cycles.append(self.cycle)
+        # For a response that ends before the request does. `on_message_complete` restores the transport.
+        write, is_closing = self.transport.write, self.transport.is_closing
+        self.cycle.transport = SimpleNamespace(write=write, is_closing=is_closing, close=self._close)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -375,7 +419,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._is_in_body, self._waiting_since = False, None
         if not self._offers_another_protocol():
+            self.cycle.transport = self.transport
             super().on_message_complete()
+        if self.is_busy:
+            self._closable_at = math.inf
 
     def _offers_another_protocol(self) -> bool:
         if self.parser.get_method() == b"CONNECT":
@@ -414,18 +461,39 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in {**fields, "connection": "close"}.items())
         self.transport.write(f"{head}\r\n".encode() + body)
-        self.transport.close()
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection. While the client may still be sending, linger, so that it gets the last response."""
+        self._unset_keepalive_if_required()
+        # A client that reads slowly needs more time than `LINGER_SECONDS`.
+        is_slow = self.transport.get_write_buffer_size() > MIN_READ_BYTES
+        can_linger = not (is_slow or self._has_client_ended or self.transport.is_closing())
+        if can_linger and self._limits.linger_slots.acquire(blocking=False):
+            self.flow.hold(False)
+            self.flow.resume_reading()
+            self.connection_lost(ConnectionAbortedError())
+            LingeringClose(self.transport, self._limits.linger_slots, self.loop)
+        else:
+            self.transport.close()
 
     def _make_room(self) -> bool:
-        """Close the longest-idle other connection. Return False if all other clients wait for a response."""
-        others = (each for each in self.connections if isinstance(each, BoundedHttpProtocol) and each is not self)
-        idle = [each for each in others if not each.is_busy]
-        if not idle:
+        """Close the longest-idle other connection. Return False if no other connection is idle for long enough."""
+        now = self.loop.time()
+        others = (each for each in self.connections if isinstance(each, BoundedHttpProtocol))
+        ready = (each for each in others if each._closable_at <= now)
+        idle = (each for each in ready if not (each.is_busy or each.transport.get_write_buffer_size()))
+        longest = min(idle, key=lambda each: each._closable_at, default=None)
+        if longest is None or longest._has_unread_bytes():
             return False
-        longest = min(idle, key=lambda each: each._waiting_since or 0.0)
         self.connections.discard(longest)
         longest.transport.abort()
         return True
+
+    def _has_unread_bytes(self) -> bool:
+        """Return True if the kernel holds bytes of the client that the event loop, being late, has not read yet."""
+        socket = None if self.transport.is_closing() else self.transport.get_extra_info("socket")
+        return socket is not None and any(fcntl.ioctl(socket.fileno(), termios.FIONREAD, bytes(4)))
 
     @property
     def is_busy(self) -> bool:
@@ -434,6 +502,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _check_client(self) -> None:
         """Close the connection or reject its request if the client is over a time limit. Runs periodically."""
+        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
         now = self.loop.time()
         if self._is_stuck(now):
             self.transport.abort()
@@ -443,7 +512,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._refuse(RequestTimeout(f"the request's {part} took too long to arrive; send it again"))
             else:
                 self.transport.close()
-        self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
 
     def _is_late(self, now: float) -> bool:
         if self._waiting_since is None:

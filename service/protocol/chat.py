@@ -143,8 +143,8 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: Effort | None = None
     thinking_token_budget: Count | None = None
     include_reasoning: bool | None = True
-    functions: Annotated[Any, Unsupported([])] = None
-    function_call: Annotated[Any, Unsupported("none", "auto")] = None
+    functions: Annotated[Any, Unsupported([], remedy="send the functions as tools")] = None
+    function_call: Annotated[Any, Unsupported("none", "auto", remedy="use tool_choice")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
     audio: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None

@@ -34,8 +34,8 @@ NUM_KEPT_ERROR = "must be a whole number from 1, or -1 to keep as many tokens as
 class Unsupported:
     """Annotation of an unsupported field: only null and the values in `neutral`, which change nothing, are accepted."""
 
-    def __init__(self, *neutral: Any) -> None:
-        self._neutral = neutral
+    def __init__(self, *neutral: Any, remedy: str = "leave it out") -> None:
+        self._neutral, self._remedy = neutral, remedy
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -45,7 +45,7 @@ class Unsupported:
 
     def _check(self, value: Any) -> Any:
         if value is not None and not any(type(value) is type(each) and value == each for each in self._neutral):
-            raise PydanticCustomError("unsupported", "is not supported by this server; leave it out")
+            raise PydanticCustomError("unsupported", f"is not supported by this server; {self._remedy}")
         return value
 
 

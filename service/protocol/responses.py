@@ -332,17 +332,21 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 encode = msgspec.json.Encoder().encode  # encodes a value as JSON
 
 
-def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") -> bytes:
-    """Encode a value as a server-sent event: JSON between the bytes `before` and `after`.
+def encode_line(value: Any) -> bytes:
+    """Encode a value as JSON on one line, also for clients that split lines with Python's `str.splitlines` (httpx).
 
-    U+0085, U+2028 and U+2029 are escaped. Clients that split lines with Python's `str.splitlines` (httpx `iter_lines`)
-    take these characters for line breaks.
+    U+0085, U+2028 and U+2029, which such clients take for line breaks, are escaped.
     """
     data = encode(value)
     if not data.isascii():
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
-    return before + data + after
+    return data
+
+
+def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") -> bytes:
+    """Encode a value as a server-sent event: JSON on one line, between the bytes `before` and `after`."""
+    return before + encode_line(value) + after
 
 
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
+from threading import Semaphore
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -76,10 +77,12 @@ class ApiServer(LitServer):  # type: ignore[misc]
         self._observers, self._tracer = observers, tracer
         self.uvicorn_graceful_timeout = API_CLOSE_SECONDS
         self._settings, self._frontend, self._channel, self._lifecycle = settings, frontend, channel, lifecycle
+        num_connections, num_lingering = limit_connections(settings.max_connections)
         self._connection_limits = ConnectionLimits(
-            max_connections=limit_connections(settings.max_connections),
+            max_connections=num_connections,
             client_seconds=settings.client_seconds,
             max_body_bytes=settings.max_body_size,
+            linger_slots=Semaphore(num_lingering),
         )
         install_error_handlers(self.app, frontend.count_error)
         self.app.openapi = openapi_document

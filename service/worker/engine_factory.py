@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from model.attention.paged import KernelContext
-from model.checkpoint.loading import load_model
+from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
 from model.checkpoint.manifest import Manifest
 from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
@@ -105,7 +105,7 @@ class _ResolvedSettings(NamedTuple):
     attending: AttentionChoice
     cache_dtype: torch.dtype
     quantization: Quantization | None
-    packs: bool  # True if matrices are not copied from the file before they are packed
+    packed_next: tuple[str, ...]  # matrices that are not copied from the file before they are packed, see `load_model`
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
@@ -136,13 +136,13 @@ def build_engine(
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
     loaded = load_model(
-        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packs_next=resolved.packs
+        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
     matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
     fuse_for_gpu(loaded)
     model = to_native(loaded)
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
-    largest = _largest_step(settings, resolved.max_context_length)
+    largest = _largest_step(settings, resolved)
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
     num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
     num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
@@ -193,13 +193,17 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         attending = choose_attention(settings.attention, context, library)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
+    packed = MATRICES if packs else ()
+    if packs and manifest.config.tie_embeddings and (library is not None or settings.quantize != "none"):
+        packed += (EMBEDDING,)  # its rows are then read from the LM head
     return _ResolvedSettings(
         context=context,
         kernels=library,
         attending=attending,
         cache_dtype=cache_dtype,
         quantization=quantization,
-        packs=device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain"),
+        packed_next=packed,
         threads=threads,
         max_context_length=max_context_length,
         reasons={"dtype": dtype_reason, "threads": threads_reason},
@@ -219,19 +223,21 @@ def _plan(
         config=manifest.config,
         value_bytes=dtype.itemsize,
         cache_value_bytes=resolved.cache_dtype.itemsize,
-        num_copies=1 if resolved.kernels is None or (resolved.packs and stored == {dtype}) else 2,
+        num_copies=1 if resolved.kernels is None or (resolved.packed_next and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
         num_quantized=manifest.num_quantized,
+        packs_embedding=EMBEDDING in resolved.packed_next,
     )
     return plan_memory(loaded, settings, standby=server.standby)
 
 
-def _largest_step(settings: ModelSettings, max_context_length: int) -> LargestStep:
+def _largest_step(settings: ModelSettings, resolved: _ResolvedSettings) -> LargestStep:
     return LargestStep(
         block_size=settings.block_size,
         num_tokens=settings.max_batched_tokens,
         num_sampled=settings.max_num_running,
-        max_context_length=max_context_length,
+        max_context_length=resolved.max_context_length,
+        cache_dtype=resolved.cache_dtype,
     )
 
 
@@ -262,9 +268,9 @@ def _choose_dtype(
         return _DTYPES[settings.dtype], "as set"
     if device == "cuda":
         return torch.bfloat16, "auto on CUDA"
-    stored = _STORED_DTYPES[manifest.weight_dtype]
+    stored = _STORED_DTYPES.get(manifest.weight_dtype)
     if stored is not torch.bfloat16:
-        return torch.float32, f"auto: the checkpoint is {_name(stored)}"
+        return torch.float32, f"auto: the checkpoint is {_name(stored) if stored else manifest.weight_dtype}"
     if library is None or not computes(manifest.config, torch.bfloat16):
         return torch.float32, "auto: no native kernels compute this model here in the checkpoint's bfloat16"
     return torch.bfloat16, "auto: as the checkpoint"
@@ -329,8 +335,8 @@ def find_device(wanted: str) -> str:
 
 def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a --kv-cache-dtype setting. Raises `SettingsError` if model or device do not support it."""
-    if wanted == "auto":
-        return dtype
+    if wanted != "float16":
+        return dtype if wanted == "auto" else torch.int8
     if device != "cpu" or dtype is not torch.float32:
         model = f"{_name(dtype)} on {'CUDA' if device == 'cuda' else 'the CPU'}"
         raise SettingsError(

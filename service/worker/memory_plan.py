@@ -58,15 +58,16 @@ class LoadedModel(NamedTuple):
     num_copies: int  # of every matrix; 2 if native kernels pack matrices besides the loaded matrices
     max_context_length: int  # tokens of prompt and completion together
     num_quantized: int = 0  # weights that are quantized in the checkpoint
+    packs_embedding: bool = False  # no copy of a tied embedding stays beside the packed output matrix
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights. A tied embedding counts twice: for row lookup, and as packed output matrix.
+        """Bytes of all weights. A tied embedding may count twice: for row lookup, and as packed output matrix.
 
         A quantized weight counts as a byte, and a quarter for the scale and offset of its group.
         """
-        config = self.config
-        tied = config.vocab_size * config.hidden_size if config.tie_embeddings else 0
+        config, has_copy = self.config, self.config.tie_embeddings and not self.packs_embedding
+        tied = config.vocab_size * config.hidden_size if has_copy else 0
         num_floats = config.num_parameters - self.num_quantized
         return self.value_bytes * (self.num_copies * num_floats + tied) + self.num_quantized * 5 // 4
 

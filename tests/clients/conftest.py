@@ -31,6 +31,8 @@ def full(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "1",
         "--max-waiting-requests",
         "1",
+        "--hang-seconds",
+        "0",
         "--api-keys-file",
         str(keys),
     )

@@ -163,16 +163,19 @@ def forced(uid: str) -> Submit:
     return make_submit(uid, [5, 6, 7], max_tokens=9, allowed_token_ids=(POISON,), temperature=0.0, logprobs=1)
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(("numbers", "value"), NATIVE)
 @pytest.mark.parametrize("level", BEST)
-def test_native_kernels_are_batch_invariant_beside_non_finite_sequences(level: str, numbers: str, value: float) -> None:
+def test_native_kernels_are_batch_invariant_beside_non_finite_sequences(
+    level: str, numbers: str, value: float, cache_dtype: str
+) -> None:
     """Cover batches in random order, prompt chunks and reused blocks."""
     rng = random.Random(2)
     healthy, ill = good(10, seed=1), with_token(good(6, seed=2), POISON, lambda length: rng.randint(0, length))
     mixed = [*healthy, *ill, forced("forced")]
     rng.shuffle(mixed)
-    together = Answers(poisoned("native", numbers, value)).drive(mixed)
-    apart = Answers(poisoned("native", numbers, value)).drive(healthy)
+    together = Answers(poisoned("native", numbers, value), kv_cache_dtype=cache_dtype).drive(mixed)
+    apart = Answers(poisoned("native", numbers, value), kv_cache_dtype=cache_dtype).drive(healthy)
     assert together.largest_batch > 3
     for submit in healthy:
         assert together.reported(submit.uid) == apart.reported(submit.uid), submit.uid

@@ -29,7 +29,7 @@ NUM_REQUESTS = 200
 class Answers:
     """Engine, with the tokens, texts, logprobs and embeddings of each uid, and totals of the statistics."""
 
-    def __init__(self, model: Transformer, **config: int | bool) -> None:
+    def __init__(self, model: Transformer, **config: int | str) -> None:
         values = {"block_size": 4, "num_blocks": 2000, "max_num_running": 64, "max_batched_tokens": 512, **config}
         self._engine = Engine(model, TOKENIZER, EngineConfig(**values))  # type: ignore[arg-type]
         self.reported: dict[str, list[object]] = {}
@@ -81,22 +81,23 @@ def requests() -> list[Submit]:
     return made
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_completions_are_identical_alone_and_in_any_batch(level: str, numbers: str) -> None:
+def test_completions_are_identical_alone_and_in_any_batch(level: str, numbers: str, cache_dtype: str) -> None:
     """Compare 200 requests one at a time with the same requests 64 at once: chunked, with prefix hits, preempted."""
     asked = requests()
-    alone = Answers(model_of(level, numbers), enable_prefix_cache=False)
+    alone = Answers(model_of(level, numbers), enable_prefix_cache=False, kv_cache_dtype=cache_dtype)
     for submit in asked:
         alone.ask(submit)
     assert len(alone.reported) == NUM_REQUESTS
     assert (alone.largest_batch, alone.num_cached) == (1, 0)
-    crowded = Answers(model_of(level, numbers), max_batched_tokens=128)
+    crowded = Answers(model_of(level, numbers), max_batched_tokens=128, kv_cache_dtype=cache_dtype)
     crowded.ask(*asked)
     assert crowded.reported == alone.reported
     assert crowded.largest_batch == 64
     assert crowded.num_cached > 500
-    starved = Answers(model_of(level, numbers), num_blocks=24, enable_prefix_cache=False)
+    starved = Answers(model_of(level, numbers), num_blocks=24, enable_prefix_cache=False, kv_cache_dtype=cache_dtype)
     starved.ask(*asked)
     assert starved.reported == alone.reported
     assert starved.num_preemptions > 3

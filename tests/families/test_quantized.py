@@ -373,7 +373,7 @@ Damage = Callable[[Tensors], object]
 DAMAGED: dict[str, tuple[str, Damage, str]] = {
     "qweight": ("gptq 128", lambda t: t.update({f"{MLP}.qweight": torch.zeros(8, 8).int()}), "has shape (8, 8), but"),
     "dtype": ("gptq 128", lambda t: t.update({f"{MLP}.qweight": t[f"{MLP}.qweight"].long()}), "dtype I64, not I32"),
-    "g_idx": ("gptq 128", lambda t: t.pop(f"{MLP}.g_idx"), f"tensor {MLP}.g_idx is in no safetensors file"),
+    "g_idx": ("gptq 128", lambda t: t.pop(f"{MLP}.g_idx"), f"tensor {MLP}.g_idx is in no weight file"),
     "scales": ("awq 32", lambda t: t.update({f"{MLP}.scales": torch.ones(1, 128)}), "has shape (1, 128), but"),
     "qzeros": ("awq 32", lambda t: t.update({f"{MLP}.qzeros": torch.zeros(2, 16).int()}), "has shape (2, 16), but"),
     "extra": ("awq 32", lambda t: t.update({f"{MLP}.g_idx": torch.zeros(1)}), f"tensor {MLP}.g_idx is not part of"),

@@ -109,15 +109,15 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "tensor missing": (
         "llama",
         tensors(lambda t: t.pop(Q)),
-        rf"llama: tensor {Q} is in no safetensors file \(1 missing\); copy all shards",
+        rf"llama: tensor {Q} is in no weight file \(1 missing\); copy all shards",
     ),
-    "head missing": ("llama", tensors(lambda t: t.pop(HEAD)), "tensor lm_head.weight is in no safetensors file"),
+    "head missing": ("llama", tensors(lambda t: t.pop(HEAD)), "tensor lm_head.weight is in no weight file"),
     "tensor extra": ("llama", put("model.layers.9.x", torch.ones(1)), r"tensor model.layers.9.x is not part.*1 extra"),
     "bias extra": ("llama", put(Q.replace("weight", "bias"), torch.ones(32)), "q_proj.bias is not part of the model"),
     "tensor misshapen": (
         "llama",
         put(Q, torch.ones(32, 31)),
-        r"model.safetensors: tensor model.layers.1.self_attn.q_proj.weight has shape \(32, 31\), but config.json "
+        r"model.safetensors: tensor model.layers.1.self_attn.q_proj.weight has shape \(32, 31\), but the config "
         r"requires \(32, 32\); use the config",
     ),
     "tensor transposed": ("gpt2", put("transformer.h.0.mlp.c_fc.weight", torch.ones(128, 32)), r"\(32, 128\)"),
@@ -241,17 +241,17 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "context beyond the positions": (
         "gpt2",
         in_json("config.json", lambda v: v.update(n_positions=128)),
-        r"tensor transformer.wpe.weight has shape \(64, 32\), but config.json requires \(128, 32\)",
+        r"tensor transformer.wpe.weight has shape \(64, 32\), but the config requires \(128, 32\)",
     ),
     "fewer layers than tensors": (
         "llama",
         in_json("config.json", lambda v: v.update(num_hidden_layers=2)),
-        r"tensor model.layers.2.* is not part of the model that config.json describes \(9 extra\)",
+        r"tensor model.layers.2.* is not part of the model that the config describes \(9 extra\)",
     ),
     "ten thousand layers": (
         "llama",
         in_json("config.json", lambda v: v.update(num_hidden_layers=9_999)),
-        "config.json: 9999 layers, but only 30 tensors in all files; use the config",
+        "its config has 9999 layers, but only 30 tensors in all files; use the config",
     ),
     "tokenizer missing": ("llama", lambda d: (d / "tokenizer.json").unlink(), "llama: no tokenizer; expected one of"),
     "tokenizer damaged": ("llama", lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json: "),

@@ -36,6 +36,8 @@ WRONG = {
     "a name on a hub": (lambda _: Path("Qwen/Qwen3-0.6B"), r"Qwen/Qwen3-0.6B: no such directory; .*downloaded"),
     "an empty directory": (lambda directory: directory, r"neither config.json nor manifest.json"),
     "a parent": (_parent, r"not a checkpoint, but contains checkpoints; give one of them, such as /.*/mine$"),
+    "a directory of GGUF files": (_in_directory("m.gguf"), r"give --checkpoint one of them, such as /.*/m.gguf$"),
+    "another file named as GGUF": (_file("m.gguf"), r"/m.gguf: not a GGUF file.*; copy the file again$"),
     "weights alone": (_in_directory("model.safetensors"), r"/config.json: missing; .*download it too"),
 }
 

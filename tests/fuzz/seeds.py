@@ -10,6 +10,9 @@ from safetensors.numpy import save
 
 from service.api.openapi import openapi_document
 from tests.families.models import CASES
+from tests.model.gguf.files import write_with_package
+from tests.model.gguf.models import write_model
+from tests.model.gguf.tokenizers import byte_level, sentencepiece
 from tests.model.tokenizer import makers
 from tests.tiny_model import save_tiny_checkpoint
 
@@ -27,12 +30,17 @@ def seeds() -> dict[str, list[bytes]]:
     with TemporaryDirectory() as directory:
         checkpoint = save_tiny_checkpoint(Path(directory) / "tiny")
         own = [(checkpoint / name).read_bytes() for name in ("manifest.json", "config.json", "tokenizer_spec.json")]
+        byte_level_bpe = byte_level(makers.gpt2(), "gpt-2", eos_token_id=0)
+        path = write_model(Path(directory) / "x.gguf", CASES["llama llama3"].build(), changes=byte_level_bpe)
+        sentencepiece_bpe = sentencepiece(makers.llama2(), chat_template="{{ messages }}")
+        files = [path.read_bytes(), write_with_package(path, sentencepiece_bpe, {}).read_bytes()]
     tokenizers = [make().to_str().encode() for name, make in makers.MAKERS.items() if name in ("gpt2", "llama2")]
     return {
         "request": bodies,
         "http": [*heads, chunked, offer, heads[0] * 3],
         "config": [case.build().config.to_json_string().encode() for case in CASES.values()],
         "header": [save({"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.int64)}), save({})],
+        "gguf": files,
         "tokenizer": tokenizers,
         "native": own,
         "ids": [bytes(range(64)), b"\xf0\x9f\x98\x80" * 4],

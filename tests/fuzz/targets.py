@@ -11,7 +11,9 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from model.chat.template import load_chat_template
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
+from model.gguf.container import read_gguf
 from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
 from model.tokenizer.files import load_tokenizer
@@ -122,6 +124,22 @@ def header(data: bytes) -> None:
         _is_line(error)
 
 
+def gguf(data: bytes) -> None:
+    """A GGUF file is read, with all tensors inside the file, or rejected with a one-line error."""
+    path = _directory("gguf") / "x.gguf"
+    path.write_bytes(data)
+    try:
+        for tensor in read_gguf(path).tensors.values():
+            assert tensor.end <= len(data)
+    except CheckpointError as error:
+        _is_line(error)
+    for read in (lambda: read_manifest(path).verify(), lambda: load_tokenizer(path), lambda: load_chat_template(path)):
+        try:
+            read()
+        except CheckpointError as error:
+            _is_line(error)
+
+
 def tokenizer(data: bytes) -> None:
     """A tokenizer.json of another library encodes and decodes text, or is rejected with a one-line error."""
     directory = _directory("tokenizer")
@@ -146,5 +164,5 @@ def ids(data: bytes) -> None:
 
 
 TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
-    target.__name__: target for target in (request, http, config, native, header, tokenizer, ids)
+    target.__name__: target for target in (request, http, config, native, header, gguf, tokenizer, ids)
 }

@@ -1,6 +1,7 @@
 """Paged attention kernels on a CUDA device: equal to the reference, batch-invariant, also in captured graphs."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -43,12 +44,15 @@ def place(heads: tuple[int, int, int], dtype: torch.dtype, block_size: int = 16,
 
 
 @pytest.mark.parametrize("way", DECODE_KERNELS)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", HEADS)
-def test_decode_kernels_equal_the_reference(way: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+def test_decode_kernels_equal_the_reference(
+    way: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, heads: tuple[int, int, int]
+) -> None:
     for changes in WINDOWS:
         where = place(heads, dtype, **changes)
-        check_kernels(PagedAttention(DECODE_KERNELS[way](where), one_by_one), where, (1,) * 7)
+        check_kernels(PagedAttention(DECODE_KERNELS[way](where), one_by_one), where, (1,) * 7, cache_dtype)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 32, 256])
@@ -59,9 +63,9 @@ def test_kernels_support_blocks_of_any_size(block_size: int) -> None:
 
 @pytest.mark.parametrize("heads", [heads for heads in HEADS if heads[2] % 8 == 0])
 def test_prompts_by_flash_attention_equal_the_reference(heads: tuple[int, int, int]) -> None:
-    for changes in WINDOWS:
+    for changes, cache_dtype in itertools.product(WINDOWS, (None, torch.int8)):
         where = place(heads, torch.bfloat16, **changes)
-        check_kernels(PagedAttention(gathered, CHUNK_KERNELS["varlen"](where)), where)
+        check_kernels(PagedAttention(gathered, CHUNK_KERNELS["varlen"](where)), where, cache_dtype=cache_dtype)
 
 
 def test_the_fast_kernels_are_chosen() -> None:
@@ -71,13 +75,22 @@ def test_the_fast_kernels_are_chosen() -> None:
     assert choose(place((12, 2, 128), torch.float32)).decode == "triton"
 
 
-def decoding(where: KernelContext) -> tuple[Tensor, Tensor, Tensor, KVCache]:
+def decoding(where: KernelContext, cache_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor, KVCache]:
     """Return queries, positions, block tables and a KV-cache for sequences of the lengths `CONTEXTS`."""
     shape = where.config
     needs = [-(-context // where.block_size) for context in CONTEXTS]
-    cache = KVCache(shape, num_blocks=sum(needs), block_size=where.block_size, dtype=where.dtype, device=where.device)
-    for pool in (cache.keys_LNPKD, cache.values_LNPKD):
-        pool.normal_()
+    cache = KVCache(
+        shape,
+        num_blocks=sum(needs),
+        block_size=where.block_size,
+        dtype=where.dtype,
+        device=where.device,
+        cache_dtype=cache_dtype,
+    )
+    slots = torch.arange(sum(needs) * where.block_size, device=where.device)
+    for layer in range(shape.num_layers):
+        new = torch.randn((2, len(slots), shape.num_kv_heads, shape.head_dim), device=where.device).to(where.dtype)
+        cache.write(layer, slots, *new)
     blocks = torch.randperm(sum(needs), device=where.device).split(needs)
     tables = torch.zeros((len(needs), max(needs)), dtype=torch.int64, device=where.device)
     for row, sequence_blocks in enumerate(blocks):
@@ -87,11 +100,14 @@ def decoding(where: KernelContext) -> tuple[Tensor, Tensor, Tensor, KVCache]:
 
 
 @pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize("heads", HEADS[:4])
-def test_other_sequences_in_the_batch_change_no_bit(heads: tuple[int, int, int], window: int | None) -> None:
+def test_other_sequences_in_the_batch_change_no_bit(
+    heads: tuple[int, int, int], cache_dtype: torch.dtype | None, window: int | None
+) -> None:
     where = place(heads, torch.bfloat16)
     way = DECODE_KERNELS["triton"](where)
-    q, positions, tables, cache = decoding(where)
+    q, positions, tables, cache = decoding(where, cache_dtype)
     form = AttentionForm(layer=1, scale=0.1, window=window, bias=None)
     whole = way(q, form, positions, tables, cache)
     for row, context in enumerate(CONTEXTS):

@@ -74,12 +74,13 @@ def test_a_client_that_sends_byte_by_byte_times_out(
 
 
 def test_idle_connections_over_the_limit_make_room(service: Service) -> None:
-    """With three times the allowed connections open, idle ones are closed for clients that send a request."""
+    """With three times the allowed connections opened, idle ones are closed for clients that send a request."""
     for sent in (b"", b"GET / HTTP/1.1\r\nhost: ", request(b"content-length: 1000")):
         with crowd(service, 3 * MAX_CONNECTIONS, sent):
+            wait_until(lambda: is_well(service), what="connections that are idle for long enough")
             for _ in range(5):
                 assert is_well(service)
-            assert service.api.num_fds() < MAX_CONNECTIONS + 64
+            wait_until(lambda: service.api.num_fds() < MAX_CONNECTIONS + 64, what="rejected connections to be closed")
     wait_until(lambda: service.api.num_fds() < 64, what="the connections to be closed")
 
 
@@ -92,7 +93,7 @@ def test_a_connection_gets_503_while_all_connections_wait_for_responses(service:
         with crowd(service, MAX_CONNECTIONS, request(b"content-length: %d" % len(body), body=body)) as waiting:
             # By the log: a request for metrics could close a connection whose request has not been read yet.
             wait_until(lambda: num_asked(service) == before + MAX_CONNECTIONS, what="all connections to be in use")
-            assert rest_is_refused(service)
+            assert_rejected(service)
             worker.resume()
             assert [rest(each).statuses for each in waiting] == [[200]] * MAX_CONNECTIONS
     finally:
@@ -106,10 +107,25 @@ def num_asked(service: Service) -> int:
     return service.log.read_text().count("POST /v1/completions: API key alice")
 
 
-def rest_is_refused(service: Service) -> bool:
+def assert_rejected(service: Service) -> None:
+    """Send a request that is larger than the kernel buffers, and only then read: the whole error arrives."""
+    body = b" " * 10_000_000
     with connect(service) as connection:
+        connection.sendall(request(b"content-length: %d" % len(body), body=body))
         answer = rest(connection)
-    return answer.statuses == [503] and "retry-after: 1" in answer.head
+    assert answer.statuses == [503]
+    assert "retry-after: 1" in answer.head
+    assert answer.error["code"] == "too_many_connections"
+
+
+def test_a_client_that_closes_after_a_too_large_body_reads_its_error(service: Service) -> None:
+    """The client reads only after it has sent the body, which is larger than the kernel buffers."""
+    body = b" " * 10_000_000
+    with connect(service) as connection:
+        connection.sendall(request(b"content-length: %d" % len(body), body=body))
+        answer = rest(connection)
+    assert answer.statuses == [413]
+    assert answer.error["code"] == "body_too_large"
 
 
 def test_a_client_that_reads_nothing_is_disconnected_and_slows_no_other_client(service: Service) -> None:

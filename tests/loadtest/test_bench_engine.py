@@ -1,16 +1,22 @@
 """`kvasir bench` on a tiny model: measured points, JSON with provenance, rejected arguments."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from loadtest.inprocess import bench_command
 from loadtest.inprocess.bench_engine import Prompts
 from loadtest.measurement import model_shapes, roofline
 from loadtest.measurement.roofline import Machine
+from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.manifest import read_manifest
+from model.nn import transformer
+from model.nn.transformer import Transformer, initialize_parameter
 
 TINY = {
     "vocab_size": 300,
@@ -160,6 +166,52 @@ def test_no_two_prompts_share_a_block() -> None:
     beginnings = {prompts.next(16) for _ in range(2000)}
     assert len(beginnings) == 2000
     assert {len(prompt) for prompt in beginnings} == {16}
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_parameters", "kv_bytes"),
+    [
+        ("smollm2-135m", 134_515_008, 23_040),
+        ("qwen3-0.6b", 596_049_920, 114_688),
+        ("llama-3.2-1b", 1_235_814_400, 32_768),
+        ("qwen3-1.7b", 1_720_574_976, 114_688),
+    ],
+)
+def test_a_published_models_shape_has_its_parameters(shape: str, num_parameters: int, kv_bytes: int) -> None:
+    config = model_shapes.shape_config(shape)
+    assert config.num_parameters == num_parameters  # tied embeddings counted once
+    assert config.kv_bytes_per_token(2) == kv_bytes
+    assert config.qk_norm == shape.startswith("qwen3")
+    assert config.max_context_length > 4096 + 64
+
+
+def test_gemmas_sizes_have_the_architecture_of_qwen3() -> None:
+    config = model_shapes.shape_config("gemma-3-270m")
+    assert (config.vocab_size, config.head_dim, config.num_kv_heads, config.qk_norm) == (262_144, 256, 1, True)
+    assert model_shapes.shape_tokenizer(config.vocab_size).vocab_size == config.vocab_size
+
+
+def test_random_weights_are_those_of_an_initialized_model_and_are_written_one_tensor_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(model_shapes.SHAPE_SIZES, "qwen3-0.6b", TINY)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def initialize(name: str, parameter: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        assert all(reference() is None for reference in made)  # the float32 tensors before this one are freed
+        made.append(weakref.ref(parameter))
+        return initialize_parameter(name, parameter, *arguments)
+
+    monkeypatch.setattr(transformer, "initialize_parameter", initialize)
+    directory = model_shapes.write_random_checkpoint(tmp_path, "qwen3-0.6b", dtype="bfloat16")
+    monkeypatch.undo()
+    manifest = read_manifest(directory)
+    model = Transformer(manifest.config, ATTENTION_BACKENDS["sdpa"])
+    model.initialize(0)
+    stored = load_file(directory / "model.safetensors")
+    assert len(made) == len(stored) == len(manifest.config.parameter_shapes())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(stored[name], parameter.to(torch.bfloat16)), name
 
 
 def test_the_large_gpu_shape_has_the_sizes_of_qwen2() -> None:

@@ -158,7 +158,7 @@ def test_defaults_are_servers_without_flags(tmp_path: Path) -> None:
     files = PeerFiles(tmp_path)
     assert OURS.server is not None
     assert llama.server is not None
-    checkpoint, gguf = (files.model(made, name) for name in ("ours_bfloat16", "llama_cpp_defaults.gguf"))
+    checkpoint, gguf = (files.model(made, name) for name in ("ours", "llama_cpp_BF16.gguf"))
     assert OURS.server(files, made, 2)[1:] == ["serve", "--checkpoint", str(checkpoint)]
     assert llama.server(files, made, 2)[1:] == ["-m", str(gguf), "--host", "127.0.0.1"]
 
@@ -241,13 +241,20 @@ def compare(tmp_path: Path, *further: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_comparison_resumes_from_stored_pairs(tmp_path: Path, started: list[str]) -> None:
-    code, first = compare(tmp_path, "--rounds", "1")
+    some = ("--streams", "1", "16", "--contexts", "128", "1024", "--rounds")
+    code, first = compare(tmp_path, *some, "1")
     assert code == 0
     assert started == ["ours float32", "slow float32"]  # no stub supports int8, and an unavailable peer is not started
     assert first["peers"]["none"]["unavailable"] == "no compiler"
     assert first["peers"]["slow"]["pins"] == ["half==1"]
     float32 = [row for row in first["cells"] if row["precision"] == "float32"]
-    assert len(float32) == 8
+    assert [(row["kind"], row["streams"], row["context_length"]) for row in float32] == [
+        ("decode", 1, 128),
+        ("decode", 16, 128),
+        ("prompt", 1, 1024),
+        ("decode", 1, 1024),
+        ("decode", 16, 1024),
+    ]
     for row in float32:
         assert list(row["peers"]) == ["slow"]
         expected = 1.0 if row["kind"] == "prompt" else 2.0
@@ -256,11 +263,11 @@ def test_a_comparison_resumes_from_stored_pairs(tmp_path: Path, started: list[st
     assert all(row["peers"] == {} for row in first["cells"] if row["precision"] == "int8")
 
     started.clear()
-    code, again = compare(tmp_path, "--rounds", "1")
+    code, again = compare(tmp_path, *some, "1")
     assert (code, started) == (0, [])  # all pairs were stored
     assert again["cells"] == first["cells"]
 
-    code, more = compare(tmp_path, "--rounds", "2")
+    code, more = compare(tmp_path, *some, "2")
     assert code == 0
     assert started == ["ours float32", "slow float32"]
     assert {len(row["peers"]["slow"]["ratio"]["values"]) for row in more["cells"] if row["precision"] == "float32"} == {

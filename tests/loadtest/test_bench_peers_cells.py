@@ -15,14 +15,19 @@ def cell(kind: Any = "decode", streams: int = 2, output_tokens: int = 5) -> Cell
     )
 
 
-def test_each_precision_has_eleven_cells_of_three_kinds() -> None:
-    cells = make_cells(["S"], ["int8"], ["decode", "http", "prompt"])
-    assert len({made.key for made in cells}) == len(cells) == 4 + 3 + 1 + 3
-    decode = [made for made in cells if made.kind == "decode"]
-    assert [(made.streams, made.context_length) for made in decode][:4] == [(1, 192), (4, 128), (16, 128), (64, 128)]
-    assert {made.context_length for made in decode[4:]} == {1024}
+def test_a_precision_has_cells_of_all_streams_and_contexts() -> None:
+    cells = make_cells(["llama-3.2-1b"], ["int8"], ["decode", "http", "prompt"])
+    assert len({made.key for made in cells}) == len(cells) == 4 + 4 + 1 + 4 + 3
+    decode = [(made.context_length, made.streams) for made in cells if made.kind == "decode"]
+    everything = [(context, streams) for context in (128, 1024, 4096) for streams in (1, 4, 16, 64)]
+    assert decode == everything[:-1]  # 64 streams of 4,096 tokens exceed the memory
+    assert [made.context_length for made in cells if made.kind == "prompt"] == [1024]
     assert {made.kind for made in make_cells(["S", "M"], ["int8"], ["http"])} == {"http"}
-    assert [made.num_prompts for made in cells if made.kind == "http"] == [3, 32, 128]
+    assert [made.num_prompts for made in cells if made.kind == "http"] == [3, 8, 32, 128]
+
+
+def test_cells_beyond_the_models_context_are_left_out() -> None:
+    assert {made.context_length for made in make_cells(["S"], ["int8"], ["decode"])} == {128, 1024}
 
 
 def test_ratios_are_taken_within_pairs(tmp_path: Path) -> None:

@@ -37,11 +37,11 @@ class Writer:
         self.tensors: dict[str, np.ndarray] = {}
         self.written: list[str] = []
 
-    def add_tensor(self, name: str, array: np.ndarray) -> None:
-        """Record a tensor by name."""
-        assert array.dtype == np.float32
+    def add_tensor(self, name: str, array: np.ndarray, raw_dtype: str | None = None) -> None:
+        """Record a tensor by name, as float32."""
+        assert (raw_dtype, array.dtype) == ((None, np.float32) if array.ndim == 1 else ("BF16", np.uint16))
         assert array.flags.c_contiguous
-        self.tensors[name] = array
+        self.tensors[name] = array if raw_dtype is None else (array.astype(np.uint32) << 16).view(np.float32)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("add_"):
@@ -61,7 +61,8 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
     gguf = ModuleType("gguf")
     gguf.__dict__.update(
         GGUFWriter=make,
-        LlamaFileType=SimpleNamespace(ALL_F32=0),
+        GGMLQuantizationType=SimpleNamespace(BF16="BF16"),
+        LlamaFileType=SimpleNamespace(MOSTLY_BF16=32),
         TokenType=SimpleNamespace(CONTROL=3, NORMAL=1),
     )
     monkeypatch.setitem(sys.modules, "gguf", gguf)
@@ -78,10 +79,11 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
     return run
 
 
-def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> Path:
+def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, dtype: str = "bfloat16") -> Path:
     """Return the export of a tiny model with the architecture of a shape."""
     monkeypatch.setitem(model_shapes.SHAPE_SIZES, shape, TINY)
-    export_checkpoint(model_shapes.write_random_checkpoint(tmp_path / "ours", shape), tmp_path / "exported")
+    ours = model_shapes.write_random_checkpoint(tmp_path / "ours", shape, dtype=dtype)
+    export_checkpoint(ours, tmp_path / "exported")
     return tmp_path / "exported"
 
 
@@ -122,6 +124,13 @@ def test_an_unsupported_model_type_exits_with_one_line(
     (exported / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
     with pytest.raises(SystemExit, match="model type 'gemma'; only llama, qwen3 are converted to GGUF"):
         convert(exported)
+
+
+def test_other_dtypes_than_bfloat16_exit_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, convert: Callable[[Path], Writer]
+) -> None:
+    with pytest.raises(SystemExit, match="is F32; only BF16 is converted to GGUF"):
+        convert(export(tmp_path, monkeypatch, "S", dtype="float32"))
 
 
 def test_the_qwen3_shape_has_the_published_sizes() -> None:

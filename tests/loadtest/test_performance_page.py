@@ -186,6 +186,18 @@ def test_the_fastest_peer_of_each_cell_is_compared() -> None:
     assert "| S | bfloat16 | 16 | slow | 20 / 30 | 20 / 30 | 1.00 | 5 % |" in part
 
 
+def test_the_page_begins_with_published_models_once_they_are_measured() -> None:
+    assert "Speed with models" not in tables(PEERS)
+    cells = [cell | {"shape": shape} for shape in ("S", "llama-3.2-1b", "qwen3-0.6b") for cell in PEERS["cells"]]
+    page = tables(PEERS | {"cells": cells})
+    lead = page[page.index("Speed with models") : page.index("|  | promised |")]
+    assert "| qwen3-0.6b | bfloat16 | decoding | 4 | 128 | 1000 (1000–1000) | fast | 1.25 (1.12–1.38) |" in lead
+    assert "| S |" not in lead
+    assert lead.index("qwen3-0.6b") < lead.index("llama-3.2-1b")
+    decoding = page[page.index("### Decoding") :]
+    assert decoding.index("qwen3-0.6b") < decoding.index("llama-3.2-1b") < decoding.index("| S |")
+
+
 def test_servers_without_flags_are_compared() -> None:
     part = tables(PEERS)
     assert "| S | 1 | slow | 1000 (1000–1000) | 500.0 (450.0–550.0) | 2.00 (1.80–2.20) | 1.0 | yes |" in part
@@ -223,6 +235,7 @@ def test_an_unavailable_peer_is_listed_with_the_reason() -> None:
         ("http", "defaults", 1, 1.0),
         ("http", "defaults", 4, None),
         ("http", "defaults", 64, 3.0),
+        ("decode", "int2", 64, None),
     ],
 )
 def test_aims_by_kind_precision_and_streams(kind: str, precision: str, streams: int, aim: float | None) -> None:

@@ -1,7 +1,8 @@
-"""Converter of Kvasir's export to GGUF: `python -m loadtest.peers.drivers.llama_cpp_model HUGGING_FACE_DIR OUT.gguf`.
+"""Converter of Kvasir's export to GGUF: `python -m loadtest.peers.drivers.llama_cpp_model DIR OUT.gguf [TYPE]`.
 
-The file is written in float32 by llama.cpp's gguf package, because llama.cpp's converter rejects the tokenizer of the
-random weights. Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
+The file is written by llama.cpp's gguf package, because llama.cpp's converter rejects the tokenizer of the random
+weights. TYPE is the type of the matrices: F32 (the default), F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1.
+Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
 """
 
 import json
@@ -11,7 +12,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-from safetensors.numpy import load_file
+
+from model.gguf.block_types import BLOCK_TYPES, dequantize
+from model.io.safetensors_header import TensorHeader, read_headers
 
 _ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face and of GGUF
 _NAMES = {
@@ -50,28 +53,41 @@ _SIZES = {
 def main() -> None:
     """Convert an exported directory to a GGUF file. Exit with a one-line error for an unsupported model type."""
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
+    wanted = gguf.GGMLQuantizationType[sys.argv[3] if len(sys.argv) > 3 else "F32"]
     config = json.loads((source / "config.json").read_text())
     model_type = config["model_type"]
     if model_type not in _ARCHITECTURES:
         sys.exit(f"{source}: model type {model_type!r}; only {', '.join(_ARCHITECTURES)} are converted to GGUF")
     writer = gguf.GGUFWriter(out, model_type)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     for name, key in _SIZES.items():
         getattr(writer, f"add_{name}")(config[key])
     _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
+    if (template := source / "chat_template.jinja").is_file():
+        writer.add_chat_template(template.read_text())
     # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, its "qwen3" and transformers the two halves.
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     reordered = heads if model_type == "llama" else {}
     for path in sorted(source.glob("*.safetensors")):
-        for name, array in load_file(path).items():
+        for name, header in read_headers(path).items():
+            array = _read(header)
             prefix, part = _gguf_name(name)
             pairs = _as_pairs(array, reordered[part]) if part in reordered else array
-            writer.add_tensor(f"{prefix}{part}.weight", pairs)
+            fits = array.ndim > 1 and array.shape[1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
+            kind = wanted if fits else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(f"{prefix}{part}.weight", gguf.quants.quantize(pairs, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    print(f"wrote {out}, {wanted.name}")
+
+
+def _read(header: TensorHeader) -> np.ndarray:
+    """Return a stored tensor in float32; NumPy has no bfloat16."""
+    raw = np.fromfile(header.path, np.uint8, header.end - header.begin, offset=header.begin)
+    kind = BLOCK_TYPES[header.dtype]
+    return dequantize(kind, raw.reshape(-1, kind.bytes)).reshape(header.shape)
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
-"""Driver of OpenVINO GenAI: `python -m loadtest.peers.drivers.openvino_engine DIR PRECISION THREADS`.
+"""Driver of OpenVINO GenAI: `python -m loadtest.peers.drivers.openvino_engine DIR HINT THREADS CACHE`.
 
-DIR holds the model in OpenVINO's format. PRECISION is float32, bfloat16 or int8. int8 means int8 weights with a float32
-hint: OpenVINO then rounds activations to int8.
+DIR holds the model in OpenVINO's format. HINT is f32 or bf16. CACHE is the size of the KV-cache in GB.
 """
 
 import sys
@@ -14,18 +13,16 @@ import openvino_genai
 
 from loadtest.peers.drivers.protocol import Prompts, Wave, serve
 
-_HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
-
 
 def main() -> None:
     """Compile the model, then serve the requests on standard input."""
-    directory, precision, threads = sys.argv[1:]
+    directory, hint, threads, cache = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = 3  # GB
+    scheduler.cache_size = int(cache)
     scheduler.max_num_batched_tokens = 512
     scheduler.max_num_seqs = 64
     scheduler.enable_prefix_caching = False
-    properties = {"INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": int(threads)}
+    properties = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": int(threads)}
     pipeline = openvino_genai.ContinuousBatchingPipeline(directory, scheduler, "CPU", properties, {})
     uids = iter(range(2**62))
 

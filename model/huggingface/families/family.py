@@ -16,6 +16,8 @@ class Layout(StrEnum):
     TRANSPOSED = "transposed"  # (in, out) instead of (out, in): GPT-2's Conv1D
     CONCATENATED = "concatenated"  # several tensors, concatenated along the rows: q, k, v or gate, up
     INTERLEAVED_HEADS = "interleaved heads"  # q, k and v of head 0, then those of head 1, ...: GPT-NeoX
+    ROTARY_PAIRS = "rotary pairs"  # concatenated; rows i and i + D/2 of a head of q and k are neighbours: GGUF's llama
+    ONE_ADDED = "one added"  # 1 + weight: the norms of Gemma in GGUF
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[in
     layer, _, inner = rest.partition(".")
     names = family.names[f"{first}.#.{inner}" if first == "layers" else module]
     parts = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
-    if names.layout is Layout.CONCATENATED:
+    if names.layout in (Layout.CONCATENATED, Layout.ROTARY_PAIRS):
         rows = _rows(config, inner)
         return Source(names.layout, {part: (row, *shape[1:]) for part, row in zip(parts, rows, strict=True)})
     if names.layout is Layout.TRANSPOSED:

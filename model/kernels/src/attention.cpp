@@ -9,11 +9,12 @@
 
 #include "attention_tile.h"
 #include "kernel.h"
+#include "rows.h"
 
 namespace kvasir {
 namespace {
 
-constexpr int SPLIT = 8 * TILE;
+constexpr int SPLIT = 4 * TILE;
 constexpr int MAX_TASK_ROWS = 16 * 6;
 constexpr float LOG2_E = 1.44269504f;
 
@@ -36,12 +37,13 @@ struct SplitSequence {
 };
 
 // A tile of a task. at: offset of each token in the cache, in numbers; -1 for tokens that no row of the task sees.
+// scale_at: for an int8 cache, offset of each token's scale for head 0; 0 for tokens that no row sees.
 template <typename T>
 struct Tile {
     const Task* task = nullptr;  // null: there is no tile
     int64_t start = 0;
     int num_tokens = 0;
-    int64_t at[TILE];
+    int64_t at[TILE], scale_at[TILE];
     Span<T> keys, values;
 };
 
@@ -117,21 +119,27 @@ protected:
     // Size of a row in `partials`: the largest score, the total, then the sums.
     int64_t partial_stride() const { return width + 2; }
 
-    // Makes at least three tasks per thread where possible. If there are few sequences, tasks divide the heads of a
-    // sequence. If that is not enough, tasks also divide the splits of a sequence.
+    int64_t first_split_of(int64_t sequence) const { return first_visible(position_of(sequence, 0)) / SPLIT; }
+    int64_t end_split_of(int64_t sequence) const { return (batch.context_lengths[sequence] + SPLIT - 1) / SPLIT; }
+
+    // Makes at least three tasks per thread where possible. A sequence that is longer than a task should be has a task
+    // for each of its splits. If that is not enough, tasks also divide the heads of a sequence.
     void plan() {
         const int heads = static_cast<int>(call.num_kv_heads);
         const int64_t wanted = call.threads > 1 ? 3 * call.threads : 1;
-        const int64_t pieces = std::min<int64_t>(heads, (wanted + batch.num_sequences - 1) / batch.num_sequences);
-        const bool splits = wanted > batch.num_sequences * pieces;
-        int64_t partial_size = 0;
+        const int64_t share = (wanted + batch.num_sequences - 1) / batch.num_sequences;
+        int64_t partial_size = 0, all_splits = 0;
+        for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
+            all_splits += end_split_of(sequence) - first_split_of(sequence);
+        }
         for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
             const int num_rows = static_cast<int>(num_queries(sequence)) * group;
-            const int64_t first_split = first_visible(position_of(sequence, 0)) / SPLIT;
-            const int64_t end_split = (batch.context_lengths[sequence] + SPLIT - 1) / SPLIT;
+            const int64_t first_split = first_split_of(sequence), end_split = end_split_of(sequence);
+            const int64_t splits = end_split - first_split;
             const bool is_chunk = num_rows > std::max(group, MAX_TASK_ROWS);
-            const int64_t parts = is_chunk ? heads : pieces;
-            const bool is_split = splits && num_rows <= MAX_TASK_ROWS && end_split - first_split > 1;
+            const bool is_split = num_rows <= MAX_TASK_ROWS && splits > 1 && splits * wanted > all_splits;
+            const int64_t pieces = is_split ? (share + splits - 1) / splits : share;
+            const int64_t parts = is_chunk ? heads : std::min<int64_t>(heads, pieces);
             const int64_t split_size = heads * num_rows * partial_stride();
             for (int64_t part = 0; part < parts; ++part) {
                 const int first_head = static_cast<int>(heads * part / parts);
@@ -150,8 +158,8 @@ protected:
                 }
             }
             if (is_split) {
-                split_sequences.push_back({sequence, partial_size, end_split - first_split});
-                partial_size += (end_split - first_split) * split_size;
+                split_sequences.push_back({sequence, partial_size, splits});
+                partial_size += splits * split_size;
             }
         }
         partials.resize(static_cast<size_t>(partial_size));
@@ -163,6 +171,7 @@ template <typename T, typename C = T>
 class Attention : TaskPlan {
     using A = Arithmetic<C>;
     using Term = typename A::Term;
+    static constexpr bool HAS_SCALES = std::is_same_v<C, int8_t>;
 
 public:
     Attention(const AttentionBatch& batch, const AttentionCall& call)
@@ -189,9 +198,24 @@ private:
             const int64_t to = batch.slots[token] * token_size;
             const T* key = static_cast<const T*>(call.k) + token * call.k_stride;
             const T* value = static_cast<const T*>(call.v) + token * call.v_stride;
-            convert(key, token_size, static_cast<C*>(call.keys) + to);
-            convert(value, token_size, static_cast<C*>(call.values) + to);
+            if constexpr (HAS_SCALES) {
+                const int64_t scale_at = scale_of(batch.slots[token] / batch.block_size,
+                                                  batch.slots[token] % batch.block_size);
+                for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+                    const int64_t from = head * size, at = scale_at + head * batch.block_size;
+                    call.key_scales[at] = quantize(key + from, size, static_cast<C*>(call.keys) + to + from);
+                    call.value_scales[at] = quantize(value + from, size, static_cast<C*>(call.values) + to + from);
+                }
+            } else {
+                convert(key, token_size, static_cast<C*>(call.keys) + to);
+                convert(value, token_size, static_cast<C*>(call.values) + to);
+            }
         }
+    }
+
+    // Returns the offset of a token's scale for head 0.
+    int64_t scale_of(int64_t block, int64_t offset) const {
+        return block * call.num_kv_heads * batch.block_size + offset;
     }
 
     void join_splits(const SplitSequence& split) {
@@ -231,10 +255,33 @@ private:
         for (int token = 0; token < TILE; ++token) {
             const bool is_visible = start + token >= first && start + token < end;
             tile.at[token] = is_visible ? (table[block] * batch.block_size + offset) * token_size : -1;
+            if constexpr (HAS_SCALES) {
+                tile.scale_at[token] = is_visible ? scale_of(table[block], offset) : 0;
+            }
             if (++offset == batch.block_size) {
                 offset = 0;
                 ++block;
             }
+        }
+        for (int token = 0; HAS_SCALES && token < tile.num_tokens; token += LANES) {  // they are read two tiles later
+            for (int head = task.first_head; head < task.end_head; ++head) {
+                const int64_t at = tile.scale_at[token] + head * batch.block_size;
+                __builtin_prefetch(call.key_scales + at, 0, 3);
+                __builtin_prefetch(call.value_scales + at, 0, 3);
+            }
+        }
+    }
+
+    // Copies the scales of a tile's tokens for one head.
+    void load_scales(const float* scales, const Tile<C>& tile, int head, float* to) const {
+        scales += head * batch.block_size;
+        for (int token = 0; token < tile.num_tokens; token += LANES) {
+            const int64_t* at = tile.scale_at + token;
+            if (batch.block_size % LANES == 0 && at[LANES - 1] == at[0] + LANES - 1) {  // all in one block
+                store(to + token, load(scales + at[0]));
+                continue;
+            }
+            for (int lane = 0; lane < LANES; ++lane) to[token + lane] = scales[at[lane]];
         }
     }
 
@@ -421,21 +468,41 @@ private:
         });
     }
 
-    // Turns the products of one head into weights. head: index relative to the task's first head.
-    void compute_head_weights(const Tile<C>& tile, int head, const float* products, Term* weights, float* factors,
+    // Turns the products of one head into weights. head: index relative to the task's first head. With an int8 cache,
+    // the scales of keys multiply the products, and the scales of values multiply the weights.
+    void compute_head_weights(const Tile<C>& tile, int head, float* products, Term* weights, float* factors,
                               Softmax* softmax) const {
         const Task& task = *tile.task;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
-        for (int row = 0; row < task.num_rows(); ++row) {
-            const int64_t position = position_of(task.sequence, task.first_row + row);
-            const auto first = static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE));
-            const auto end = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
-            const int query_head = (task.first_head + head) * group + (task.first_row + row) % group;
-            const float* bias = call.bias == nullptr ? nullptr
-                                                     : call.bias + query_head * call.bias_stride + call.bias_length -
-                                                           1 - position + tile.start;
-            factors[row] = compute_weights<A>(products + row * TILE, num_groups, first, end, call.scale * LOG2_E, bias,
-                                              softmax[row], weights + row * (TILE / A::PER_TERM));
+        const float scale = call.scale * LOG2_E;
+        float key_scales[TILE], value_scales[TILE];
+        if constexpr (HAS_SCALES) {
+            load_scales(call.key_scales, tile, task.first_head + head, key_scales);
+            load_scales(call.value_scales, tile, task.first_head + head, value_scales);
+        }
+        // Most tiles are seen by all rows, which then need no positions.
+        const bool is_whole = call.bias == nullptr &&
+                              position_of(task.sequence, task.first_row) >= tile.start + TILE - 1 &&
+                              first_visible(position_of(task.sequence, task.end_row - 1)) <= tile.start;
+        for (int row = 0; row < task.num_rows();
+             ++row, products += TILE, weights += TILE / A::PER_TERM, ++softmax, ++factors) {
+            for (int at = 0; HAS_SCALES && at < num_groups * LANES; at += LANES) {
+                store(products + at, mul(load(products + at), load(key_scales + at)));
+            }
+            int first = 0, end = TILE;
+            if (is_whole) {
+                *factors = compute_weights<A, true>(products, GROUPS, first, end, scale, nullptr, *softmax, weights);
+            } else {
+                const int64_t position = position_of(task.sequence, task.first_row + row);
+                first = static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE));
+                end = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
+                const int query_head = (task.first_head + head) * group + (task.first_row + row) % group;
+                const float* bias = call.bias == nullptr ? nullptr
+                                                         : call.bias + query_head * call.bias_stride +
+                                                               call.bias_length - 1 - position + tile.start;
+                *factors = compute_weights<A, false>(products, num_groups, first, end, scale, bias, *softmax, weights);
+            }
+            if constexpr (HAS_SCALES) scale_weights(value_scales, num_groups, first, end, weights);
         }
     }
 };
@@ -451,6 +518,14 @@ KVASIR_KERNEL void kvasir_attention_float32(const AttentionBatch* batch, const A
 
 KVASIR_KERNEL void kvasir_attention_float32_over_float16(const AttentionBatch* batch, const AttentionCall* call) {
     Attention<float, half>(*batch, *call).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_float32_over_int8(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<float, int8_t>(*batch, *call).run();
+}
+
+KVASIR_KERNEL void kvasir_attention_bfloat16_over_int8(const AttentionBatch* batch, const AttentionCall* call) {
+    Attention<bf16, int8_t>(*batch, *call).run();
 }
 
 KVASIR_KERNEL void kvasir_attention_bfloat16(const AttentionBatch* batch, const AttentionCall* call) {

@@ -11,9 +11,9 @@
 
 namespace kvasir {
 
-constexpr int TILE = 64;
+constexpr int TILE = 128;
 constexpr int GROUPS = TILE / LANES;
-constexpr int FEW_ROWS = 4;
+constexpr int FEW_ROWS = 8;
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int CACHE_LINE = 64;                  // bytes
 constexpr int PREFETCH_DISTANCE = 24 * 1024;    // bytes between a read and the prefetch
@@ -33,7 +33,7 @@ struct Widened {
     using Term = float;
     using Transposed = T;  // type by which rows of keys are transposed: one number for each term
     static constexpr int PER_TERM = 1;
-    static constexpr int VALUES_AT_ONCE = sizeof(T) == 2 ? 16 : 4;  // tokens that few rows multiply together
+    static constexpr int VALUES_AT_ONCE = sizeof(T) <= 2 ? 16 : 4;  // tokens that few rows multiply together
 
     static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
     static Lanes splat_term(const Term* term) { return splat(*term); }
@@ -144,17 +144,21 @@ public:
         for (int bytes = 0; bytes < PREFETCH_DISTANCE; bytes += 4 * CACHE_LINE) prefetch<4 * CACHE_LINE>();
     }
 
-    // Always inlined, see TilePrefetcher.
+    // Prefetches the next BYTES, across tokens and spans. Always inlined, see TilePrefetcher.
     template <int BYTES>
     __attribute__((always_inline)) inline void prefetch() {
-        if (token >= span->num_tokens) return;
-        if (const int64_t from = span->at[token]; from >= 0) {
-            for (int byte = 0; byte < BYTES; byte += CACHE_LINE) {
-                __builtin_prefetch(span->pool + from + offset + byte / static_cast<int>(sizeof(T)), 0, 3);
-            }
+        for (int byte = 0; byte < BYTES && token < span->num_tokens; byte += CACHE_LINE) {
+            if (const int64_t from = span->at[token]; from >= 0) __builtin_prefetch(span->pool + from + offset, 0, 3);
+            offset += CACHE_LINE / static_cast<int>(sizeof(T));
+            if (offset >= span->size) next_token();
         }
-        offset += BYTES / static_cast<int>(sizeof(T));
-        if (offset < span->size) return;
+    }
+
+private:
+    const Span<T>* span = nullptr;
+    int token = 0, offset = 0;
+
+    void next_token() {
         offset = 0;
         if (span->next_at != nullptr && span->next_at[token] >= 0) {
             __builtin_prefetch(span->pool + span->next_at[token], 0, 3);
@@ -163,10 +167,6 @@ public:
         span = span->next;
         token = 0;
     }
-
-private:
-    const Span<T>* span = nullptr;
-    int token = 0, offset = 0;
 };
 
 // Packs keys as columns: packed[term][token], TILE tokens a row. at: offset of each token in keys, in numbers.
@@ -219,7 +219,9 @@ template <typename A, int M, int N, typename Prefetcher>
 void multiply_block(const typename A::Term* a, int a_stride, const typename A::Term* b, int b_stride, int num_terms,
                     float* sums, int stride, const float* factors, Prefetcher& prefetcher) {
     Lanes block[M][N];
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
             block[m][n] = factors == nullptr ? zeros() : mul(load(sums + m * stride + n * LANES), splat(factors[m]));
         }
@@ -227,13 +229,18 @@ void multiply_block(const typename A::Term* a, int a_stride, const typename A::T
     for (int term = 0; term < num_terms; ++term, b += b_stride) {
         if (term % 2 == 0) prefetcher.prefetch();
         Lanes row[N];
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) row[n] = load_term(b + n * LANES);
+#pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
             const Lanes left = A::splat_term(a + m * a_stride + term);
+#pragma GCC unroll 8
             for (int n = 0; n < N; ++n) block[m][n] = A::multiply_add(left, row[n], block[m][n]);
         }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) store(sums + m * stride + n * LANES, block[m][n]);
     }
 }
@@ -269,17 +276,22 @@ void multiply_keys(const typename Arithmetic<T>::Term* queries, const T* keys, c
     const Transposed* rows[LANES];
     Lanes sums[M];
     for (int row = 0; row < LANES; ++row) rows[row] = reinterpret_cast<const Transposed*>(numbers_of(keys, at[row]));
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) sums[m] = zeros();
-    for (int term = 0; term < num_terms; term += 4) {
-        Lanes columns[4];
-        prefetcher.template prefetch<4 * LANES * static_cast<int>(sizeof(Transposed))>();
+    constexpr int AT_ONCE = sizeof(T) == 1 ? LANES : 4;
+    for (int term = 0; term < num_terms; term += AT_ONCE) {
+        Lanes columns[AT_ONCE];
+        prefetcher.template prefetch<AT_ONCE * LANES * static_cast<int>(sizeof(Transposed))>();
         transpose(rows, term, columns);
-        for (int n = 0; n < 4; ++n) {
+#pragma GCC unroll 16
+        for (int n = 0; n < AT_ONCE; ++n) {
+#pragma GCC unroll 8
             for (int m = 0; m < M; ++m) {
                 sums[m] = A::multiply_add(A::splat_term(queries + m * num_terms + term + n), columns[n], sums[m]);
             }
         }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) store(products + m * TILE, sums[m]);
 }
 
@@ -291,7 +303,9 @@ void multiply_value_columns(const typename Arithmetic<T>::Term* weights, const T
     using A = Arithmetic<T>;
     constexpr int stride = TILE / A::PER_TERM;
     Lanes block[M][N];
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
             block[m][n] = load(sums + m * size + offset + n * LANES);
             if (factors != nullptr) block[m][n] = mul(block[m][n], splat(factors[m]));
@@ -300,21 +314,20 @@ void multiply_value_columns(const typename Arithmetic<T>::Term* weights, const T
     for (int token = 0; token < num_tokens; token += A::PER_TERM) {
         prefetcher.template prefetch<N * LANES * A::PER_TERM * static_cast<int>(sizeof(T))>();
         const T* tokens[A::PER_TERM];
-        for (int n = 0; n < A::PER_TERM; ++n) tokens[n] = numbers_of(values, at[token + n]);
+        for (int n = 0; n < A::PER_TERM; ++n) tokens[n] = numbers_of(values, at[token + n]) + offset;
         Lanes row[(N + 1) / 2][2];
-        for (int n = 0; n < N; ++n) {
-            if constexpr (std::is_same_v<T, half>) {  // without a check of the size, which took 8 % of the time
-                row[n / 2][n % 2] = load(tokens[0] + offset + n * LANES);
-            } else if (n % 2 == 0) {
-                A::load_values(tokens, offset + n * LANES, size, row[n / 2]);
-            }
-        }
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n += 2) A::load_values(tokens, n * LANES, N * LANES, row[n / 2]);
+#pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
             const Lanes weight = A::splat_term(weights + m * stride + token / A::PER_TERM);
+#pragma GCC unroll 8
             for (int n = 0; n < N; ++n) block[m][n] = A::multiply_add(weight, row[n / 2][n % 2], block[m][n]);
         }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) store(sums + m * size + offset + n * LANES, block[m][n]);
     }
 }
@@ -330,11 +343,12 @@ void multiply_values(const typename Arithmetic<T>::Term* weights, const T* value
         multiply_value_columns<M, N>(weights, values, at, num_tokens, size, offset, sums, factors, prefetcher);
         offset += N * LANES;
     };
-    if constexpr (COLUMNS == 4) {  // heads of 80 and 96
+    constexpr int MOST = M > ROWS ? 2 : COLUMNS;  // more sums than registers would be stored for each token
+    if constexpr (COLUMNS == 4 && M <= 4) {  // heads of 80 and 96
         if (size == 5 * LANES) multiply_columns(std::integral_constant<int, 5>{});
         if (size == 6 * LANES) multiply_columns(std::integral_constant<int, 6>{});
     }
-    while (size - offset >= COLUMNS * LANES) multiply_columns(std::integral_constant<int, COLUMNS>{});
+    while (size - offset >= MOST * LANES) multiply_columns(std::integral_constant<int, MOST>{});
     while (size - offset >= 2 * LANES) multiply_columns(std::integral_constant<int, 2>{});
     if (offset < size) multiply_columns(std::integral_constant<int, 1>{});
 }
@@ -351,9 +365,11 @@ struct Softmax {
     float total = 0;
 };
 
-// Implementation of compute_weights. IS_WHOLE: the row sees all tokens of the tile and has no bias.
+// Turns the products of one row into weights 2^(scale * product + bias - largest). The row sees tokens from first to
+// end - 1; other tokens get weight 0. Returns the factor by which the row's earlier sums must be multiplied.
+// IS_WHOLE: the row sees all tokens of the tile and has no bias.
 template <typename A, bool IS_WHOLE>
-inline float compute_weights_of(const float* products, int num_groups, int first, int end, float scale,
+inline float compute_weights(const float* products, int num_groups, int first, int end, float scale,
                                 const float* bias, Softmax& row, typename A::Term* weights) {
     int from, to;  // the visible lanes of a group
     const auto is_masked = [&](int group) {
@@ -383,14 +399,12 @@ inline float compute_weights_of(const float* products, int num_groups, int first
     return factor;
 }
 
-// Turns the products of one row into weights 2^(scale * product + bias - largest). The row sees tokens from first to
-// end - 1; other tokens get weight 0. Returns the factor by which the row's earlier sums must be multiplied.
-template <typename A>
-float compute_weights(const float* products, int num_groups, int first, int end, float scale, const float* bias,
-                      Softmax& row, typename A::Term* weights) {
-    const bool is_whole = first == 0 && end == TILE && bias == nullptr;
-    return (is_whole ? compute_weights_of<A, true> : compute_weights_of<A, false>)(products, num_groups, first, end,
-                                                                                 scale, bias, row, weights);
+// Multiplies the weights of tokens from first to end - 1 by the tokens' scales. Other weights are 0 and stay 0.
+inline void scale_weights(const float* scales, int num_groups, int first, int end, float* weights) {
+    for (int group = 0; group < num_groups; ++group, weights += LANES, scales += LANES) {
+        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
+        store(weights, select(from, to, mul(load(weights), load(scales)), zeros()));
+    }
 }
 
 }  // namespace kvasir

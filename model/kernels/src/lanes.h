@@ -38,6 +38,13 @@ inline bf16 to_bf16(float x) {  // rounds to nearest, ties to even; NaN stays Na
     return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+inline float to_float(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
 #if defined(__AVX512F__)
 
 struct Lanes {
@@ -62,6 +69,9 @@ inline Lanes load_of_pairs(const bf16* from, bool is_second) {
     return {_mm512_castsi512_ps(is_second ? _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)))
                                           : _mm512_slli_epi32(pairs, 16))};
 }
+inline Lanes load(const int8_t* from) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
+}
 inline void store(float* to, Lanes x) { _mm512_storeu_ps(to, x.v); }
 inline void store_rounded(half* to, Lanes x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
@@ -79,10 +89,9 @@ inline Lanes select(int first, int end, Lanes x, Lanes y) {
     const auto mask = static_cast<__mmask16>(((1u << end) - 1) & ~((1u << first) - 1));
     return {_mm512_mask_blend_ps(mask, y.v, x.v)};
 }
-// Rounds to integers and stores each plus 128. Integers must be from -128 to 127.
-inline void store_shifted(uint8_t* to, Lanes x) {
-    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_xor_si128(bytes, _mm_set1_epi8(-128)));
+// Rounds to integers, ties to even. Integers must be from -128 to 127; NaN becomes 0.
+inline void store(int8_t* to, Lanes x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
 inline Lanes round(Lanes x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Lanes scale_by_power(Lanes x, Lanes n) { return {_mm512_scalef_ps(x.v, n.v)}; }
@@ -104,6 +113,10 @@ inline __m256 widen(const half* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 inline Lanes load(const half* from) { return {widen(from), widen(from + 8)}; }
+inline __m256 widen(const int8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+inline Lanes load(const int8_t* from) { return {widen(from), widen(from + 8)}; }
 inline __m256 widen_of_pairs(const bf16* from, bool is_second) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm256_castsi256_ps(is_second ? _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)))
@@ -143,10 +156,15 @@ inline Lanes round(Lanes x) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(x.low, nearest), _mm256_round_ps(x.high, nearest)};
 }
-inline void store_shifted(uint8_t* to, Lanes x) {
-    float rounded[LANES];
-    store(rounded, round(x));
-    for (int lane = 0; lane < LANES; ++lane) to[lane] = static_cast<uint8_t>(static_cast<int>(rounded[lane]) + 128);
+inline void store(int8_t* to, Lanes x) {  // saturation turns NaN into -128, which the mask turns into 0
+    const auto numbers = [](__m256 part) {
+        const __m256i is_number = _mm256_castps_si256(_mm256_cmp_ps(part, part, _CMP_ORD_Q));
+        return _mm256_and_si256(_mm256_cvtps_epi32(part), is_number);
+    };
+    const __m256i words = _mm256_packs_epi32(numbers(x.low), numbers(x.high));  // 0-3 and 8-11, 4-7 and 12-15
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
 }
 inline __m256 scale_by_power(__m256 x, __m256 n) {  // -126 <= n <= 127
     const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
@@ -179,6 +197,13 @@ inline void store(bf16* to, Lanes x) {
     store(buffer, x);
     for (int lane = 0; lane < LANES; ++lane) to[lane] = to_bf16(buffer[lane]);
 #endif
+}
+
+// Rounds to integers and stores each plus 128. Integers must be from -128 to 127.
+inline void store_shifted(uint8_t* to, Lanes x) {
+    store(reinterpret_cast<int8_t*>(to), x);
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(to));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_xor_si128(bytes, _mm_set1_epi8(-128)));
 }
 
 // Loads sixteen numbers, or `left` numbers if there are fewer; the other lanes are zero.
@@ -245,6 +270,11 @@ inline __m128 load_four(const float* from) { return _mm_loadu_ps(from); }
 inline __m128 load_four(const half* from) {
     return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
+inline __m128 load_four(const int8_t* from) {
+    int32_t four;
+    std::memcpy(&four, from, sizeof four);
+    return _mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(four)));
+}
 inline __m128 load_four(const bf16* from) {
     const __m128i wide = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
     return _mm_castsi128_ps(_mm_slli_epi32(wide, 16));
@@ -286,6 +316,31 @@ inline void transpose(const Number* const (&rows)[LANES], int left, Lanes (&colu
         for (int n = 0; n < 4; ++n) (part == 0 ? columns[n].low : columns[n].high) = done[n];
     }
 #endif
+}
+
+// Widens one byte of every lane: the signed number in bits 8 * byte to 8 * byte + 7.
+#if defined(__AVX512F__)
+inline Lanes widen_byte(Lanes x, int byte) {
+    const __m512i upper = _mm512_slli_epi32(_mm512_castps_si512(x.v), 24 - 8 * byte);
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(upper, 24))};
+}
+#else
+inline __m256 widen_byte(__m256 x, int byte) {
+    const __m256i upper = _mm256_slli_epi32(_mm256_castps_si256(x), 24 - 8 * byte);
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(upper, 24));
+}
+inline Lanes widen_byte(Lanes x, int byte) { return {widen_byte(x.low, byte), widen_byte(x.high, byte)}; }
+#endif
+
+// Returns sixteen columns of int8 rows. Moves four numbers together and widens them afterwards.
+inline void transpose(const int8_t* const (&rows)[LANES], int left, Lanes (&columns)[LANES]) {
+    const float* fours[LANES];
+#pragma GCC unroll 16
+    for (int row = 0; row < LANES; ++row) fours[row] = reinterpret_cast<const float*>(rows[row] + left);
+    Lanes moved[4];
+    transpose(fours, 0, moved);
+#pragma GCC unroll 16
+    for (int column = 0; column < LANES; ++column) columns[column] = widen_byte(moved[column / 4], column % 4);
 }
 
 // Calls work with the number of rows, at most MAX, as a std::integral_constant.

@@ -37,7 +37,7 @@ struct Rows {
     const int64_t* positions;      // position of every row
     const void* embedding;         // `hidden` numbers for every token id, or null
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
-    const Matrix* packed;          // quantized embedding, or null; x is given if both are null
+    const Matrix* packed;          // packed embedding, or null; x is given if both are null
 };
 
 // Arguments of a step of a whole model. Python updates the buffers in place from step to step.

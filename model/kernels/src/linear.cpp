@@ -228,14 +228,26 @@ void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* 
     });
 }
 
-void unpack_row(const Matrix& matrix, int64_t output, float* to) {
-    if (matrix.numbers != Numbers::int8) {
-        return with_grouped(matrix.numbers, [&](auto kind) { unpack_grouped<decltype(kind)>(matrix, output, to); });
-    }
-    const auto* weights = weights_of<Int8>(matrix, output);
+// Writes the weights of one output of a matrix in panels. scaled: converts a weight to a float.
+template <typename Kind, typename Scaled>
+void unpack_panels(const Matrix& matrix, int64_t output, float* to, const Scaled& scaled) {
+    const auto* weights = weights_of<Kind>(matrix, output);
     for (int64_t input = 0; input < matrix.inputs; ++input) {
-        const int code = weights[input / Int8::GROUP * PANEL * Int8::GROUP + input % Int8::GROUP];
-        to[input] = static_cast<float>(code) * matrix.scale[output];
+        to[input] = scaled(weights[input / Kind::GROUP * PANEL * Kind::GROUP + input % Kind::GROUP]);
+    }
+}
+
+void unpack_row(const Matrix& matrix, int64_t output, float* to) {
+    switch (matrix.numbers) {
+        case Numbers::float32: return unpack_panels<Float32>(matrix, output, to, [](float weight) { return weight; });
+        case Numbers::bfloat16:
+            return unpack_panels<Bfloat16>(matrix, output, to, [](bf16 weight) { return to_float(weight); });
+        case Numbers::int8: {
+            const float scale = matrix.scale[output];
+            return unpack_panels<Int8>(matrix, output, to, [scale](int8_t weight) { return weight * scale; });
+        }
+        default:
+            return with_grouped(matrix.numbers, [&](auto kind) { unpack_grouped<decltype(kind)>(matrix, output, to); });
     }
 }
 
@@ -243,7 +255,7 @@ void unpack_row(const Matrix& matrix, int64_t output, float* to) {
 
 using namespace kvasir;
 
-// Writes the weights of some outputs of an int8 or grouped matrix, row after row.
+// Writes the weights of some outputs of a matrix, row after row.
 KVASIR_KERNEL void kvasir_unpack_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, float* to) {
     for (int64_t row = 0; row < count; ++row) unpack_row(*matrix, outputs[row], to + row * matrix->inputs);
 }

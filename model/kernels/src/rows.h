@@ -66,17 +66,23 @@ inline void normalize(Norm norm, const float* x, int64_t size, const float* weig
     }
 }
 
-// Quantizes a row to int8 with 128 added and returns its scale: x = scale (out - 128). The scale is NaN if a number is
-// not finite. `out` must have room for `padded(size)` bytes.
+// Returns the scale of a row in int8: its largest number / 127. The scale is NaN if a number is not finite.
 template <typename Number>
-inline float quantize(const Number* x, int64_t size, uint8_t* out) {
+inline float int8_scale(const Number* x, int64_t size) {
     Lanes most = zeros(), not_finite = zeros();  // not_finite: 0 if all numbers so far are finite, else NaN
     for (int64_t at = 0; at < size; at += LANES) {
         const Lanes some = load_up_to(x + at, size - at);
         most = max(most, max(some, sub(zeros(), some)));
         not_finite = fma(some, zeros(), not_finite);
     }
-    const float scale = std::fmax(largest(most), 1e-30f) / 127.f + sum(not_finite);
+    return std::fmax(largest(most), 1e-30f) / 127.f + sum(not_finite);
+}
+
+// Quantizes a row to int8 with 128 added and returns its scale: x = scale (out - 128). `out` must have room for
+// `padded(size)` bytes.
+template <typename Number>
+inline float quantize(const Number* x, int64_t size, uint8_t* out) {
+    const float scale = int8_scale(x, size);
     for (int64_t at = 0; at < size; at += LANES) {
         store_shifted(out + at, divide(load_up_to(x + at, size - at), splat(scale)));
     }
@@ -104,6 +110,16 @@ inline void split_groups(const uint8_t* shifted, int64_t size, int32_t added, In
         out->start = -added * sum;
         out->sum = static_cast<float>(sum);
     }
+}
+
+// Quantizes a row to int8 and returns its scale: x = scale * out.
+template <typename Number>
+inline float quantize(const Number* x, int64_t size, int8_t* out) {
+    const float scale = int8_scale(x, size);
+    for (int64_t at = 0; at < size; at += LANES) {
+        store_up_to(out + at, divide(load_up_to(x + at, size - at), splat(scale)), size - at);
+    }
+    return scale;
 }
 
 // Applies the rotary embedding to the first 2 * half numbers of a head: rotates the pair (i, i + half) by angle i.

@@ -104,12 +104,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestStep:
-    """Size of the largest step that an engine may run: its tokens, sampled tokens, context length and block size."""
+    """Size of the largest step that an engine may run: its tokens, sampled tokens, context length and KV-cache."""
 
     block_size: int
     num_tokens: int
     num_sampled: int
     max_context_length: int  # of one sequence
+    cache_dtype: torch.dtype | None = None  # None: the model's
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -144,8 +145,7 @@ def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free
     The first and largest graph allocates the memory pool that all graphs share, and library workspaces. The second
     graph takes only driver memory for its kernels, as every further graph does.
     """
-    weight = model.token_embedding.weight
-    cache = KVCache(model.config, num_blocks=1, block_size=largest.block_size, dtype=weight.dtype, device=weight.device)
+    cache = _trial_cache(model, largest, num_blocks=1)
     shapes = buckets(largest.num_sampled, -(-largest.max_context_length // largest.block_size))
     free = [free_bytes()]
 
@@ -160,13 +160,25 @@ def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free
     return max(0, taken) + max(0, free[-2] - free[-1]) * max(0, len(shapes) - 2)
 
 
+def _trial_cache(model: Transformer, largest: LargestStep, *, num_blocks: int) -> KVCache:
+    weight = model.token_embedding.weight
+    return KVCache(
+        model.config,
+        num_blocks=num_blocks,
+        block_size=largest.block_size,
+        dtype=weight.dtype,
+        device=weight.device,
+        cache_dtype=largest.cache_dtype,
+    )
+
+
 @torch.inference_mode()
 def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
     """Run the largest step: full prompts, prompt logprobs, top-p sampling. Return its GPU memory without KV-cache."""
-    weight, lengths, size = model.token_embedding.weight, largest.lengths, largest.block_size
+    device, lengths = model.token_embedding.weight.device, largest.lengths
     torch.cuda.synchronize()
-    count = -(-max(lengths) // size)
-    cache = KVCache(model.config, num_blocks=count, block_size=size, dtype=weight.dtype, device=weight.device)
+    count = -(-max(lengths) // largest.block_size)
+    cache = _trial_cache(model, largest, num_blocks=count)
     torch.cuda.reset_peak_memory_stats()
     positions_T = torch.cat([torch.arange(length) for length in lengths])
     # All sequences share the same blocks, because the content of the cache does not matter.
@@ -176,8 +188,8 @@ def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
         positions_T=positions_T,
         slot_mapping_T=positions_T,
         block_tables_BN=torch.arange(count).repeat(len(lengths), 1),
-    ).to(weight.device)
-    x_TE = model.hidden(torch.zeros(len(positions_T), dtype=torch.int64, device=weight.device), metadata, cache)
+    ).to(device)
+    x_TE = model.hidden(torch.zeros(len(positions_T), dtype=torch.int64, device=device), metadata, cache)
     top_logprobs(model.logits(x_TE), [0] * len(x_TE), num_top=1)
     rows = x_TE[:1].expand(largest.num_sampled, -1)
     params = [SamplingParams(max_tokens=1, top_p=0.9)] * largest.num_sampled

@@ -38,7 +38,7 @@ class EngineConfig:
     max_num_running: int = 64
     max_batched_tokens: int = 512  # tokens computed in one step
     enable_prefix_cache: bool = True  # share the KV blocks of equal prefixes
-    kv_cache_dtype: Literal["auto", "float16"] = "auto"  # auto: the dtype of the model
+    kv_cache_dtype: Literal["auto", "float16", "int8"] = "auto"  # auto: the dtype of the model
     max_context_length: int | None = None  # tokens of a sequence, prompt included; None: the model's maximum
     max_draft_tokens: int = 0  # of a sequence in one step; 0: no speculative decoding
     prompt_slowdown: float = math.inf  # maximum slowdown of a decode step by one prompt, as a factor

@@ -17,7 +17,12 @@ _QUERIES = (1, 1, 7, 17, 1, 120, 3)
 
 
 @torch.inference_mode()
-def check_kernels(backend: PagedAttention, context: KernelContext, queries: tuple[int, ...] = _QUERIES) -> None:
+def check_kernels(
+    backend: PagedAttention,
+    context: KernelContext,
+    queries: tuple[int, ...] = _QUERIES,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
     """Compare a backend with the reference implementation on random data, with a model's head counts and head size.
 
     Every window that a layer of the model has is checked, on the device.
@@ -25,14 +30,18 @@ def check_kernels(backend: PagedAttention, context: KernelContext, queries: tupl
     config = context.config
     for window in {config.window(layer) for layer in range(config.num_layers)}:
         form = AttentionForm(layer=0, scale=config.effective_score_scale, window=window, bias=None)
-        found, expected = _both_outputs(backend, form, context, queries)
+        found, expected = _both_outputs(backend, form, context, queries, cache_dtype)
         assert torch.isfinite(found).all()
         error = ((found - expected).abs().max() / expected.abs().max()).item()
         assert error <= _TOLERANCES[context.dtype], f"window {window}"
 
 
 def _both_outputs(
-    backend: PagedAttention, form: AttentionForm, context: KernelContext, queries: tuple[int, ...]
+    backend: PagedAttention,
+    form: AttentionForm,
+    context: KernelContext,
+    queries: tuple[int, ...],
+    cache_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of the backend and of the reference implementation, float32 on the CPU.
 
@@ -70,8 +79,16 @@ def _both_outputs(
     keys, values, q_THD, k_TKD, v_TKD = (x.to(context.device, context.dtype) for x in random)
     outputs = []
     for attention in (backend, EagerAttention()):
-        cache = KVCache(config, num_blocks=len(blocks), block_size=size, dtype=context.dtype, device=context.device)
-        cache.keys_LNPKD[0], cache.values_LNPKD[0] = keys, values
+        cache = KVCache(
+            config,
+            num_blocks=len(blocks),
+            block_size=size,
+            dtype=context.dtype,
+            device=context.device,
+            cache_dtype=cache_dtype,
+        )
+        every_slot = torch.arange(len(known), device=context.device)
+        cache.write(0, every_slot, keys.flatten(0, 1), values.flatten(0, 1))
         out_THD = attention.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=cache)
         outputs.append(out_THD.float().cpu())
     return outputs[0], outputs[1]

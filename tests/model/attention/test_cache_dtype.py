@@ -1,15 +1,17 @@
-"""Float16 cache of a float32 model: keys and values are rounded once, and attention uses the rounded values."""
+"""Float16 and int8 caches: keys and values are rounded once, and attention uses the rounded values."""
 
 from collections.abc import Sequence
 from typing import cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 from model.attention.backends import AttentionBackend, EagerAttention, RoundedAttention, attention_weights
-from model.attention.kv_cache import KVCache, rounded
+from model.attention.kv_cache import KVCache, quantized, rounded
 from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.inspect.attention_weights import weights_of_layer
@@ -62,15 +64,52 @@ def test_a_float16_cache_returns_the_models_dtype_and_takes_half_the_memory() ->
     k_TKD, v_TKD = torch.randn(2, 5, 2, 8)
     slots_T = torch.tensor([7, 1, 0, 11, 4])
     half.write(1, slots_T, k_TKD, v_TKD)
-    for given, found in zip((k_TKD, v_TKD), half.gather(1, slots_T), strict=True):
+    for written, found in zip((k_TKD, v_TKD), half.gather(1, slots_T), strict=True):
         assert found.dtype == torch.float32
-        assert torch.equal(found, given.half().float())
+        assert torch.equal(found, written.half().float())
+
+
+def test_int8_rounds_each_vector_by_its_own_scale() -> None:
+    x_TKD = torch.tensor([[[127.0, -2.5, 1.5, 0.4]], [[-1e-3, 5e-4, 0.0, 1e-6]], [[0.0, 0.0, 0.0, 0.0]]])
+    codes_TKD, scales_TK = quantized(x_TKD)
+    assert codes_TKD.tolist() == [[[127, -2, 2, 0]], [[-127, 64, 0, 0]], [[0, 0, 0, 0]]]
+    assert torch.equal(scales_TK[:2, 0], torch.tensor([1.0, 1e-3 / 127]))
+    assert torch.equal(rounded(x_TKD, torch.int8), codes_TKD * scales_TK[..., None])
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x_TKD[0, 0, 2] = bad
+        assert rounded(x_TKD, torch.int8).isnan().all(2)[:, 0].tolist() == [True, False, False]
+
+
+@given(st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_int8_changes_a_number_by_half_a_step_at_most(size: int, seed: int, dtype: torch.dtype) -> None:
+    x_TKD = torch.randn(3, 2, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    codes_TKD, scales_TK = quantized(x_TKD)
+    assert torch.equal(codes_TKD.abs().amax(2), torch.full((3, 2), 127, dtype=torch.int8))
+    error_TKD = (codes_TKD * scales_TK[..., None] - x_TKD.float()).abs()
+    assert bool((error_TKD <= 0.5001 * scales_TK[..., None]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_cache_holds_a_scale_for_each_key_and_value(dtype: torch.dtype) -> None:
+    config = VARIANTS["rotary-gqa"]
+    cache = KVCache(config, num_blocks=3, block_size=4, dtype=dtype, device="cpu", cache_dtype=torch.int8)
+    assert cache.num_bytes == 12 * config.kv_bytes_per_token(1) == 12 * 2 * 2 * 2 * (8 + 4)
+    k_TKD, v_TKD = torch.randn(2, 5, 2, 8).to(dtype)
+    slots_T = torch.tensor([7, 1, 0, 11, 4])
+    cache.write(1, slots_T, k_TKD, v_TKD)
+    for given_TKD, found in zip((k_TKD, v_TKD), cache.gather(1, slots_T), strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found, rounded(given_TKD, torch.int8))
+    assert not cache.gather(0, slots_T)[0].any(), "another layer"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("cache_dtype", [HALF, torch.int8])
 @torch.no_grad()
-def test_chunks_of_any_size_attend_to_rounded_keys_and_values(variant: str, name: str) -> None:
+def test_chunks_of_any_size_attend_to_rounded_keys_and_values(
+    variant: str, name: str, cache_dtype: torch.dtype
+) -> None:
     """A chunk also attends to its own rounded keys and values.
 
     Differences in the last bits of a layer's input rarely change how its keys and values are rounded. So the mean
@@ -78,12 +117,15 @@ def test_chunks_of_any_size_attend_to_rounded_keys_and_values(variant: str, name
     """
     texts = [IDS[:1], IDS[:6], IDS]
     uncached = [AttentionMetadata.uncached((len(ids),)) for ids in texts]
-    exact, oracle = model_of(variant, EagerAttention()), model_of(variant, RoundedAttention(EagerAttention(), HALF))
-    wanted = torch.cat([oracle(*given, None) for given in zip(texts, uncached, strict=True)])
-    effect = (torch.cat([exact(*given, None) for given in zip(texts, uncached, strict=True)]) - wanted).abs().mean()
+    exact, oracle = (
+        model_of(variant, EagerAttention()),
+        model_of(variant, RoundedAttention(EagerAttention(), cache_dtype)),
+    )
+    wanted = torch.cat([oracle(*text, None) for text in zip(texts, uncached, strict=True)])
+    effect = (torch.cat([exact(*text, None) for text in zip(texts, uncached, strict=True)]) - wanted).abs().mean()
     assert effect > 0
     for chunk in (1, 7, 40):
-        found = torch.cat(PagedRun(model_of(variant, BACKENDS[name]), texts, HALF).forward_in_chunks(chunk))
+        found = torch.cat(PagedRun(model_of(variant, BACKENDS[name]), texts, cache_dtype).forward_in_chunks(chunk))
         assert found.dtype == torch.float32
         assert (found - wanted).abs().mean() < 0.1 * effect, chunk
 

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.conversion.export_hugging_face import export_checkpoint
-from model.checkpoint.loading import load_model, write_weights
+from model.checkpoint.loading import EMBEDDING, MATRICES, load_model, write_weights
 from model.checkpoint.manifest import read_manifest, write_manifest
 from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
 from model.tokenizer.byte_level import save_native
 from model.training.data.bpe import train_bpe
-from tests.families.models import CASES, load
+from tests.families.models import CASES
 from tests.model.configs import VARIANTS, build
 
 CONFIG = VARIANTS["gpt2"]
@@ -39,8 +39,9 @@ def saved(directory: Path, name: str, place: int, value: float, stored: torch.dt
 def load_ours(directory: Path, dtype: torch.dtype = torch.float32, *, packs_next: bool = False) -> None:
     manifest = read_manifest(directory)
     manifest.verify()
+    packed = (*MATRICES, EMBEDDING) if packs_next else ()
     load_model(
-        manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"], packs_next=packs_next
+        manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"], packed_next=packed
     ).token_embedding(torch.tensor([0]))
 
 
@@ -103,9 +104,10 @@ def test_numbers_that_become_infinite_in_the_served_dtype_are_rejected(
                 load_ours(tmp_path, dtype)
 
 
+@pytest.mark.parametrize("packed_next", [(), (*MATRICES, EMBEDDING)])
 @pytest.mark.parametrize("case", ["gpt2", "llama gqa tied", "gpt_neox", "olmo2"])
 def test_nan_in_any_tensor_of_a_hugging_face_directory_is_rejected(
-    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, case: str, packed_next: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tensors are stored transposed, concatenated, interleaved or tied, and are read in many slices."""
     monkeypatch.setattr("model.checkpoint.weights.SLICE_BYTES", 700)
@@ -117,7 +119,13 @@ def test_nan_in_any_tensor_of_a_hugging_face_directory_is_rejected(
         tensors[name].view(-1)[number % tensors[name].numel()] = math.nan
         save_file(tensors, path, metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=f"tensor {name} holds NaN or infinity"):
-            load(tmp_path)
+            load_model(
+                read_manifest(tmp_path),
+                device="cpu",
+                dtype=torch.float32,
+                attention=ATTENTION_BACKENDS["sdpa"],
+                packed_next=packed_next,
+            )
     assert read_headers(path).keys() == whole.keys()
 
 

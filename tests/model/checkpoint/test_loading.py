@@ -12,14 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
-from model.checkpoint.loading import load_model, save_checkpoint
+from model.checkpoint.loading import EMBEDDING, MATRICES, load_model, save_checkpoint
 from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from model.checkpoint.weights import plan_shards, write_shards
 from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
+from model.native.native_transformer import NativeTransformer
+from model.nn.linear import LINEAR_KINDS, StackedLinear, replace_linears
 from model.tokenizer.byte_level import RANKS_FILE, save_native
 from model.training.data.bpe import train_bpe
+from tests.families.models import CASES
 from tests.model.configs import VARIANTS, build
+from tests.model.kernel_libraries import BUILDABLE, library_of
 
 CONFIG = VARIANTS["gpt2"]
 AESOP = (Path(__file__).parents[2] / "data" / "aesop.txt").read_text()
@@ -82,7 +86,7 @@ def test_bfloat16_files_load_in_either_dtype(directory: Path) -> None:
 def test_matrices_that_are_packed_next_are_mapped_from_their_files(directory: Path, dtype: torch.dtype) -> None:
     shared: dict[str, Any] = {"device": "cpu", "dtype": dtype, "attention": ATTENTION_BACKENDS["sdpa"]}
     copied = load_model(read_manifest(directory), **shared).state_dict()
-    mapped = load_model(read_manifest(directory), packs_next=True, **shared).state_dict()
+    mapped = load_model(read_manifest(directory), packed_next=(*MATRICES, EMBEDDING), **shared).state_dict()
     assert all(torch.equal(tensor, copied[name]) for name, tensor in mapped.items())
     header = read_headers(directory / SHARD)["layers.0.attention.out.weight"]
     with (directory / SHARD).open("r+b") as file:
@@ -96,6 +100,29 @@ def test_matrices_that_are_packed_next_are_mapped_from_their_files(directory: Pa
     mapped["layers.0.mlp.down.weight"].zero_()
     again = load_model(read_manifest(directory), **shared).state_dict()
     assert torch.equal(again["layers.0.mlp.down.weight"], copied["layers.0.mlp.down.weight"]), "the file is unchanged"
+
+
+@pytest.mark.parametrize("kind", ["native", *LINEAR_KINDS])
+def test_matrices_stored_in_parts_are_mapped_and_packed_without_a_copy(tmp_path: Path, kind: str) -> None:
+    """Hugging Face stores the matrices of queries, keys, values, gates and ups one by one, with a bias for each."""
+    CASES["qwen2"].build().save_pretrained(tmp_path)
+    shared: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "attention": ATTENTION_BACKENDS["sdpa"]}
+    copied = load_model(read_manifest(tmp_path), **shared)
+    mapped = load_model(read_manifest(tmp_path), packed_next=(*MATRICES, EMBEDDING), **shared)
+    stacked = {name: module for name, module in mapped.named_modules() if isinstance(module, StackedLinear)}
+    assert {name.rpartition(".")[2] for name in stacked} == {"qkv", "gate_up"}
+    for name, module in stacked.items():
+        assert torch.equal(module.weight, copied.get_parameter(f"{name}.weight"))
+    ids, metadata = torch.arange(9), AttentionMetadata.uncached((9,))
+    models: list[Any] = [copied, mapped]
+    if kind == "native":
+        (library, *_) = map(library_of, BUILDABLE)
+        models = [NativeTransformer(model, library) for model in models]
+    else:
+        for model in models:
+            replace_linears(model, kind)
+    theirs, ours = (model(ids, metadata, None) for model in models)
+    assert torch.equal(ours, theirs)
 
 
 def save(directory: Path) -> dict[str, torch.Tensor]:
@@ -217,7 +244,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard truncated": (_truncate, f"{SHARD}: .* bytes, .* expected"),
     "bit flipped": (_flip_a_bit, f"{SHARD}: SHA-256 differs"),
     "tokenizer missing": (lambda d: (d / RANKS_FILE).unlink(), f"{RANKS_FILE}: missing"),
-    "tensor missing": (_rewrite(lambda t: t.__delitem__("final_norm.bias")), "final_norm.bias is in no safetensors"),
+    "tensor missing": (_rewrite(lambda t: t.__delitem__("final_norm.bias")), "final_norm.bias is in no weight file"),
     "tensor extra": (_rewrite(lambda t: t.update(extra=torch.zeros(1))), "tensor extra is not part"),
     "tensor misshapen": (_rewrite(_wrong_shape), r"final_norm.weight has shape \(3,\)"),
     "tensor of integers": (

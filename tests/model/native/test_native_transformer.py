@@ -15,6 +15,7 @@ from model.native.native_transformer import NativeTransformer, computes
 from model.native.weight_packing import BLOCK, pack, padded
 from model.nn.grouped_weight import GroupedWeight
 from model.nn.linear import GroupedLinear, QuantizedEmbedding, replace_linears
+from model.system.memory_pages import HugePages
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
 from tests.model.nn.test_grouped_weight import grouped, normal
@@ -173,11 +174,12 @@ def test_unsupported_models_are_rejected() -> None:
 
 @pytest.mark.parametrize("level", BEST)
 def test_packed_matrices_are_freed_in_the_module(level: str) -> None:
-    """Only the embedding and the norms of the original module remain in memory."""
-    model = build(VARIANTS["gpt2"])
-    NativeTransformer(model, library_of(level))
-    matrices = {name for name, tensor in model.state_dict().items() if tensor.ndim == 2}
-    assert matrices == {"token_embedding.weight", "position_embedding.weight"}
+    """Only an embedding that is not the LM head too, and the norms of the original module, remain in memory."""
+    for variant, kept in (("gpt2", {"token_embedding.weight", "position_embedding.weight"}), ("rotary-gqa", set())):
+        model = build(VARIANTS[variant])
+        NativeTransformer(model, library_of(level))
+        matrices = {name for name, tensor in model.state_dict().items() if tensor.ndim == 2 and tensor.numel()}
+        assert matrices == kept
 
 
 @pytest.mark.parametrize("level", BEST)
@@ -188,21 +190,34 @@ def test_inspected_attention_weights_equal_pytorchs(level: str) -> None:
     torch.testing.assert_close(weights_of_layer(native, ids, layer=1), weights_of_layer(theirs, ids, layer=1))
 
 
-def test_a_packed_matrix_holds_every_weight_once() -> None:
+@pytest.mark.parametrize("level", BEST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_matrix_holds_every_weight_once(level: str, dtype: torch.dtype) -> None:
     """Outputs are in zero-padded panels of 64; gate and up rows alternate in blocks of 16."""
-    linear = torch.nn.Linear(6, 90)
-    packed = pack(linear, lambda _: 4)
+    linear, size = torch.nn.Linear(7, 90, dtype=dtype), 4 // dtype.itemsize
+    packed = pack(linear, library_of(level), HugePages())
     assert packed.outputs == padded(90) == 128
-    assert packed.weight.shape == (2, 2, 64, 4)
-    assert packed.weight[1, 0, 3, 2] == linear.weight[64 + 3, 2]
-    assert packed.weight[1, 1, 3].tolist() == [*linear.weight[64 + 3, 4:].tolist(), 0.0, 0.0]
-    assert packed.weight.count_nonzero() == linear.weight.count_nonzero()
-    gated = pack(linear, lambda _: 1, gated=True)
-    assert gated.weight[0, :, 3, 0].tolist() == linear.weight[3].tolist()
-    assert gated.weight[0, :, BLOCK + 3, 0].tolist() == linear.weight[45 + 3].tolist()
-    assert gated.weight[0, :, 2 * BLOCK + 3, 0].tolist() == linear.weight[BLOCK + 3].tolist()
+    assert packed.weight.shape == (2, -(-7 // size), 64, size)
+    rows = packed.weight.transpose(1, 2).flatten(0, 1).flatten(1)
+    assert torch.equal(rows[:90, :7], linear.weight)
+    assert rows.count_nonzero() == linear.weight.count_nonzero()
+    gated = pack(linear, library_of(level), HugePages(), gated=True)
+    assert gated.weight[0, 0, 3, 0] == linear.weight[3, 0]
+    assert gated.weight[0, 0, BLOCK + 3, 0] == linear.weight[45 + 3, 0]
+    assert gated.weight[0, 0, 2 * BLOCK + 3, 0] == linear.weight[BLOCK + 3, 0]
+    assert gated.weight.count_nonzero() == linear.weight.count_nonzero()
     assert gated.bias is not None
     assert gated.bias[BLOCK + 3] == linear.bias[45 + 3]
+
+
+@pytest.mark.parametrize("level", BEST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rows_of_a_tied_embedding_are_those_of_the_packed_head(level: str, dtype: torch.dtype) -> None:
+    model = build(VARIANTS["rotary-gqa"]).to(dtype)
+    expected = model.token_embedding(IDS)
+    native = NativeTransformer(model, library_of(level))
+    assert torch.equal(model.token_embedding(IDS), expected)
+    assert native.token_embedding.weight.dtype == dtype
 
 
 @pytest.mark.parametrize("level", BEST)

@@ -1,8 +1,11 @@
 """Sampling against a naive implementation, and against its nominal distribution."""
 
+import bisect
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +27,8 @@ def naive_distribution(logits: list[float], params: SamplingParams) -> list[floa
     """Return the distribution after the filters, in plain Python, written from the docstring of `sampler`."""
     largest = max(logits)
     weights = [math.exp((logit - largest) / params.temperature) for logit in logits]
-    probs = [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    probs = [weight / total for weight in weights]
     if 0 < params.top_k < len(probs):
         floor = sorted(probs, reverse=True)[params.top_k - 1]
         probs = [p if p >= floor else 0.0 for p in probs]
@@ -37,7 +41,8 @@ def naive_distribution(logits: list[float], params: SamplingParams) -> list[floa
         probs = [p if p >= floor else 0.0 for p in probs]
     floor = params.min_p * max(probs)
     probs = [p if p >= floor else 0.0 for p in probs]
-    return [p / sum(probs) for p in probs]
+    total = sum(probs)
+    return [p / total for p in probs]
 
 
 def naive_sample(logits: list[float], params: SamplingParams, position: int) -> int:
@@ -75,6 +80,67 @@ def test_output_equals_a_naive_implementation_in_any_batch(
     assert drawn == expected
     alone = [sample(logits[i : i + 1], [params], [position])[0] for i, (params, position) in enumerate(rows)]
     assert drawn == alone
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(sampling_params.filter(lambda params: not params.greedy), min_size=1, max_size=6), st.integers(0, 1000))
+def test_rows_of_a_cpu_equal_the_batch_of_a_gpu(params: list[SamplingParams], logits_seed: int) -> None:
+    logits = 3 * torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(logits_seed))
+    positions = range(len(params))
+    assert sample(logits, params, positions) == sampler._sample_chunk(logits, params, positions).tolist()
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 50},
+    {"top_k": 3000},
+    {"top_p": 0.95},
+    {"top_p": 0.5, "min_p": 0.001},
+    {"top_p": 0.999999},
+    {"min_p": 0.05, "temperature": 0.5},
+    {"top_k": 300, "top_p": 0.9, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_filters_of_a_large_vocabulary_equal_a_naive_implementation(filters: dict[str, Any], spread: float) -> None:
+    """A spread of 4 makes a narrow nucleus, one of 0.5 a nucleus of most tokens."""
+    logits = spread * torch.randn(1, 40_000, generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(max_tokens=1, seed=9, **filters)
+    cdf = list(itertools.accumulate(naive_distribution(logits[0].tolist(), params)))
+    drawn = [sample(logits, [params], [position])[0] for position in range(50)]
+    assert drawn == [bisect.bisect_right(cdf, uniform(params.seed, position)) for position in range(50)]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_no_filter_sorts_a_large_vocabulary(
+    filters: dict[str, Any], spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sort, sizes = np.sort, []
+
+    def counted(values: Any) -> Any:
+        sizes.append(len(values))
+        return sort(values)
+
+    monkeypatch.setattr(np, "sort", counted)
+    logits = spread * torch.randn(2, 262_144, generator=torch.Generator().manual_seed(3))
+    sample(logits, [SamplingParams(max_tokens=1, seed=9, **filters)] * 2, [1, 2])
+    assert max(sizes, default=0) <= 8192
+
+
+def test_top_logprobs_of_a_large_vocabulary_equal_pytorchs() -> None:
+    logits = torch.randn(3, 262_144, generator=torch.Generator().manual_seed(3))
+    logits[2, 7] = logits[2].max() + 1
+    logits[2, 200_000] = logits[2, 7]  # of equally likely tokens, the first is reported first
+    found = top_logprobs(logits, [0, 1, 2], 20)
+    best = logits.double().log_softmax(dim=-1).topk(20)
+    for row, (_, _, top) in enumerate(found):
+        assert [value for _, value in top] == pytest.approx(best.values[row].tolist(), abs=1e-6)
+        if row < 2:
+            assert [token for token, _ in top] == best.indices[row].tolist()
+    assert [token for token, _ in found[2][2]][:2] == [7, 200_000]
+    assert found == [top_logprobs(logits[row : row + 1], [row], 20)[0] for row in range(3)]
 
 
 ALONE = [
@@ -186,9 +252,11 @@ def test_most_likely_equals_pytorchs_argmax(row: list[float]) -> None:
 def test_rows_of_nan_sample_an_existing_token() -> None:
     """NaN logits come from damaged weights, and must not make the step fail for the other sequences."""
     logits = torch.full((2, VOCAB), torch.nan)
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=1, temperature=temperature)
+    logits[1, 3:] = 1.0
+    for change in ({"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}):
+        params = SamplingParams(max_tokens=1, **change)
         assert all(0 <= token < VOCAB for token in sample(logits, [params] * 2, [0, 1]))
+    assert all(math.isnan(logprob) for logprob, _, _ in top_logprobs(logits, [0, 1], 3))
 
 
 def test_forbidden_tokens_are_never_sampled() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.tokenizer.files import _LLAMA3_PATTERN, _O200K_PATTERN, _QWEN_PATTERN
+from model.tokenizer.split_patterns import LLAMA3_PATTERN, O200K_PATTERN, QWEN_PATTERN
 from tests.model.tokenizer.texts import ADVERSARIAL, stories
 
 VOCAB_SIZE = 700
@@ -54,7 +54,7 @@ def gpt2_with_prefix_space() -> Tokenizer:
 
 def llama3() -> Tokenizer:
     """Return one like Llama 3's: its split pattern, whole pieces first, BOS by a template, special tokens last."""
-    library = _byte_level(_LLAMA3_PATTERN, special=[])
+    library = _byte_level(LLAMA3_PATTERN, special=[])
     values = json.loads(library.to_str())
     values["model"]["ignore_merges"] = True
     library = Tokenizer.from_str(json.dumps(values))
@@ -69,7 +69,7 @@ def llama3() -> Tokenizer:
 
 def qwen() -> Tokenizer:
     """Return a tokenizer like that of Qwen 2 and 3: with NFC, and every digit a piece."""
-    library = _byte_level(_QWEN_PATTERN, special=[], nfc=True)
+    library = _byte_level(QWEN_PATTERN, special=[], nfc=True)
     library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     return library
@@ -85,7 +85,7 @@ def neox() -> Tokenizer:
 
 def o200k_pattern() -> Tokenizer:
     """Return a tokenizer with GPT-4o's split pattern."""
-    return _byte_level(_O200K_PATTERN, special=["<|endoftext|>"])
+    return _byte_level(O200K_PATTERN, special=["<|endoftext|>"])
 
 
 def shuffled_ids() -> Tokenizer:

@@ -5,12 +5,12 @@ import tiktoken
 from tokenizers import Regex, pre_tokenizers
 
 from model.tokenizer.export import pattern_for_oniguruma
-from model.tokenizer.files import (
-    _CL100K_PATTERN,
-    _GPT2_PATTERN,
-    _LLAMA3_PATTERN,
-    _O200K_PATTERN,
-    _QWEN_PATTERN,
+from model.tokenizer.split_patterns import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    O200K_PATTERN,
+    QWEN_PATTERN,
 )
 from model.training.data.bpe import SPLIT_PATTERN
 from tests.model.tokenizer.texts import all_texts
@@ -23,8 +23,8 @@ CODES = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000), *ran
 EVERY_CHARACTER = "".join(map(chr, CODES))
 GPT2_BY_TIKTOKEN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 MERGING = {**BYTES, **{bytes([a, b]): 256 + a * 256 + b for a in range(256) for b in range(256)}}
-PORTABLE = [_GPT2_PATTERN, _LLAMA3_PATTERN, _QWEN_PATTERN, _O200K_PATTERN]
-TRANSLATED = [_CL100K_PATTERN, SPLIT_PATTERN, GPT2_BY_TIKTOKEN]
+PORTABLE = [GPT2_PATTERN, LLAMA3_PATTERN, QWEN_PATTERN, O200K_PATTERN]
+TRANSLATED = [CL100K_PATTERN, SPLIT_PATTERN, GPT2_BY_TIKTOKEN]
 
 
 def kept_by_tiktoken(pattern: str, text: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from service.http.connection import MAX_AHEAD_BYTES, MAX_HEAD_BYTES, ConnectionLimits
+from service.http.connection import MAX_AHEAD_BYTES, MAX_HEAD_BYTES, MIN_IDLE_SECONDS, ConnectionLimits
 from service.protocol.errors import ApiError
 from tests.service import virtual_time
 from tests.service.wire import connect
@@ -180,6 +180,7 @@ def test_a_connection_over_the_limit_closes_the_longest_idle_connection() -> Non
         busy, first = connect(app, state, limits=limits)
         busy.data_received(GET)
         _, slow = connect(app, state, limits=limits)
+        await asyncio.sleep(MIN_IDLE_SECONDS)
         third, wire = connect(app, state, limits=limits)
         assert (first.is_aborted, slow.is_aborted, wire.is_closed) == (False, True, False)
         third.data_received(GET)
@@ -192,6 +193,34 @@ def test_a_connection_over_the_limit_closes_the_longest_idle_connection() -> Non
         assert json.loads(body)["error"]["code"] == "too_many_connections"
         app.go.set()
         await until(lambda: b" 200 " in wire.written and b" 200 " in first.written)
+
+    run(scene)
+
+
+def is_rejected(app: App, state: ServerState, limits: ConnectionLimits) -> bool:
+    """Open a connection, and return True if the server rejects it."""
+    protocol, wire = connect(app, state, limits=limits)
+    if wire.is_closed:
+        protocol.connection_lost(None)
+    return wire.written[9:12] == b"503"
+
+
+def test_only_a_connection_that_is_idle_for_long_enough_makes_room() -> None:
+    """The first request of a new connection may be on its way, and a response may be in the send buffer."""
+    limits = ConnectionLimits(max_connections=2, client_seconds=1000.0)
+
+    async def scene(app: App, state: ServerState) -> None:
+        _, new = connect(app, state, limits=limits)
+        answered, wire = connect(app, state, limits=limits)
+        await asyncio.sleep(MIN_IDLE_SECONDS / 2)
+        assert is_rejected(app, state, limits)
+        answered.data_received(GET)
+        await until(lambda: b" 200 " in wire.written)
+        wire.num_unsent = 1
+        assert is_rejected(app, state, limits)
+        wire.num_unsent = 0
+        assert not is_rejected(app, state, limits)
+        assert (wire.is_aborted, new.is_aborted) == (True, False)
 
     run(scene)
 

@@ -10,6 +10,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from service.http.connection import MAX_AHEAD_BYTES, BoundedHttpProtocol, ConnectionLimits
+from service.protocol.errors import ApiError
 from tests.service.http.test_connections import App, until
 
 PATIENCE_SECONDS = 60.0
@@ -24,8 +25,10 @@ def post(body: bytes, *fields: bytes, version: bytes = b"1.1") -> bytes:
 class Client:
     """Client connection to a server in the same event loop."""
 
-    def __init__(self, app: App, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.app, self.reader, self.writer = app, reader, writer
+    def __init__(
+        self, app: App, state: ServerState, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.app, self.state, self.reader, self.writer = app, state, reader, writer
 
     async def rest(self) -> bytes:
         """Return all bytes that arrive until the server closes the connection."""
@@ -36,19 +39,26 @@ class Client:
         await asyncio.wait_for(self.writer.drain(), PATIENCE_SECONDS)
 
 
-def run(scene: Callable[[Client], Coroutine[Any, Any, None]], loop_factory: Any = None) -> None:
+def run(
+    scene: Callable[[Client], Coroutine[Any, Any, None]],
+    loop_factory: Any = None,
+    *,
+    limits: ConnectionLimits | None = None,
+    count: Callable[[ApiError], None] = lambda error: None,
+    asgi: Any = None,
+) -> None:
     async def play() -> None:
         state, app = ServerState(), App()
-        config = Config(app, http=BoundedHttpProtocol, log_config=None)
+        config = Config(asgi or app, http=BoundedHttpProtocol, log_config=None)
         server = await asyncio.get_running_loop().create_server(
-            lambda: BoundedHttpProtocol(config, state, {}, limits=ConnectionLimits(), count=lambda error: None),
+            lambda: BoundedHttpProtocol(config, state, {}, limits=limits or ConnectionLimits(), count=count),
             "127.0.0.1",
             0,
         )
         address = server.sockets[0].getsockname()
         reader, writer = await asyncio.open_connection(*address[:2])
         try:
-            await scene(Client(app, reader, writer))
+            await scene(Client(app, state, reader, writer))
         finally:
             writer.close()
             app.go.set()

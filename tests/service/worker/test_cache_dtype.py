@@ -26,20 +26,32 @@ def settings(checkpoint: Path, **values: Any) -> ModelSettings:
     return ModelSettings(checkpoint=checkpoint, **{"device": "cpu", "threads": 1, **values})
 
 
-def test_float16_cache_holds_twice_the_tokens_in_the_same_memory(tiny_checkpoint: Path) -> None:
+def test_a_smaller_dtype_holds_more_tokens_in_the_same_memory(tiny_checkpoint: Path) -> None:
     manifest = read_manifest(tiny_checkpoint)
     found = {}
-    for wanted in ("auto", "float16"):
+    for wanted in ("auto", "float16", "int8"):
         engine, facts = build_engine(settings(tiny_checkpoint, kv_cache_memory=2, kv_cache_dtype=wanted), manifest)
         found[wanted] = facts
         spare = facts.kv_cache_bytes // facts.num_blocks  # the block that padding writes to
         assert engine._runner._cache.num_bytes == facts.kv_cache_bytes + spare  # type: ignore[attr-defined]
         assert facts.found()["kv_cache_dtype"] == facts.kv_cache_dtype
-        assert facts.kv_cache_bytes == 2 * 2**20
+        assert 0 <= 2 * 2**20 - facts.kv_cache_bytes < spare
         assert f"(2 MiB of {facts.kv_cache_dtype})" in str(facts)
-    assert [facts.kv_cache_dtype for facts in found.values()] == ["float32", "float16"]
+    assert [facts.kv_cache_dtype for facts in found.values()] == ["float32", "float16", "int8"]
     assert found["auto"].num_blocks == 2 * 2**20 // (16 * BYTES_PER_TOKEN)
     assert found["float16"].num_blocks == 2 * found["auto"].num_blocks
+    # Keys and values have 8 numbers: 8 bytes and a scale of 4 bytes, instead of 32 bytes.
+    assert found["int8"].num_blocks == 2 * 2**20 // (16 * BYTES_PER_TOKEN * 12 // 32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "paged", "eager"])
+def test_int8_cache_serves_with_each_dtype_and_attention(tiny_checkpoint: Path, dtype: str, attention: str) -> None:
+    asked = settings(tiny_checkpoint, kv_cache_dtype="int8", dtype=dtype, attention=attention)
+    engine, facts = build_engine(asked, read_manifest(tiny_checkpoint))
+    assert (facts.dtype, facts.kv_cache_dtype) == (dtype, "int8")
+    engine.warm_up()
+    assert not engine.has_work
 
 
 def test_float16_cache_takes_half_the_memory_for_the_same_tokens(tiny_checkpoint: Path) -> None:
@@ -96,7 +108,7 @@ def test_an_environment_variable_sets_the_cache_dtype(tiny_checkpoint: Path, mon
         read_settings(ModelSettings, ["--kv-cache-dtype", "float32", "--checkpoint", "."], command="serve", summary="")
 
 
-def test_eval_measures_the_loss_of_a_float16_cache(
+def test_eval_measures_the_loss_of_a_rounding_cache(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts, out = tmp_path / "texts.txt", tmp_path / "out.json"
@@ -104,12 +116,13 @@ def test_eval_measures_the_loss_of_a_float16_cache(
     results = {}
     command = ["eval", "--checkpoint", str(tiny_checkpoint), "--device", "cpu", "--threads", "1", "--samples", "0"]
     command += ["--texts", f"mine={texts}", "--out", str(out)]
-    for wanted in ("auto", "float16"):
+    for wanted in ("auto", "float16", "int8"):
         assert main([*command, "--kv-cache-dtype", wanted]) == 0, capsys.readouterr().err
         results[wanted] = json.loads(out.read_text())
         assert results[wanted]["settings"]["kv_cache_dtype"] == wanted
-    exact, half = (results[wanted]["held_out"]["mine"]["nats_per_token"] for wanted in ("auto", "float16"))
-    assert half != exact
+    exact, half, quarter = (found["held_out"]["mine"]["nats_per_token"] for found in results.values())
     assert half == pytest.approx(exact, rel=1e-3)
+    assert quarter == pytest.approx(exact, rel=5e-3)
+    assert len({exact, half, quarter}) == 3
     assert main([*command, "--kv-cache-dtype", "float16", "--dtype", "bfloat16"]) != 0
     assert "--kv-cache-dtype float16 needs a float32 model" in capsys.readouterr().err

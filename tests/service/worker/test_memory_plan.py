@@ -79,6 +79,7 @@ def test_needed_memory_grows_with_the_model_and_the_settings(monkeypatch: pytest
     assert MODEL.weight_bytes == 4 * values
     assert MODEL._replace(value_bytes=2).weight_bytes == 2 * values
     assert MODEL._replace(num_copies=2).weight_bytes == 4 * (values + CONFIG.num_parameters)
+    assert MODEL._replace(packs_embedding=True).weight_bytes == 4 * CONFIG.num_parameters
     results = 64 * MIB
     assert step_bytes(CONFIG, 1024) - results == 2 * (step_bytes(CONFIG, 512) - results)
     # A prompt's tokens are scored with their log-probabilities: two tables of float32 at least.

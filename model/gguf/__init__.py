@@ -1,0 +1,1 @@
+"""GGUF files: container, block types of quantized tensors, model architectures."""

@@ -1,0 +1,215 @@
+"""Model architectures of GGUF files, as families of Hugging Face's format with other names of keys and tensors.
+
+Sources of names: constants.py of llama.cpp's gguf package; of permuted rows and changed norms: convert_hf_to_gguf.py.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.gguf.block_types import BLOCK_TYPES, dequantize
+from model.gguf.container import GgufFile
+from model.huggingface.families.family import Layout, ModelFamily, Names, convert_config, plain
+from model.huggingface.families.gpt import GPT2, GPT_NEOX
+from model.huggingface.families.llama_like import LLAMA_LIKE
+from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader
+from model.io.files import CheckpointError, parsing, reading
+from model.io.safetensors_header import TensorHeader
+
+_FAMILIES = {family.model_type: family for family in (GPT2, GPT_NEOX, *LLAMA_LIKE)}
+_QKV = ("blk.#.attn_q", "blk.#.attn_k", "blk.#.attn_v")
+_NAMES = {
+    "token_embedding": plain("token_embd"),
+    "position_embedding": plain("position_embd"),
+    "layers.#.attention_norm": plain("blk.#.attn_norm"),
+    "layers.#.attention.qkv": Names(_QKV, Layout.CONCATENATED),
+    "layers.#.attention.out": plain("blk.#.attn_output"),
+    "layers.#.attention.query_norm": plain("blk.#.attn_q_norm"),
+    "layers.#.attention.key_norm": plain("blk.#.attn_k_norm"),
+    "layers.#.mlp_norm": plain("blk.#.ffn_norm"),
+    "layers.#.mlp.gate_up": Names(("blk.#.ffn_gate", "blk.#.ffn_up"), Layout.CONCATENATED),
+    "layers.#.mlp.up": plain("blk.#.ffn_up"),
+    "layers.#.mlp.down": plain("blk.#.ffn_down"),
+    "final_norm": plain("output_norm"),
+    "lm_head": plain("output"),
+}
+_ROTARY_FACTORS = "rope_freqs.weight"  # the scaling of Llama 3: a divisor of each rotary frequency
+_COMPUTED_TENSORS = (r"rope_freqs\.weight", r"blk\.\d+\.attn_rot_embd\.weight")
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_LLAMA_KEYS = {**_SIZES, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_NEOX_KEYS = {
+    **_SIZES,
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "use_parallel_residual": "use_parallel_residual",
+}
+_GPT2_KEYS = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+# Keys that do not change the logits, or repeat what the tensors' shapes say.
+_UNUSED_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length")
+_LLAMA3_LENGTHS = [2**exponent for exponent in range(5, 21)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Architecture:
+    """Architecture: model type in Hugging Face's format, its config keys by GGUF's keys, and changed tensors.
+
+    values: config values that a file does not hold.
+    """
+
+    model_type: str
+    keys: Mapping[str, str]
+    names: Mapping[str, Names]
+    values: Mapping[str, Any]
+
+
+def _llama_like(model_type: str, names: Mapping[str, Names] = _NAMES, **values: Any) -> _Architecture:
+    return _Architecture(model_type=model_type, keys=_LLAMA_KEYS, names=names, values=values)
+
+
+_GPT_NAMES = {**_NAMES, "layers.#.attention.qkv": plain("blk.#.attn_qkv")}
+_GEMMA_NORMS = ("layers.#.attention_norm", "layers.#.mlp_norm", "final_norm")
+_ARCHITECTURES = {
+    "llama": _llama_like("llama", {**_NAMES, "layers.#.attention.qkv": Names(_QKV, Layout.ROTARY_PAIRS)}),
+    "qwen2": _llama_like("qwen2"),
+    "qwen3": _llama_like("qwen3"),
+    "gemma": _llama_like(
+        "gemma",
+        {**_NAMES, **{norm: Names(_NAMES[norm].modules, Layout.ONE_ADDED) for norm in _GEMMA_NORMS}},
+        hidden_act="gelu_pytorch_tanh",
+    ),
+    "olmo2": _llama_like(
+        "olmo2",
+        {
+            **_NAMES,
+            "layers.#.attention_norm": plain("blk.#.post_attention_norm"),
+            "layers.#.mlp_norm": plain("blk.#.post_ffw_norm"),
+        },
+    ),
+    "gpt2": _Architecture(model_type="gpt2", keys=_GPT2_KEYS, names=_GPT_NAMES, values={}),
+    "gptneox": _Architecture(model_type="gpt_neox", keys=_NEOX_KEYS, names=_GPT_NAMES, values={}),
+}
+
+
+def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
+    """Return the model family, with GGUF's tensor names, and the ModelConfig of a GGUF file. Raises CheckpointError."""
+    if file.scalars.get("split.count", 1) not in (0, 1):
+        raise CheckpointError(f"{file.path}: is one of several files; merge them with `llama-gguf-split --merge`")
+    name = file.text("general.architecture")
+    if name not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise CheckpointError(f"{file.path}: the architecture {name!r} is not supported; supported are {known}")
+    architecture = _ARCHITECTURES[name]
+    with parsing(file.path):
+        values = _config_values(file, name, architecture)
+    has_window = name == "llama" and values["sliding_window"] is not None  # Mistral, which llama.cpp calls llama
+    family = replace(
+        _FAMILIES["mistral" if has_window else architecture.model_type],
+        names=architecture.names,
+        prefix="",
+        ignored_tensors=_COMPUTED_TENSORS,
+        aliases={},
+    )
+    return family, convert_config(family, ConfigReader(file.path, values))
+
+
+def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> dict[str, Any]:
+    """Return the values of a config.json that describes a file's model."""
+    found = _own_metadata(file, f"{name}.")
+    values = dict(architecture.values)
+    for old, key in architecture.keys.items():
+        if old not in found:
+            raise CheckpointError(f"{file.path}: the key {name}.{old} is missing; convert the model again")
+        values[key] = found.pop(old)
+    if (embedding := file.tensors.get("token_embd.weight")) is None:
+        raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing; convert the model again")
+    values |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in file.tensors}
+    kv_heads = found.pop("attention.head_count_kv", None)
+    if architecture.keys is not _GPT2_KEYS:
+        num_heads = values["num_attention_heads"]
+        head_dim = found.pop("attention.key_length", values["hidden_size"] // num_heads)
+        values |= _rotary_values(file, found, head_dim, is_partial=architecture.keys is _NEOX_KEYS)
+        if architecture.keys is _LLAMA_KEYS:
+            values |= {"num_key_value_heads": kv_heads or num_heads, "head_dim": head_dim}
+            values |= {"sliding_window": found.pop("attention.sliding_window", None)}
+    values |= _biases(file, architecture.model_type)
+    return {**values, **found}  # an unknown key is rejected by its name
+
+
+def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
+    """Return the metadata of an architecture without the prefix. An array must have one value for all layers."""
+    found = {key.removeprefix(prefix): value for key, value in file.scalars.items() if key.startswith(prefix)}
+    for key in file.arrays:
+        if key.startswith(prefix):
+            values = set(file.numbers(key))
+            if len(values) != 1:
+                raise CheckpointError(f"{file.path}: {key} differs between layers, which is not implemented")
+            found[key.removeprefix(prefix)] = values.pop()
+    for key, value in found.items():
+        if isinstance(value, float):  # of float32: 1e-06, not 9.999999974752427e-07
+            found[key] = float(str(np.float32(value)))
+    # A count of 0 means that the feature is absent, for example experts.
+    return {key: v for key, v in found.items() if key not in _UNUSED_KEYS and (v != 0 or isinstance(v, bool))}
+
+
+def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_partial: bool) -> dict[str, Any]:
+    """Return the config values of the rotary embedding, and remove its keys from `found`."""
+    if found.pop("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(f"{file.path}: keys and values have different sizes, which is not implemented")
+    rope = {"rope_theta": found.pop("rope.freq_base", DEFAULT_THETA)}
+    if (kind := found.pop("rope.scaling.type", "none")) != "none":
+        rope |= {"rope_type": kind, "factor": found.pop("rope.scaling.factor", None)}
+    share = found.pop("rope.dimension_count", head_dim) / head_dim
+    # One bit more, so that head_dim * share rounded down is the number of the file.
+    rope |= {"partial_rotary_factor": share if share == 1 else math.nextafter(share, 2)}
+    if not is_partial and _ROTARY_FACTORS in file.tensors:
+        header = file.tensors[_ROTARY_FACTORS]
+        if header.shape != (head_dim // 2,):
+            raise CheckpointError(f"{file.path}: {_ROTARY_FACTORS} has the shape {header.shape}, not {head_dim // 2}")
+        rope |= _llama3_scaling(file, header, float(rope["rope_theta"]))
+    return {"rope_parameters": rope}
+
+
+def _llama3_scaling(file: GgufFile, header: TensorHeader, theta: float) -> dict[str, Any]:
+    """Return the parameters of Llama 3's scaling that give the stored divisor of each rotary frequency.
+
+    The file does not hold the parameters. All published models have the low and high factors 1 and 4.
+    """
+    with reading(file.path), file.path.open("rb") as source:
+        source.seek(header.begin)
+        raw = np.frombuffer(source.read(header.end - header.begin), np.uint8)
+    kind = BLOCK_TYPES[header.dtype]
+    divisors = dequantize(kind, raw.reshape(-1, kind.bytes)).reshape(-1)
+    if np.all(divisors == 1):
+        return {}
+    values = {"rope_type": "llama3", "factor": float(divisors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
+    for length in _LLAMA3_LENGTHS:
+        smooth = np.clip((length / wavelengths - 1) / 3, 0, 1)
+        if np.allclose(1 / ((1 - smooth) / values["factor"] + smooth), divisors, rtol=1e-4):
+            return {**values, "original_max_position_embeddings": length}
+    raise CheckpointError(f"{file.path}: {_ROTARY_FACTORS} is not a scaling of Llama 3, which alone is implemented")
+
+
+def _biases(file: GgufFile, model_type: str) -> dict[str, bool]:
+    """Return the config values on biases, which the file's tensors show; Qwen 2 and GPT-2 always have biases."""
+    if model_type in ("qwen2", "gpt2"):
+        return {}
+    has_attention_bias = any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))
+    biases = {"attention_bias": has_attention_bias}
+    return biases if model_type == "gpt_neox" else {**biases, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}

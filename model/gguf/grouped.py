@@ -1,0 +1,64 @@
+"""Quantized matrices of a GGUF file as grouped weights.
+
+Numbers are unchanged, except those of Q6_K: its groups of 16 are rounded to 8 bits in groups of 32.
+"""
+
+import numpy as np
+import torch
+
+from model.gguf.block_types import BLOCK_TYPES, Floats, Unpacked
+from model.io.files import CheckpointError, reading
+from model.io.safetensors_header import TensorHeader
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+
+_SLICE = 2**22  # numbers unpacked at a time
+_HALF_CODES = 8  # the codes of 4 bits are 0 to 15 in files with offsets, and -8 to 7 in grouped weights
+_LARGEST = 127
+_TINY = 1e-30  # keeps a group of zeros from dividing by zero
+
+
+def read_grouped(header: TensorHeader) -> GroupedWeight:
+    """Read a quantized matrix in slices of rows. Raises CheckpointError if it is truncated or a scale is not finite."""
+    outputs, inputs = header.shape
+    kind, row_bytes = BLOCK_TYPES[header.dtype], (header.end - header.begin) // outputs
+    assert kind.unpack is not None
+    bits = 4 if header.dtype.startswith("Q4") else 8
+    codes_FI = np.empty((outputs, inputs), np.int8)
+    scale_FG = np.empty((outputs, inputs // GROUP_SIZE), np.float32)
+    offset_FG = None if header.dtype in ("Q8_0", "Q4_0", "Q5_0", "Q6_K") else np.empty_like(scale_FG)
+    step = max(1, _SLICE // inputs)
+    with reading(header.path), header.path.open("rb") as file:
+        file.seek(header.begin)
+        for first in range(0, outputs, step):
+            rows = slice(first, min(first + step, outputs))
+            data = file.read((rows.stop - first) * row_bytes)
+            if len(data) < (rows.stop - first) * row_bytes:
+                raise CheckpointError(f"{header.path}: has been truncated; copy the file again")
+            unpacked = kind.unpack(np.frombuffer(data, np.uint8).reshape(-1, kind.bytes))
+            if not all(np.isfinite(x).all() for x in (unpacked.scale_BG, unpacked.offset_BG) if x is not None):
+                raise CheckpointError(f"{header.path}: tensor {header.name} holds NaN or infinity; copy the file again")
+            unpacked = _in_groups_of_32(unpacked)
+            codes_FI[rows] = unpacked.codes_BW.reshape(-1, inputs)
+            scale_FG[rows] = unpacked.scale_BG.reshape(rows.stop - first, -1)
+            if offset_FG is not None and unpacked.offset_BG is not None:
+                offset_FG[rows] = unpacked.offset_BG.reshape(rows.stop - first, -1)
+    if bits == 4 and offset_FG is not None:
+        codes_FI -= np.int8(_HALF_CODES)
+        offset_FG += _HALF_CODES * scale_FG
+    return GroupedWeight(
+        codes_FI=torch.from_numpy(codes_FI),
+        scale_FG=torch.from_numpy(scale_FG),
+        offset_FG=None if offset_FG is None else torch.from_numpy(offset_FG),
+        bits=bits,
+    )
+
+
+def _in_groups_of_32(unpacked: Unpacked) -> Unpacked:
+    """Return blocks with groups of 32: smaller groups, which have no offsets, are rounded to 8 bits."""
+    blocks, groups = unpacked.scale_BG.shape
+    if unpacked.codes_BW.shape[1] == groups * GROUP_SIZE:
+        return unpacked
+    numbers = unpacked.dense().reshape(blocks, -1, GROUP_SIZE)
+    scale_BG: Floats = np.maximum(np.abs(numbers).max(axis=2), _TINY) / _LARGEST
+    codes = np.rint(numbers / scale_BG[:, :, None]).astype(np.int8)
+    return Unpacked(codes_BW=codes.reshape(blocks, -1), scale_BG=scale_BG, offset_BG=None)

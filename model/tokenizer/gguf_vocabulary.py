@@ -1,0 +1,138 @@
+"""Tokenizer of a GGUF file, described by the values of a tokenizer.json. Torch-free.
+
+Two models are supported: `gpt2`, byte-level BPE with merges and a named split pattern, and `llama`, SentencePiece's BPE
+with a score for each token. Source: llama-vocab.cpp of llama.cpp.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.gguf.container import GgufFile, read_gguf
+from model.io.files import parsing
+from model.tokenizer.bos_eos import read_tokenizer_config
+from model.tokenizer.interface import Tokenizer, TokenizerError
+from model.tokenizer.split_patterns import GPT2_PATTERN, LLAMA3_PATTERN, O200K_PATTERN, QWEN_PATTERN, TEKKEN_PATTERN
+from model.tokenizer.tokenizer_json import BYTE_LEVEL_DECODER, added_token, pre_tokenizer_for, tokenizer_from_json
+
+_MAX_TOKEN_LENGTH = 512  # the time to find all merges of a token grows with the square of its length
+_NORMAL, _USER_DEFINED = 1, 4  # token types
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Split:
+    """Named way to split a text into pieces.
+
+    digits: every digit is a piece, before the pattern is applied.
+    composes: characters are composed first (NFC).
+    whole_first: a piece that is a token is not built by merges.
+    """
+
+    pattern: str
+    digits: bool = False
+    composes: bool = False
+    whole_first: bool = False
+
+
+_GPT2, _DIGITS = _Split(pattern=GPT2_PATTERN), _Split(pattern=GPT2_PATTERN, digits=True)
+_LLAMA3 = _Split(pattern=LLAMA3_PATTERN, whole_first=True)
+_QWEN2 = _Split(pattern=QWEN_PATTERN, composes=True)
+_SPLITS: Mapping[str, _Split] = {
+    **dict.fromkeys(("gpt-2", "default", "phi-2", "mpt"), _GPT2),
+    "olmo": _Split(pattern=GPT2_PATTERN, composes=True),  # GPT-NeoX's
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3),
+    "dbrx": _Split(pattern=LLAMA3_PATTERN),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "stablelm2": _Split(pattern=QWEN_PATTERN),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
+    "gpt-4o": _Split(pattern=O200K_PATTERN),
+    "tekken": _Split(pattern=TEKKEN_PATTERN, whole_first=True),
+}
+
+
+def load_gguf_tokenizer(path: Path) -> Tokenizer:
+    """Load the tokenizer in the metadata of a GGUF file. Raises CheckpointError if it is malformed or not supported."""
+    file = read_gguf(path)
+    with parsing(path):
+        tokens, types = file.strings("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
+        types = types or [_NORMAL] * len(tokens)
+        vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+        if not tokens or len(types) != len(tokens) or len(vocabulary) != len(tokens):
+            raise TokenizerError(
+                f"the vocabulary has {len(tokens)} tokens, {len(vocabulary)} of them distinct, and {len(types)} types; "
+                "convert the model again"
+            )
+        match file.text("tokenizer.ggml.model"):
+            case "gpt2":
+                values = _byte_level_bpe(file, vocabulary)
+            case "llama":
+                values = _sentencepiece(file, vocabulary, types)
+            case kind:
+                raise TokenizerError(f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama")
+        added = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
+        values["added_tokens"] = [{**added_token(tokens[i], i), "special": False} for i in added]
+        return tokenizer_from_json(path, values, read_tokenizer_config(path))
+
+
+def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    name = file.text("tokenizer.ggml.pre") or "default"
+    if (split := _SPLITS.get(name)) is None:
+        raise TokenizerError(f"the split pattern {name!r} is unknown; known are {', '.join(_SPLITS)}")
+    merges = file.strings("tokenizer.ggml.merges")
+    if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
+        raise TokenizerError(f"expected two tokens in a merge, not {wrong!r}; convert the model again")
+    steps = pre_tokenizer_for(split.pattern)["pretokenizers"]
+    if split.digits:
+        steps = [{"type": "Digits", "individual_digits": True}, *steps]
+    return {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": split.whole_first},
+        "normalizer": {"type": "NFC"} if split.composes else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": BYTE_LEVEL_DECODER,
+    }
+
+
+def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> dict[str, Any]:
+    scores = file.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(vocabulary):
+        raise TokenizerError(f"{len(scores)} scores for {len(vocabulary)} tokens; convert the model again")
+    if longest := next((token for token in vocabulary if len(token) > _MAX_TOKEN_LENGTH), None):
+        raise TokenizerError(f"the token {longest[:40]!r}… is longer than {_MAX_TOKEN_LENGTH}; use another tokenizer")
+    unknown = file.scalars.get("tokenizer.ggml.unknown_token_id", 0)
+    prefix = file.scalars.get("tokenizer.ggml.add_space_prefix", True) is True
+    mergeable = {t: scores[i] for t, i in vocabulary.items() if types[i] in (_NORMAL, _USER_DEFINED)}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    decoder = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+    ]
+    return {
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": _merges_of(mergeable, vocabulary),
+            "unk_token": next((token for token, token_id in vocabulary.items() if token_id == unknown), None),
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces] if prefix else [spaces],
+        },
+        "decoder": {"type": "Sequence", "decoders": decoder},
+    }
+
+
+def _merges_of(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that join to a token, by falling score, in the order of the transformers library."""
+    pairs = [
+        (score, token[:cut], token[cut:])
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+    pairs.sort(key=lambda pair: (-pair[0], -len(pair[1]), -len(pair[2]), vocabulary[pair[1]], vocabulary[pair[2]]))
+    return [(left, right) for _, left, right in pairs]

@@ -1,0 +1,219 @@
+"""GGUF files of the small random models in tests/families/models.py, written as llama.cpp's converter writes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.families.models import transformers
+
+ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox"}
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+_OLMO2_NAMES = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_NAMES = {
+    "embed_tokens": "token_embd",
+    "wte": "token_embd",
+    "embed_in": "token_embd",
+    "wpe": "position_embd",
+    "norm": "output_norm",
+    "ln_f": "output_norm",
+    "final_layer_norm": "output_norm",
+    "lm_head": "output",
+    "embed_out": "output",
+}
+
+
+def write_model(
+    path: Path,
+    model: transformers.PreTrainedModel,
+    *,
+    type_name: str = "F32",
+    types: dict[str, str] | None = None,
+    name: str | None = "tiny",
+    changes: dict[str, Any] | None = None,
+    divisors: np.ndarray | None = None,
+    left_out: str = "",
+) -> Path:
+    """Write a model of the transformers library as a GGUF file.
+
+    Args:
+        type_name: type of the matrices; a matrix whose rows do not fit the type's blocks is written in F32.
+        types: types of single matrices, by the last part of their names, such as `attn_v`.
+        changes: metadata that is added or replaced, by key; None: removed.
+        divisors: content of rope_freqs.weight.
+        left_out: name of a tensor that is not written.
+    """
+    config = model.config
+    family = config.model_type
+    writer = gguf.GGUFWriter(path, ARCHITECTURES.get(family, family))
+    if name is not None:
+        writer.add_name(name)
+    _write_config(writer, config)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors)
+    _change(writer, changes or {})
+    for own_name, tensor in model.state_dict().items():
+        if config.tie_word_embeddings and own_name.startswith(("lm_head", "embed_out")):
+            continue
+        new, kind = _gguf_name(family, own_name)
+        if f"{new}.{kind}" == left_out:
+            continue
+        array = _as_stored(config, new, kind, tensor).float().numpy()
+        wanted = gguf.GGMLQuantizationType[(types or {}).get(new.split(".")[-1], type_name)]
+        block, _ = gguf.GGML_QUANT_SIZES[wanted]
+        if array.ndim == 1 or array.shape[1] % block:
+            wanted = gguf.GGMLQuantizationType.F32
+        data = quantize(array, wanted)
+        writer.add_tensor(f"{new}.{kind}", data, raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _change(writer: gguf.GGUFWriter, changes: dict[str, Any]) -> None:
+    add: dict[type, Callable[[str, Any], object]] = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_int32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for key, value in changes.items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            add[type(value)](key, value)
+
+
+def quantize(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Quantize with the gguf package. It cannot quantize to Q4_K, Q5_K and Q6_K: their blocks get random bytes."""
+    if kind.name[-1] != "K":
+        return gguf.quants.quantize(array, kind)
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (array.size // numbers, size), dtype=np.uint8)
+    # float16 factors: of 2**-10 to 2**-9, so that numbers are about 1
+    for place in (208,) if kind.name == "Q6_K" else (0, 2):
+        blocks[:, place + 1] = 0x14
+    return blocks.reshape(len(array), -1)
+
+
+def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    family = config.model_type
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    inner = config.n_inner or 4 * config.n_embd if family == "gpt2" else config.intermediate_size
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    if family == "gpt2":
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, head_dim))
+    if family == "gpt_neox":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_parallel_residual(config.use_parallel_residual)
+        return
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    if family == "mistral" and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+
+
+def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    factors = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (index / head_dim)
+        original, low, high = (
+            rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def _gguf_name(family: str, name: str) -> tuple[str, str]:
+    part, _, kind = name.rpartition(".")
+    part = part.removeprefix("model.").removeprefix("transformer.").removeprefix("gpt_neox.")
+    if part in _NAMES:
+        return _NAMES[part], kind
+    _, layer, inner = part.split(".", 2)
+    names = _LAYER_NAMES | _OLMO2_NAMES if family == "olmo2" else _LAYER_NAMES
+    return f"blk.{layer}.{names[inner]}", kind
+
+
+def _as_stored(config: Any, name: str, kind: str, tensor: Tensor) -> Tensor:
+    """Return a tensor in the order of rows and with the numbers of GGUF."""
+    family, part = config.model_type, name.split(".")[-1]
+    if family == "gemma" and part.endswith("norm"):
+        return tensor + 1
+    if family == "gpt2" and kind == "weight" and tensor.dim() == 2 and name.startswith("blk"):
+        return tensor.T.contiguous()
+    if part == "attn_qkv" and family == "gpt_neox":
+        heads = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
+        return heads.transpose(0, 1).reshape(tensor.shape)
+    if family in ("llama", "mistral") and part in ("attn_q", "attn_k"):
+        heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+        halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def as_file(path: Path, model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Replace a model's matrices by those that the gguf package reads from its GGUF file."""
+    reader = gguf.GGUFReader(path)
+    found = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    config, state = model.config, model.state_dict()
+    for name, tensor in state.items():
+        new, kind = _gguf_name(config.model_type, name)
+        if (stored := found.get(f"{new}.{kind}")) is None:
+            continue
+        # The inverse of a permutation: where `_as_stored` puts each row.
+        order = torch.arange(tensor.numel()).view(tensor.shape)
+        places = _as_stored(config, new, kind, order) if config.model_type != "gemma" else order
+        numbers = torch.from_numpy(np.array(stored)).float() - float(config.model_type == "gemma" and "norm" in new)
+        tensor.view(-1)[places.reshape(-1)] = numbers.reshape(-1)
+    return model

@@ -1,0 +1,185 @@
+"""Models of GGUF files: logits of every architecture equal those of the transformers library."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from model.attention.metadata import AttentionMetadata
+from model.checkpoint.manifest import read_manifest
+from model.checkpoint.weights import read_weights
+from model.gguf.block_types import BLOCK_TYPES
+from model.io.files import CheckpointError
+from model.nn.linear import GroupedLinear
+from model.nn.transformer import Transformer
+from tests.families.models import CASES, load
+from tests.families.test_parity import LENGTHS, TOLERANCE, difference, texts
+from tests.model.gguf.files import write_with_package
+from tests.model.gguf.models import as_file, write_model
+from tests.model.kernel_libraries import BACKENDS
+
+# Cases whose config GGUF can express.
+EXPRESSIBLE = (
+    *("gpt2", "gpt2 untied", "llama mha", "llama gqa tied", "llama mqa biased", "llama wide heads", "llama linear"),
+    *("llama llama3", "mistral", "mistral without window", "qwen2", "qwen2 mha tied", "qwen3", "qwen3 tied biased"),
+    *("gpt_neox", "gpt_neox sequential", "gpt_neox half rotary", "gpt_neox whole rotary", "gpt_neox linear"),
+    *("gpt_neox tied unbiased", "gemma", "gemma mha biased", "olmo2", "olmo2 gqa tied biased", "olmo2 llama3"),
+)
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 numbers
+
+
+def assert_parity(ours: Transformer, model: torch.nn.Module, tolerance: float = TOLERANCE) -> None:
+    logits = ours(torch.cat(texts()), AttentionMetadata.uncached(LENGTHS), None).split(LENGTHS)
+    with torch.no_grad():
+        for mine, ids in zip(logits, texts(), strict=True):
+            assert difference(mine, model(ids[None], use_cache=False).logits[0]) <= tolerance
+
+
+def load_as_floats(path: Path) -> Transformer:
+    """Load a model as for a GPU, where matrices are dequantized."""
+    manifest = read_manifest(path)
+    model = Transformer(manifest.config, BACKENDS["sdpa"])
+    placements = manifest.place_tensors()
+    model.load_state_dict(read_weights(placements, manifest.config, device="cpu", dtype=torch.float32))
+    return model.eval().requires_grad_(False)
+
+
+def with_float_inputs(model: Transformer) -> Transformer:
+    """Replace quantized matrices, which round their inputs to 8 bits, by matrices of the same weights in float32."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, GroupedLinear) and not name.startswith("token_embedding"):
+            weight_FI = module.weight.dense()
+            linear = torch.nn.Linear(weight_FI.shape[1], weight_FI.shape[0], bias=module.bias_F is not None)
+            linear.weight.data = weight_FI
+            if module.bias_F is not None:
+                linear.bias.data = module.bias_F
+            model.set_submodule(name, linear)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("case", EXPRESSIBLE)
+def test_logits_equal_those_of_transformers(tmp_path: Path, case: str) -> None:
+    model = CASES[case].build()
+    assert_parity(load(write_model(tmp_path / "m.gguf", model)), model)
+
+
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+@pytest.mark.parametrize("case", ["llama wide heads", "qwen3"])
+def test_logits_of_every_type_equal_those_of_the_dequantized_model(tmp_path: Path, case: str, type_name: str) -> None:
+    path = write_model(tmp_path / "m.gguf", model := CASES[case].build(**WIDE), type_name=type_name)
+    assert_parity(load_as_floats(path), as_file(path, model))
+    if type_name != "Q6_K":  # whose groups are rounded to 8 bits, see test_grouped.py
+        assert_parity(with_float_inputs(load(path)), model, 10 * TOLERANCE)
+    manifest = read_manifest(path)
+    is_quantized = manifest.quantization is not None and manifest.quantization.text.endswith(f"from GGUF's {type_name}")
+    assert is_quantized == (BLOCK_TYPES[type_name].unpack is not None)
+    assert (manifest.name, manifest.num_weight_bytes) == ("tiny", path.stat().st_size)
+    assert manifest.weight_files == [path]
+
+
+@pytest.mark.parametrize(
+    ("types", "bits", "text"),
+    [
+        ({"attn_v": "Q8_0"}, 8, "int4 and int8 in groups of 32, from GGUF's Q4_0, Q8_0"),
+        ({"attn_v": "Q4_1"}, 4, "int4 in groups of 32, from GGUF's Q4_0, Q4_1"),
+        ({"attn_v": "F16"}, None, "int4 in groups of 32, from GGUF's Q4_0"),
+    ],
+)
+def test_parts_of_different_types_get_the_widest(
+    tmp_path: Path, types: dict[str, str], bits: int | None, text: str
+) -> None:
+    model = CASES["llama wide heads"].build(hidden_size=64)  # with one group, an output has one scale
+    path = write_model(tmp_path / "m.gguf", model, type_name="Q4_0", types=types)
+    manifest = read_manifest(path)
+    assert manifest.quantization is not None
+    assert manifest.quantization.text == text
+    assert_parity(load_as_floats(path), as_file(path, model))
+    ours = load(path)
+    linear = ours.get_submodule("layers.0.attention.qkv")
+    assert (linear.weight.bits if isinstance(linear, GroupedLinear) else None) == bits
+    assert_parity(with_float_inputs(ours), model, 10 * TOLERANCE)
+
+
+def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "my model.gguf", CASES["llama mha"].build(), name=None)
+    assert read_manifest(path).name == "my model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"general.architecture": "mamba"}, "the architecture 'mamba' is not supported; supported are llama, qwen2"),
+        ({"split.count": 3}, "is one of several files; merge them with"),
+        ({"llama.context_length": None}, "the key llama.context_length is missing"),
+        ({"llama.attention.head_count": 0}, "the key llama.attention.head_count is missing"),
+        ({"llama.attention.head_count": -1}, "num_attention_heads must be a positive integer"),
+        ({"llama.attention.head_count": "4"}, "malformed"),
+        ({"llama.embedding_length": 36}, "has shape .300, 32., but the config requires .300, 36."),
+        ({"llama.feed_forward_length": [48, 40, 48]}, "llama.feed_forward_length differs between layers"),
+        ({"llama.attention.value_length": 4}, "keys and values have different sizes"),
+        ({"llama.expert_count": 8}, "expert_count=8: unknown key"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope_type='yarn': supported are"),
+        ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5.*rotates whole heads"),
+    ],
+)
+def test_unsupported_metadata_is_rejected(tmp_path: Path, changes: dict[str, object], problem: str) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), changes=changes)
+    with pytest.raises(CheckpointError, match=problem):
+        read_manifest(path).verify()
+
+
+def test_one_value_for_every_layer_is_read(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), changes={"llama.expert_count": 0})
+    before = read_manifest(path).config
+    changed = {"llama.feed_forward_length": [48, 48, 48], "llama.attention.head_count_kv": [4] * 3}
+    path = write_model(tmp_path / "n.gguf", CASES["llama mha"].build(), changes=changed)
+    assert read_manifest(path).config == before
+
+
+def test_a_scaling_that_is_not_llama3s_is_rejected(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), divisors=np.array([1, 2, 1, 2], np.float32))
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not a scaling of Llama 3"):
+        read_manifest(path)
+
+
+def test_divisors_of_another_shape_are_rejected(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), divisors=np.ones(5, np.float32))
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight has the shape \(5,\), not 4"):
+        read_manifest(path)
+
+
+def test_divisors_of_one_scale_nothing(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), divisors=np.ones(4, np.float32))
+    assert read_manifest(path).config.rope_scaling is None
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "blk.1.attn_k.weight", "blk.1.ffn_norm.weight"])
+def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), left_out=name)
+    with pytest.raises(CheckpointError, match=f"tensor {name} is"):
+        read_manifest(path).place_tensors()
+
+
+def test_numbers_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), type_name="Q8_0")
+    (tensor,) = (t for t in gguf.GGUFReader(path, "r+").tensors if t.name == "blk.0.attn_q.weight")
+    tensor.data[3, :2] = (0, 0x7C)  # an infinite scale
+    del tensor
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.weight holds NaN or infinity"):
+        load(path)
+
+
+def test_a_file_that_was_truncated_after_its_header_was_read_is_rejected(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build())
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 32)
+    with pytest.raises(CheckpointError, match="ends at byte"):
+        read_manifest(path)
+
+
+def test_a_file_without_an_architecture_is_rejected(tmp_path: Path) -> None:
+    path = write_with_package(tmp_path / "m.gguf", {}, {"token_embd.weight": np.ones((2, 2), np.float32)})
+    with pytest.raises(CheckpointError, match=r"the key llama\.context_length is missing"):
+        read_manifest(path)

@@ -1,0 +1,62 @@
+"""Grouped weights hold the numbers of a GGUF file's blocks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.gguf import grouped
+from model.gguf.block_types import BLOCK_TYPES, dequantize
+from model.gguf.grouped import read_grouped
+from model.io.files import CheckpointError
+from model.io.safetensors_header import TensorHeader
+from tests.model.gguf.test_block_types import random_blocks
+
+QUANTIZED = [name for name, kind in BLOCK_TYPES.items() if kind.unpack is not None]
+BEGIN = 5
+
+
+def stored(path: Path, name: str, outputs: int, inputs: int) -> tuple[TensorHeader, torch.Tensor]:
+    """Write a matrix of random blocks with moderate scales; return its header, and its numbers."""
+    kind = BLOCK_TYPES[name]
+    raw = random_blocks(name, outputs * inputs // kind.numbers)
+    for place in (208,) if name == "Q6_K" else (0, 2):
+        raw[:, place + 1] = raw[:, place + 1] & 0x83 | 0x20  # a float16 below 0.016, of any sign
+    path.write_bytes(bytes(BEGIN) + raw.tobytes())
+    header = TensorHeader(
+        path=path, name="w", dtype=name, shape=(outputs, inputs), begin=BEGIN, end=path.stat().st_size
+    )
+    return header, torch.from_numpy(dequantize(kind, raw).reshape(outputs, inputs))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_weights_equal_the_dequantized_numbers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "_SLICE", 1500)  # slices of two rows, and one of one row
+    header, numbers = stored(tmp_path / "m.gguf", name, 7, 512)
+    weight = read_grouped(header)
+    assert weight.bits == (4 if name.startswith("Q4") else 8)
+    assert weight.codes_FI.min() >= (-8 if weight.bits == 4 else -128)
+    assert weight.codes_FI.max() <= (7 if weight.bits == 4 else 127)
+    largest = numbers.view(7, -1, 32).abs().amax(dim=2).repeat_interleave(32, dim=1)
+    allowed = largest / 254 if name == "Q6_K" else 1e-6 * largest
+    assert bool(((weight.dense() - numbers).abs() <= 1.001 * allowed).all())
+    assert (weight.offset_FG is None) == (name in ("Q8_0", "Q4_0", "Q5_0", "Q6_K"))
+
+
+def test_a_truncated_matrix_is_rejected(tmp_path: Path) -> None:
+    header, _ = stored(tmp_path / "m.gguf", "Q4_0", 4, 64)
+    header.path.write_bytes(header.path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="has been truncated"):
+        read_grouped(header)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
+def test_scales_that_are_not_finite_are_rejected(tmp_path: Path, name: str) -> None:
+    header, _ = stored(tmp_path / "m.gguf", name, 4, 256)
+    data = bytearray(header.path.read_bytes())
+    place = BEGIN + {"Q8_0": 0, "Q4_1": 2, "Q6_K": 208}[name]
+    data[place : place + 2] = np.array(np.nan, np.float16).tobytes()
+    header.path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="tensor w holds NaN or infinity"):
+        read_grouped(header)
