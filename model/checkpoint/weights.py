@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.gguf.block_types import BLOCK_TYPES, dequantize
+from model.gguf.block_types import dequantize
 from model.gguf.container import is_gguf
+from model.gguf.tensor_types import TENSOR_TYPES
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.families.family import Layout
 from model.huggingface.tensor_placement import Placement
@@ -145,7 +146,7 @@ def _read_rows(file: Any, header: TensorHeader, start: int, stop: int) -> Tensor
     """Return rows of a stored tensor, those of a GGUF file dequantized to float32."""
     if not is_gguf(header.path):
         return file.get_slice(header.name)[start:stop]  # type: ignore[no-any-return]
-    kind, row_bytes = BLOCK_TYPES[header.dtype], (header.end - header.begin) // header.shape[0]
+    kind, row_bytes = TENSOR_TYPES[header.dtype], (header.end - header.begin) // header.shape[0]
     file.seek(header.begin + start * row_bytes)
     raw = np.frombuffer(data := file.read((stop - start) * row_bytes), np.uint8)
     if len(data) < (stop - start) * row_bytes:

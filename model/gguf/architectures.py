@@ -4,14 +4,12 @@ Sources of names: constants.py of llama.cpp's gguf package; of permuted rows and
 """
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from model.config import ModelConfig
-from model.gguf.block_types import BLOCK_TYPES, dequantize
 from model.gguf.container import GgufFile
 from model.huggingface.families.family import Layout, ModelFamily, Names, convert_config, plain
 from model.huggingface.families.gpt import GPT2, GPT_NEOX
@@ -162,9 +160,15 @@ def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
             found[key.removeprefix(prefix)] = values.pop()
     for key, value in found.items():
         if isinstance(value, float):  # of float32: 1e-06, not 9.999999974752427e-07
-            found[key] = float(str(np.float32(value)))
+            found[key] = _shortest(value)
     # A count of 0 means that the feature is absent, for example experts.
     return {key: v for key, v in found.items() if key not in _UNUSED_KEYS and (v != 0 or isinstance(v, bool))}
+
+
+def _shortest(value: float) -> float:
+    """Return the float64 with the fewest digits that rounds to this float32."""
+    digits = (float(f"{value:.{number}g}") for number in range(6, 10))
+    return next(short for short in digits if struct.pack("f", short) == struct.pack("f", value))
 
 
 def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_partial: bool) -> dict[str, Any]:
@@ -190,18 +194,21 @@ def _llama3_scaling(file: GgufFile, header: TensorHeader, theta: float) -> dict[
 
     The file does not hold the parameters. All published models have the low and high factors 1 and 4.
     """
+    (num_divisors,) = header.shape
+    if header.dtype != "F32":
+        raise CheckpointError(f"{file.path}: {_ROTARY_FACTORS} has the type {header.dtype}, not F32")
     with reading(file.path), file.path.open("rb") as source:
         source.seek(header.begin)
-        raw = np.frombuffer(source.read(header.end - header.begin), np.uint8)
-    kind = BLOCK_TYPES[header.dtype]
-    divisors = dequantize(kind, raw.reshape(-1, kind.bytes)).reshape(-1)
-    if np.all(divisors == 1):
+        divisors = struct.unpack(f"<{num_divisors}f", source.read(4 * num_divisors))
+    if all(divisor == 1 for divisor in divisors):
         return {}
-    values = {"rope_type": "llama3", "factor": float(divisors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
+    factor = max(divisors)
+    values = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    wavelengths = [2 * math.pi * theta ** (number / len(divisors)) for number in range(len(divisors))]
     for length in _LLAMA3_LENGTHS:
-        smooth = np.clip((length / wavelengths - 1) / 3, 0, 1)
-        if np.allclose(1 / ((1 - smooth) / values["factor"] + smooth), divisors, rtol=1e-4):
+        smooth = [min(max((length / wavelength - 1) / 3, 0.0), 1.0) for wavelength in wavelengths]
+        wanted = [1 / ((1 - part) / factor + part) for part in smooth]
+        if all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(wanted, divisors, strict=True)):
             return {**values, "original_max_position_embeddings": length}
     raise CheckpointError(f"{file.path}: {_ROTARY_FACTORS} is not a scaling of Llama 3, which alone is implemented")
 

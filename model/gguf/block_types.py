@@ -1,6 +1,6 @@
-"""Tensor types of GGUF files: plain numbers, and blocks of quantized numbers unpacked to codes and scales. Torch-free.
+"""Blocks of quantized numbers of GGUF files, unpacked to codes and scales. Torch-free.
 
-Every block type is w = scale * code + offset, with a scale and an offset per group of 16 or 32 numbers. The numbers
+Every type of block is w = scale * code + offset, with a scale and an offset per group of 16 or 32 numbers. The numbers
 equal those of llama.cpp's gguf package bit by bit. Source: ggml-common.h and ggml-quants.c of llama.cpp.
 
 Legend: B blocks, Y bytes of a block, W numbers of a block, G groups of a block.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from model.gguf.tensor_types import TensorType
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -35,20 +37,10 @@ class Unpacked:
         return numbers.reshape(blocks, -1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockType:
-    """Tensor type: numbers and bytes of a block, and the function that unpacks blocks; None for plain numbers."""
-
-    name: str
-    numbers: int
-    bytes: int
-    unpack: Callable[[Bytes], Unpacked] | None = None
-
-
-def dequantize(kind: BlockType, raw_BY: Bytes) -> Floats:
+def dequantize(kind: TensorType, raw_BY: Bytes) -> Floats:
     """Return the numbers of blocks in float32, one row for each block."""
-    if kind.unpack is not None:
-        return kind.unpack(raw_BY).dense()
+    if kind.is_quantized:
+        return UNPACK[kind.name](raw_BY).dense()
     if kind.name == "BF16":
         return (raw_BY.view("<u2").astype(np.uint32) << 16).view(np.float32)
     return raw_BY.view("<f2" if kind.name == "F16" else "<f4").astype(np.float32)
@@ -138,17 +130,13 @@ def _unpack_q6_k(raw_BY: Bytes) -> Unpacked:
     return Unpacked(codes_BW=codes_BW, scale_BG=scale_BG, offset_BG=None)
 
 
-TYPES_BY_ID: Mapping[int, BlockType] = {
-    0: BlockType(name="F32", numbers=1, bytes=4),
-    1: BlockType(name="F16", numbers=1, bytes=2),
-    30: BlockType(name="BF16", numbers=1, bytes=2),
-    2: BlockType(name="Q4_0", numbers=32, bytes=18, unpack=_unpack_q4_0),
-    3: BlockType(name="Q4_1", numbers=32, bytes=20, unpack=_unpack_q4_1),
-    6: BlockType(name="Q5_0", numbers=32, bytes=22, unpack=_unpack_q5_0),
-    7: BlockType(name="Q5_1", numbers=32, bytes=24, unpack=_unpack_q5_1),
-    8: BlockType(name="Q8_0", numbers=32, bytes=34, unpack=_unpack_q8_0),
-    12: BlockType(name="Q4_K", numbers=256, bytes=144, unpack=_unpack_q4_k),
-    13: BlockType(name="Q5_K", numbers=256, bytes=176, unpack=_unpack_q5_k),
-    14: BlockType(name="Q6_K", numbers=256, bytes=210, unpack=_unpack_q6_k),
+UNPACK: Mapping[str, Callable[[Bytes], Unpacked]] = {
+    "Q4_0": _unpack_q4_0,
+    "Q4_1": _unpack_q4_1,
+    "Q5_0": _unpack_q5_0,
+    "Q5_1": _unpack_q5_1,
+    "Q8_0": _unpack_q8_0,
+    "Q4_K": _unpack_q4_k,
+    "Q5_K": _unpack_q5_k,
+    "Q6_K": _unpack_q6_k,
 }
-BLOCK_TYPES: Mapping[str, BlockType] = {kind.name: kind for kind in TYPES_BY_ID.values()}

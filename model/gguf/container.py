@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from model.gguf.block_types import TYPES_BY_ID
+from model.gguf.tensor_types import TYPES_BY_ID
 from model.io.files import CheckpointError, check_is_file, reading
 from model.io.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorHeader
 
@@ -244,7 +244,7 @@ class _Reader:
             raise CheckpointError(
                 f"{self._path}: tensor {name} has the type {type_id}, not one of {known}; quantize to one of these"
             )
-        if not all(sizes) or sizes[0] % kind.numbers or (len(sizes) == 1 and kind.unpack is not None):
+        if not all(sizes) or sizes[0] % kind.numbers or (len(sizes) == 1 and kind.is_quantized):
             self._fail(f"tensor {name} of {kind.name} has the impossible sizes {sizes}; convert the model again")
         if offset % alignment:
             self._fail(f"tensor {name} starts at offset {offset}, not a multiple of {alignment}; convert it again")

@@ -6,7 +6,8 @@ Numbers are unchanged, except those of Q6_K: its groups of 16 are rounded to 8 b
 import numpy as np
 import torch
 
-from model.gguf.block_types import BLOCK_TYPES, Floats, Unpacked
+from model.gguf.block_types import UNPACK, Floats, Unpacked
+from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import TensorHeader
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
@@ -20,8 +21,7 @@ _TINY = 1e-30  # keeps a group of zeros from dividing by zero
 def read_grouped(header: TensorHeader) -> GroupedWeight:
     """Read a quantized matrix in slices of rows. Raises CheckpointError if it is truncated or a scale is not finite."""
     outputs, inputs = header.shape
-    kind, row_bytes = BLOCK_TYPES[header.dtype], (header.end - header.begin) // outputs
-    assert kind.unpack is not None
+    kind, row_bytes = TENSOR_TYPES[header.dtype], (header.end - header.begin) // outputs
     bits = 4 if header.dtype.startswith("Q4") else 8
     codes_FI = np.empty((outputs, inputs), np.int8)
     scale_FG = np.empty((outputs, inputs // GROUP_SIZE), np.float32)
@@ -34,7 +34,7 @@ def read_grouped(header: TensorHeader) -> GroupedWeight:
             data = file.read((rows.stop - first) * row_bytes)
             if len(data) < (rows.stop - first) * row_bytes:
                 raise CheckpointError(f"{header.path}: has been truncated; copy the file again")
-            unpacked = kind.unpack(np.frombuffer(data, np.uint8).reshape(-1, kind.bytes))
+            unpacked = UNPACK[kind.name](np.frombuffer(data, np.uint8).reshape(-1, kind.bytes))
             if not all(np.isfinite(x).all() for x in (unpacked.scale_BG, unpacked.offset_BG) if x is not None):
                 raise CheckpointError(f"{header.path}: tensor {header.name} holds NaN or infinity; copy the file again")
             unpacked = _in_groups_of_32(unpacked)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from model.gguf.block_types import BLOCK_TYPES
+from model.gguf.tensor_types import TENSOR_TYPES
 from model.huggingface.families.reader import ConfigReader, Requirements
 from model.io.files import CheckpointError
 from model.io.safetensors_header import WEIGHT_DTYPES
@@ -141,7 +141,7 @@ class GgufEncoding:
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
         """Return the stored tensor."""
-        return {"weight": (tuple(name for name, kind in BLOCK_TYPES.items() if kind.unpack is not None), (shape,))}
+        return {"weight": (tuple(name for name, kind in TENSOR_TYPES.items() if kind.is_quantized), (shape,))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from model.gguf.block_types import BLOCK_TYPES, dequantize
+from model.gguf.block_types import dequantize
+from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.safetensors_header import TensorHeader, read_headers
 
 _ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face and of GGUF
@@ -86,7 +87,7 @@ def main() -> None:
 def _read(header: TensorHeader) -> np.ndarray:
     """Return a stored tensor in float32; NumPy has no bfloat16."""
     raw = np.fromfile(header.path, np.uint8, header.end - header.begin, offset=header.begin)
-    kind = BLOCK_TYPES[header.dtype]
+    kind = TENSOR_TYPES[header.dtype]
     return dequantize(kind, raw.reshape(-1, kind.bytes)).reshape(header.shape)
 
 

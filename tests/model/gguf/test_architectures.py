@@ -10,7 +10,7 @@ import torch
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import read_manifest
 from model.checkpoint.weights import read_weights
-from model.gguf.block_types import BLOCK_TYPES
+from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.files import CheckpointError
 from model.nn.linear import GroupedLinear
 from model.nn.transformer import Transformer
@@ -65,7 +65,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, case: str) -> None:
     assert_parity(load(write_model(tmp_path / "m.gguf", model)), model)
 
 
-@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+@pytest.mark.parametrize("type_name", TENSOR_TYPES)
 @pytest.mark.parametrize("case", ["llama wide heads", "qwen3"])
 def test_logits_of_every_type_equal_those_of_the_dequantized_model(tmp_path: Path, case: str, type_name: str) -> None:
     path = write_model(tmp_path / "m.gguf", model := CASES[case].build(**WIDE), type_name=type_name)
@@ -74,7 +74,7 @@ def test_logits_of_every_type_equal_those_of_the_dequantized_model(tmp_path: Pat
         assert_parity(with_float_inputs(load(path)), model, 10 * TOLERANCE)
     manifest = read_manifest(path)
     is_quantized = manifest.quantization is not None and manifest.quantization.text.endswith(f"from GGUF's {type_name}")
-    assert is_quantized == (BLOCK_TYPES[type_name].unpack is not None)
+    assert is_quantized == (TENSOR_TYPES[type_name].is_quantized)
     assert (manifest.name, manifest.num_weight_bytes) == ("tiny", path.stat().st_size)
     assert manifest.weight_files == [path]
 

@@ -5,24 +5,25 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize as reference
 
-from model.gguf.block_types import BLOCK_TYPES, TYPES_BY_ID, dequantize
+from model.gguf.block_types import UNPACK, dequantize
+from model.gguf.tensor_types import TENSOR_TYPES, TYPES_BY_ID
 
 
 def random_blocks(kind_name: str, count: int) -> np.ndarray:
     """Return blocks of random bytes, whose float16 factors are finite."""
-    kind = BLOCK_TYPES[kind_name]
+    kind = TENSOR_TYPES[kind_name]
     raw = np.random.default_rng(kind.bytes).integers(0, 256, (count, kind.bytes), dtype=np.uint8)
     raw[:, 1::2] &= 0xBF  # of the exponent of a float16 at an even place, the highest bit: no infinity, no NaN
     return raw
 
 
-@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("name", TENSOR_TYPES)
 def test_numbers_equal_those_of_the_gguf_package(name: str) -> None:
     raw = random_blocks(name, 300)
-    ours = dequantize(BLOCK_TYPES[name], raw)
+    ours = dequantize(TENSOR_TYPES[name], raw)
     theirs = reference(raw, gguf.GGMLQuantizationType[name])
     assert ours.dtype == np.float32
-    assert ours.shape == (300, BLOCK_TYPES[name].numbers)
+    assert ours.shape == (300, TENSOR_TYPES[name].numbers)
     assert np.array_equal(ours.view(np.uint32), theirs.view(np.uint32).reshape(ours.shape))
 
 
@@ -32,9 +33,9 @@ def test_sizes_equal_those_of_the_gguf_package() -> None:
     assert sizes.items() <= theirs.items()
 
 
-@pytest.mark.parametrize("name", [name for name, kind in BLOCK_TYPES.items() if kind.unpack is not None])
+@pytest.mark.parametrize("name", UNPACK)
 def test_codes_fit_the_bits_of_the_type(name: str) -> None:
-    unpack = BLOCK_TYPES[name].unpack
+    unpack = UNPACK[name]
     assert unpack is not None
     unpacked = unpack(random_blocks(name, 300))
     spread = int(unpacked.codes_BW.max()) - int(unpacked.codes_BW.min())

@@ -7,19 +7,20 @@ import pytest
 import torch
 
 from model.gguf import grouped
-from model.gguf.block_types import BLOCK_TYPES, dequantize
+from model.gguf.block_types import dequantize
 from model.gguf.grouped import read_grouped
+from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.files import CheckpointError
 from model.io.safetensors_header import TensorHeader
 from tests.model.gguf.test_block_types import random_blocks
 
-QUANTIZED = [name for name, kind in BLOCK_TYPES.items() if kind.unpack is not None]
+QUANTIZED = [name for name, kind in TENSOR_TYPES.items() if kind.is_quantized]
 BEGIN = 5
 
 
 def stored(path: Path, name: str, outputs: int, inputs: int) -> tuple[TensorHeader, torch.Tensor]:
     """Write a matrix of random blocks with moderate scales; return its header, and its numbers."""
-    kind = BLOCK_TYPES[name]
+    kind = TENSOR_TYPES[name]
     raw = random_blocks(name, outputs * inputs // kind.numbers)
     for place in (208,) if name == "Q6_K" else (0, 2):
         raw[:, place + 1] = raw[:, place + 1] & 0x83 | 0x20  # a float16 below 0.016, of any sign

@@ -321,7 +321,7 @@ def test_quantized_matrices_serve_with_every_dtype(manifest: Manifest, tiny_chec
             tokens += [info.logprob for info in infos if info.logprob is not None]
         told[dtype] = tokens
     assert len(told["float64"]) == 12
-    assert told["float64"] == pytest.approx(told["float32"], abs=0.03)
+    assert told["float64"] == pytest.approx(told["float32"], abs=0.01 if quantize == "int8" else 0.03)
     assert told["float64"] != told["float32"]
     assert told["bfloat16"][0] == pytest.approx(told["float32"][0], abs=0.1)
 

@@ -1,0 +1,33 @@
+"""Types of the tensors of GGUF files: plain numbers, and blocks of quantized numbers. Source: ggml.c of llama.cpp."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorType:
+    """Type of a tensor, with the numbers and the bytes of a block; a plain number is a block of one."""
+
+    name: str
+    numbers: int
+    bytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.numbers > 1
+
+
+TYPES_BY_ID: Mapping[int, TensorType] = {
+    0: TensorType(name="F32", numbers=1, bytes=4),
+    1: TensorType(name="F16", numbers=1, bytes=2),
+    30: TensorType(name="BF16", numbers=1, bytes=2),
+    2: TensorType(name="Q4_0", numbers=32, bytes=18),
+    3: TensorType(name="Q4_1", numbers=32, bytes=20),
+    6: TensorType(name="Q5_0", numbers=32, bytes=22),
+    7: TensorType(name="Q5_1", numbers=32, bytes=24),
+    8: TensorType(name="Q8_0", numbers=32, bytes=34),
+    12: TensorType(name="Q4_K", numbers=256, bytes=144),
+    13: TensorType(name="Q5_K", numbers=256, bytes=176),
+    14: TensorType(name="Q6_K", numbers=256, bytes=210),
+}
+TENSOR_TYPES: Mapping[str, TensorType] = {kind.name: kind for kind in TYPES_BY_ID.values()}
