@@ -32,7 +32,7 @@ from service.requests.inflight import Choice, Deltas, InflightRequest
 
 # Number of logprob entries that take about as long to encode as a step takes: 20 µs each, with 20 alternatives.
 MAX_INLINE_LOGPROBS = 500
-DELIVERY: Final = "delivery"  # attribute of `request.state`: the response that delivers the engine's output
+DELIVERY: Final = "delivery"  # attribute of `request.state`, if observed: the response that delivers the output
 
 
 class Delivery(Response, ABC):
@@ -67,7 +67,8 @@ class Delivery(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Raises an `ApiError` if the request failed before anything was sent."""
-        scope.setdefault("state", {})[DELIVERY] = self
+        if DELIVERY in (state := scope.get("state", {})):
+            state[DELIVERY] = self
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._deliver(send, chunked_body(scope))

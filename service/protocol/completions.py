@@ -149,7 +149,8 @@ class GenerationRequest(RequestModel):
     def output_constraint(self) -> OutputConstraint | None:
         """Output format that completions must follow; None: any text. Raises InvalidRequest for two formats."""
         wanted = None if self.response_format is None else self.response_format.constraint()
-        guided = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
+        given = sorted(GUIDED.keys() & self.__pydantic_fields_set__)
+        guided = {name: value for name in given if (value := getattr(self, name)) is not None}
         others = list(guided) if self.structured_outputs is None else ["structured_outputs", *guided]
         if not others:
             return wanted

@@ -103,6 +103,7 @@ class RequestObserver:
             return
         start, start_ns = time.monotonic(), time.time_ns()
         state = scope.setdefault("state", {})
+        state[DELIVERY] = None
         status, is_replay, is_complete = None, False, False
 
         async def send_and_observe(message: Message) -> None:
