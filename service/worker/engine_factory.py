@@ -13,6 +13,7 @@ import torch
 from model.attention.paged import KernelContext
 from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
 from model.checkpoint.manifest import Manifest
+from model.gguf.container import SUFFIX
 from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
@@ -268,12 +269,14 @@ def _choose_dtype(
         return _DTYPES[settings.dtype], "as set"
     if device == "cuda":
         return torch.bfloat16, "auto on CUDA"
-    stored = _STORED_DTYPES.get(manifest.weight_dtype)
+    # A quantized GGUF file has float32 norms, whatever the model's dtype was.
+    is_gguf = manifest.quantization is not None and manifest.directory.suffix == SUFFIX
+    stored = torch.bfloat16 if is_gguf else _STORED_DTYPES[manifest.weight_dtype]
     if stored is not torch.bfloat16:
-        return torch.float32, f"auto: the checkpoint is {_name(stored) if stored else manifest.weight_dtype}"
+        return torch.float32, f"auto: the checkpoint is {_name(stored)}"
     if library is None or not computes(manifest.config, torch.bfloat16):
-        return torch.float32, "auto: no native kernels compute this model here in the checkpoint's bfloat16"
-    return torch.bfloat16, "auto: as the checkpoint"
+        return torch.float32, "auto: no native kernels compute this model here in bfloat16"
+    return torch.bfloat16, "auto: the checkpoint is a quantized GGUF file" if is_gguf else "auto: as the checkpoint"
 
 
 def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, str]:
