@@ -1,7 +1,8 @@
 """Converter of Kvasir's export to GGUF: `python -m loadtest.peers.drivers.llama_cpp_model DIR OUT.gguf [TYPE]`.
 
 The file is written by llama.cpp's gguf package, because llama.cpp's converter rejects the tokenizer of the random
-weights. TYPE is the type of the matrices: F32 (the default), F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1.
+weights. TYPE is the type of the matrices: F32 (the default), F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1. GGUF names the
+pattern that splits texts before tokenization; the nearest name is written, so numbers may get other tokens.
 Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
 """
 
@@ -17,7 +18,9 @@ from model.gguf.block_types import dequantize
 from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.safetensors_header import TensorHeader, read_headers
 
+_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # that the gguf package can write
 _ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face and of GGUF
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NAMES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
@@ -52,7 +55,9 @@ _SIZES = {
 
 
 def main() -> None:
-    """Convert an exported directory to a GGUF file. Exit with a one-line error for an unsupported model type."""
+    """Convert an exported directory to a GGUF file. Exit with a one-line error for wrong arguments."""
+    if len(sys.argv) not in (3, 4) or (sys.argv[3:] and sys.argv[3] not in _TYPES):
+        sys.exit(f"give DIR, OUT.gguf and perhaps a type of {', '.join(_TYPES)}")
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     wanted = gguf.GGMLQuantizationType[sys.argv[3] if len(sys.argv) > 3 else "F32"]
     config = json.loads((source / "config.json").read_text())
@@ -63,7 +68,7 @@ def main() -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     for name, key in _SIZES.items():
         getattr(writer, f"add_{name}")(config[key])
-    _write_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
+    _write_tokenizer(writer, *(json.loads((source / name).read_text()) for name in _TOKENIZER_FILES))
     if (template := source / "chat_template.jinja").is_file():
         writer.add_chat_template(template.read_text())
     # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, its "qwen3" and transformers the two halves.
@@ -91,19 +96,21 @@ def _read(header: TensorHeader) -> np.ndarray:
     return dequantize(kind, raw.reshape(-1, kind.bytes)).reshape(header.shape)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], settings: dict[str, Any]) -> None:
     special = {added["content"]: added["id"] for added in tokenizer["added_tokens"]}
     ids = tokenizer["model"]["vocab"] | special
     tokens = sorted(ids, key=ids.__getitem__)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in tokenizer["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre("llama-bpe" if "(?i:" in json.dumps(tokenizer["pre_tokenizer"]) else "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([control if name in special else normal for name in tokens])
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(max(special.values()))
-    writer.add_add_bos_token(False)
+    writer.add_eos_token_id(special.get(settings.get("eos_token"), max(special.values())))
+    if (bos := settings.get("bos_token")) is not None:
+        writer.add_bos_token_id(special[bos])
+    writer.add_add_bos_token(bool(settings.get("add_bos_token")))
 
 
 def _gguf_name(name: str) -> tuple[str, str]:

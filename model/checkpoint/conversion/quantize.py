@@ -16,6 +16,7 @@ from model.checkpoint.conversion.import_pickles import KEPT_FILES
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, read_manifest, write_manifest
 from model.checkpoint.weights import DTYPES, write_shards
+from model.gguf.container import is_gguf
 from model.huggingface.directory import INDEX_FILE
 from model.huggingface.quantization_config import QUANTIZATION_KEY
 from model.io.files import CheckpointError, read_json, write_json, written_whole
@@ -28,9 +29,11 @@ def quantize_checkpoint(directory: Path, out: Path, kind: str) -> Manifest:
     """Write a checkpoint to `out` in Kvasir's format, with the matrices that `serve --quantize` makes: int8 or int4.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or quantized already, or `out` is not empty.
+        CheckpointError: the checkpoint is damaged, quantized already or a GGUF file, or `out` is not empty.
     """
     manifest = read_manifest(directory)
+    if is_gguf(directory):
+        raise CheckpointError(f"{directory}: a GGUF file is not converted; serve the file itself")
     tokenizer = manifest.verify()
     if manifest.quantization is not None:
         raise CheckpointError(
