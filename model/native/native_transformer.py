@@ -73,7 +73,8 @@ def to_native(model: "Transformer | NativeTransformer") -> "Transformer | Native
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         native.huge_pages.enlarge()
 
-    threading.Thread(target=enlarge, name="large-pages", daemon=True).start()
+    # No daemon: Python ends a daemon thread at exit in the middle of a call, which can abort the process.
+    threading.Thread(target=enlarge, name="large-pages").start()
     return native
 
 

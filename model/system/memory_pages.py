@@ -9,6 +9,7 @@ pages, and a thread moves them to large pages while the model already serves. Th
 import ctypes
 import math
 import mmap
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -42,14 +43,17 @@ class HugePages:
         return place
 
     def enlarge(self) -> None:
-        """Move all tensors to pages of 2 MiB; takes seconds per GB, so run it in a thread.
+        """Move all tensors to pages of 2 MiB; takes seconds per GB, so run it in a thread. Stops when the program ends.
 
         Pages that the kernel cannot move now may follow later (MADV_HUGEPAGE).
         """
         for chunk in self._chunks:
             _advise(chunk, "MADV_HUGEPAGE")
             begin = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-            collapse_pages(begin, len(chunk))
+            for offset in range(0, len(chunk), _CHUNK):
+                if not threading.main_thread().is_alive():
+                    return
+                collapse_pages(begin + offset, min(_CHUNK, len(chunk) - offset))
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
