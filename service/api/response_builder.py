@@ -17,7 +17,7 @@ from service.protocol import responses
 from service.protocol.completions import GenerationRequest
 from service.protocol.errors import ApiError
 from service.protocol.logprobs import LogprobFormat, LogprobWriter, chat_logprobs, prompt_logprobs
-from service.protocol.responses import DONE, encode_event, encode_line
+from service.protocol.responses import DONE, encode_event
 from service.requests.inflight import Choice, Deltas
 
 Event: TypeAlias = responses.Completion | responses.ChatCompletionChunk
@@ -100,8 +100,8 @@ class ResponseBuilder(ABC):
         key = (choice.index, kind, number)
         if (frame := self._frames.get(key)) is None:
             event = self.encode(self._text_event(choice, kind, _ANY_TEXT))
-            frame = self._frames[key] = event.split(encode_line(_ANY_TEXT))
-        return encode_line(text).join(frame)
+            frame = self._frames[key] = event.split(encode_event(_ANY_TEXT, b"", b""))
+        return encode_event(text, b"", b"").join(frame)
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:

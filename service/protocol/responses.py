@@ -332,21 +332,17 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 encode = msgspec.json.Encoder().encode  # encodes a value as JSON
 
 
-def encode_line(value: Any) -> bytes:
-    """Encode a value as JSON on one line, also for clients that split lines with Python's `str.splitlines` (httpx).
+def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") -> bytes:
+    """Encode a value as a server-sent event: JSON between the bytes `before` and `after`.
 
-    U+0085, U+2028 and U+2029, which such clients take for line breaks, are escaped.
+    U+0085, U+2028 and U+2029 are escaped. Clients that split lines with Python's `str.splitlines` (httpx `iter_lines`)
+    take these characters for line breaks.
     """
     data = encode(value)
     if not data.isascii():
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
-    return data
-
-
-def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") -> bytes:
-    """Encode a value as a server-sent event: JSON on one line, between the bytes `before` and `after`."""
-    return before + encode_line(value) + after
+    return before + data + after
 
 
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -20,7 +20,9 @@ LATE = {"prompt": [5, 6, 7], "max_tokens": 5, "allowed_token_ids": [POISON], "re
 
 
 def test_only_requests_that_compute_nan_fail(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with serving(tiny_checkpoint, tmp_path, program="tests.e2e.non_finite") as service:
+    # With native kernels, the damaged row of the tied embedding would be a row of the LM head, too.
+    flags = ("--attention", "sdpa")
+    with serving(tiny_checkpoint, tmp_path, *flags, program="tests.e2e.non_finite") as service:
         expected = service.text(**GOOD)
         with ThreadPoolExecutor(8) as threads:
             good = [threads.submit(service.text, **GOOD) for _ in range(4)]

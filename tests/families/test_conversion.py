@@ -117,7 +117,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (lambda d: (d / "old" / PICKLE).write_bytes(b"PK123"), "bin: not a complete file written by torch.save"),
     "nothing": (lambda d: (d / "old" / PICKLE).unlink(), f"neither {PICKLE} nor {PICKLE}.index.json"),
     "path trick": (lambda d: _rewrite_index(d / "old", "../x.bin"), "'../x.bin' is not a plain file name"),
-    "shard missing": (lambda d: _rewrite_index(d / "old", "x.bin"), "x.bin: No such file"),
+    "shard missing": (lambda d: _rewrite_index(d / "old", "x.bin"), "x.bin: no such file"),
     "not a directory": (lambda d: shutil.rmtree(d / "old"), f"neither {PICKLE} nor"),
     "taken": (lambda d: _fill(d / "new"), "new: holds files; choose an empty"),
 }

@@ -151,7 +151,7 @@ def test_code_in_a_pickle_never_runs(tmp_path: Path, where: str) -> None:
 
 
 TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no such file": (lambda d: (d / "ckpt.pt").unlink(), "ckpt.pt: No such file"),
+    "no such file": (lambda d: (d / "ckpt.pt").unlink(), "ckpt.pt: no such file"),
     "cut": (
         lambda d: (d / "ckpt.pt").write_bytes((d / "ckpt.pt").read_bytes()[:3000]),
         "not a complete file written by torch.save",
@@ -188,7 +188,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: meta(d / "meta.pkl", stoi={chr(256 + i): i for i in range(400)}),
         "has 300 rows, the tokenizer beside it 400 tokens",
     ),
-    "no tokenizer": (lambda d: (d / "meta.pkl").unlink(), "meta.pkl: No such file"),
+    "no tokenizer": (lambda d: (d / "meta.pkl").unlink(), "meta.pkl: no such file"),
     "taken": (
         lambda d: _fill(d / "out"),
         "out: holds files; choose an",

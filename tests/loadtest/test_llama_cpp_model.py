@@ -1,18 +1,17 @@
-"""Conversion of exports to GGUF, with a stub of the gguf package, which only the peer's environment has."""
+"""Conversion of exports to GGUF files, which llama.cpp's gguf package reads again."""
 
-import importlib
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from loadtest.measurement import model_shapes
+from loadtest.peers.drivers import llama_cpp_model
 from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 
 # Heads that are not hidden size / number of heads, as Qwen3-0.6B's.
@@ -28,55 +27,12 @@ TINY = {
 }
 
 
-class Writer:
-    """Stub of GGUFWriter that records fields and tensors by name."""
-
-    def __init__(self, path: Path, architecture: str) -> None:
-        self.architecture = architecture
-        self.fields: dict[str, Any] = {}
-        self.tensors: dict[str, np.ndarray] = {}
-        self.written: list[str] = []
-
-    def add_tensor(self, name: str, array: np.ndarray, raw_dtype: str | None = None) -> None:
-        """Record a tensor by name, as float32."""
-        assert (raw_dtype, array.dtype) == ((None, np.float32) if array.ndim == 1 else ("BF16", np.uint16))
-        assert array.flags.c_contiguous
-        self.tensors[name] = array if raw_dtype is None else (array.astype(np.uint32) << 16).view(np.float32)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("add_"):
-            return lambda value: self.fields.__setitem__(name.removeprefix("add_"), value)
-        return lambda: self.written.append(name)
-
-
-@pytest.fixture
-def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Writer]:
-    """Convert an export to GGUF and return the stub writer."""
-    writers: list[Writer] = []
-
-    def make(path: Path, architecture: str) -> Writer:
-        writers.append(Writer(path, architecture))
-        return writers[-1]
-
-    gguf = ModuleType("gguf")
-    gguf.__dict__.update(
-        GGUFWriter=make,
-        GGMLQuantizationType=SimpleNamespace(BF16="BF16"),
-        LlamaFileType=SimpleNamespace(MOSTLY_BF16=32),
-        TokenType=SimpleNamespace(CONTROL=3, NORMAL=1),
-    )
-    monkeypatch.setitem(sys.modules, "gguf", gguf)
-    monkeypatch.delitem(sys.modules, "loadtest.peers.drivers.llama_cpp_model", raising=False)
-    module = importlib.import_module("loadtest.peers.drivers.llama_cpp_model")
-
-    def run(exported: Path) -> Writer:
-        monkeypatch.setattr(sys, "argv", ["llama_cpp_model", str(exported), str(exported / "out.gguf")])
-        module.main()
-        (writer,) = writers
-        assert writer.written == ["write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"]
-        return writer
-
-    return run
+def convert(exported: Path, monkeypatch: pytest.MonkeyPatch, *types: str) -> gguf.GGUFReader:
+    """Convert an export to GGUF, and open the file."""
+    out = exported / "out.gguf"
+    monkeypatch.setattr(sys, "argv", ["llama_cpp_model", str(exported), str(out), *types])
+    llama_cpp_model.main()
+    return gguf.GGUFReader(out)
 
 
 def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, dtype: str = "bfloat16") -> Path:
@@ -89,48 +45,56 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, dtype: s
 
 @pytest.mark.parametrize("shape", ["S", "qwen3-0.6b"])
 def test_sizes_tensor_names_and_row_order_follow_llama_cpp(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    convert: Callable[[Path], Writer],
-    shape: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     exported = export(tmp_path, monkeypatch, shape)
-    writer = convert(exported)
+    reader = convert(exported, monkeypatch, "BF16")
     is_qwen3 = shape == "qwen3-0.6b"
-    assert writer.architecture == ("qwen3" if is_qwen3 else "llama")
-    sizes = ("key_length", "value_length", "rope_dimension_count", "head_count", "head_count_kv", "embedding_length")
-    assert [writer.fields[name] for name in sizes] == [8, 8, 8, 4, 2, 16]
-    assert (writer.fields["rope_freq_base"], writer.fields["layer_norm_rms_eps"]) == (
-        (1e6, 1e-6) if is_qwen3 else (1e4, 1e-5)
-    )
+    name = "qwen3" if is_qwen3 else "llama"
+    fields: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
+    assert fields["general.architecture"] == name
+    sizes = [f"attention.{size}" for size in ("key_length", "value_length", "head_count", "head_count_kv")]
+    sizes += ["rope.dimension_count", "embedding_length"]
+    assert [fields[f"{name}.{size}"] for size in sizes] == [8, 8, 4, 2, 8, 16]
+    numbers = [fields[f"{name}.{key}"] for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon")]
+    assert numbers == pytest.approx([1e6, 1e-6] if is_qwen3 else [1e4, 1e-5])
+    tensors = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in reader.tensors}
+    kinds = {each.tensor_type.name for each in reader.tensors if each.data.ndim > 1}
     stored = load_file(exported / "model.safetensors")
-    assert len(writer.tensors) == len(stored)
-    norms = {name for name in writer.tensors if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight"))}
+    assert (len(tensors), kinds) == (len(stored), {"BF16"})
+    norms = {key for key in tensors if key.endswith(("attn_q_norm.weight", "attn_k_norm.weight"))}
     assert len(norms) == (4 if is_qwen3 else 0)
-    assert all(writer.tensors[name].shape == (8,) for name in norms)
+    assert all(tensors[key].shape == (8,) for key in norms)
     embedding = stored["model.embed_tokens.weight"]
-    assert np.array_equal(writer.tensors["token_embd.weight"], embedding.float().numpy())
+    assert np.array_equal(tensors["token_embd.weight"], embedding.float().numpy())
     for part, heads in (("q", 4), ("k", 2)):
         theirs = stored[f"model.layers.1.self_attn.{part}_proj.weight"].float().view(heads, 8, 16)
         pairs = theirs if is_qwen3 else theirs[:, [0, 4, 1, 5, 2, 6, 3, 7]]
-        assert np.array_equal(writer.tensors[f"blk.1.attn_{part}.weight"], pairs.reshape(-1, 16).numpy())
+        assert np.array_equal(tensors[f"blk.1.attn_{part}.weight"], pairs.reshape(-1, 16).numpy())
 
 
-def test_an_unsupported_model_type_exits_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, convert: Callable[[Path], Writer]
-) -> None:
+def test_an_unsupported_model_type_exits_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exported = export(tmp_path, monkeypatch, "S")
     config = json.loads((exported / "config.json").read_text())
     (exported / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
     with pytest.raises(SystemExit, match="model type 'gemma'; only llama, qwen3 are converted to GGUF"):
-        convert(exported)
+        convert(exported, monkeypatch)
 
 
-def test_other_dtypes_than_bfloat16_exit_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, convert: Callable[[Path], Writer]
-) -> None:
-    with pytest.raises(SystemExit, match="is F32; only BF16 is converted to GGUF"):
-        convert(export(tmp_path, monkeypatch, "S", dtype="float32"))
+def test_an_unknown_type_exits_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"give DIR, OUT\.gguf and perhaps a type of F32"):
+        convert(tmp_path, monkeypatch, "Q4_K")
+
+
+def test_the_begin_of_text_token_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported = export(tmp_path, monkeypatch, "S")
+    path = exported / "tokenizer_config.json"
+    (token, *_) = json.loads((exported / "tokenizer.json").read_text())["added_tokens"]
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "bos_token": token["content"], "add_bos_token": True}))
+    fields = convert(exported, monkeypatch).fields
+    names = ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.add_bos_token")
+    assert [fields[name].contents() for name in names] == [token["id"], True]
 
 
 def test_the_qwen3_shape_has_the_published_sizes() -> None:

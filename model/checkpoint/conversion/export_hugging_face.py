@@ -26,7 +26,9 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
     if manifest.quantization is not None:
-        raise CheckpointError(f"{directory}: quantized matrices are not exported; export the checkpoint from before the quantization")
+        raise CheckpointError(
+            f"{directory}: quantized matrices are not exported; export the checkpoint from before the quantization"
+        )
     family, values = hugging_face_config(manifest.config)
     defaults = read_json(directory / GENERATION_CONFIG_FILE, optional=True)
     ends = list(tokenizer.eos_token_ids)
