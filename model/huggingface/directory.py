@@ -16,14 +16,14 @@ def describe_problem(path: Path) -> str:
     if pickle := _pickle_advice(path):
         return pickle
     if path.is_file():
-        return f"{path}: is a file; give --checkpoint its directory, {path.parent}"
+        return f"{path}: is a file; give its directory, {path.parent}"
     if not path.is_dir():
-        return f"{path}: no such directory; give --checkpoint a local directory, nothing is downloaded"
+        return f"{path}: no such directory or file; give a local one, nothing is downloaded"
     inside = sorted(child for name in ("config.json", "manifest.json") for child in path.glob(f"*/{name}"))
     if inside:
         return f"{path}: not a checkpoint, but contains checkpoints; give one of them, such as {inside[0].parent}"
     if found := sorted(path.glob("*.gguf")):
-        return f"{path}: a directory with GGUF files; give --checkpoint one of them, such as {found[0]}"
+        return f"{path}: a directory with GGUF files; give one of them, such as {found[0]}"
     if list(path.glob("*.safetensors")):
         return f"{path / 'config.json'}: missing; it describes the model, download it too"
     return f"{path}: no checkpoint: neither config.json nor manifest.json is in it; give another directory"

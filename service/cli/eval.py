@@ -157,7 +157,8 @@ def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, tor
 
 def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None) -> None:
     """Print the tables of an evaluation. `plain`: evaluation of the unquantized model, to show the change, or None."""
-    title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters"
+    quantized = "" if manifest.quantization is None else f", {manifest.quantization.text}"
+    title = f"{manifest.name}, {manifest.config.num_parameters:,} parameters{quantized}"
     rows = []
     for name, held_out in evaluation.held_out.items():
         counts = f"{len(held_out.documents):,}", f"{held_out.total.num_tokens:,}"
@@ -165,7 +166,7 @@ def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None)
         before = None if plain is None else plain.held_out[name].bits_per_byte
         effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
         rows.append((name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect))
-    change = () if plain is None else ("change in bits/byte by quantization",)
+    change = () if plain is None else ("change by quantization",)
     _print_table(title, ("held out", "documents", "tokens", "bits/byte", "nats/token", "top-1", *change), rows)
     if evaluation.pairs:
         groups = [(name, scores) for name, scores in by_group(evaluation.pairs).items() if name]

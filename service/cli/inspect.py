@@ -111,7 +111,7 @@ def _parameter_rows(config: ModelConfig) -> Rows:
 def _memory_rows(manifest: Manifest) -> Rows:
     config = manifest.config
     if manifest.quantization is not None:
-        yield "stored", f"weights {_size(manifest.num_weight_bytes)}, {manifest.quantization.text}"
+        yield "stored", f"weights {_size(manifest.num_weight_bytes)}, served on a CPU as {manifest.quantization.text}"
     for dtype, size in _DTYPE_BYTES.items():
         kv_cache = parameter_counts.kv_cache_formula(config, size)
         yield (
@@ -119,6 +119,9 @@ def _memory_rows(manifest: Manifest) -> Rows:
             f"weights {_size(config.num_parameters * size)}, KV-cache {kv_cache.text} = {kv_cache.value:,} bytes "
             f"per token, {_size(kv_cache.value * config.max_context_length)} per full context",
         )
+    kv_bytes = config.kv_bytes_per_token(1)
+    context = _size(kv_bytes * config.max_context_length)
+    yield "int8", f"KV-cache with float32 scales {kv_bytes:,} bytes per token, {context} per full context"
 
 
 def _token_rows(manifest: Manifest, tokenizer: Tokenizer) -> Rows:

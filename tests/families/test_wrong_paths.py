@@ -29,14 +29,14 @@ def _in_directory(name: str) -> Callable[[Path], Path]:
 
 
 WRONG = {
-    "weights": (_file("model.safetensors"), r"/model.safetensors: is a file; give --checkpoint its directory, /"),
+    "weights": (_file("model.safetensors"), r"/model.safetensors: is a file; give its directory, /"),
     "a pickle": (_file("pytorch_model.bin"), r"kvasir convert --pickle /.* --out NEW_DIRECTORY"),
     "nanoGPT's": (_file("ckpt.pt"), r"kvasir convert --nanogpt /.*/ckpt.pt --tokenizer FILE --out NEW_DIRECTORY"),
     "a directory of pickles": (_in_directory("pytorch_model.bin"), r"kvasir convert --pickle /.* --out"),
-    "a name on a hub": (lambda _: Path("Qwen/Qwen3-0.6B"), r"Qwen/Qwen3-0.6B: no such directory; .*downloaded"),
+    "a name on a hub": (lambda _: Path("Qwen/Qwen3-0.6B"), r"Qwen/Qwen3-0.6B: no such directory or file; .*downloaded"),
     "an empty directory": (lambda directory: directory, r"neither config.json nor manifest.json"),
     "a parent": (_parent, r"not a checkpoint, but contains checkpoints; give one of them, such as /.*/mine$"),
-    "a directory of GGUF files": (_in_directory("m.gguf"), r"give --checkpoint one of them, such as /.*/m.gguf$"),
+    "a directory of GGUF files": (_in_directory("m.gguf"), r"give one of them, such as /.*/m.gguf$"),
     "another file named as GGUF": (_file("m.gguf"), r"/m.gguf: not a GGUF file.*; copy the file again$"),
     "weights alone": (_in_directory("model.safetensors"), r"/config.json: missing; .*download it too"),
 }

@@ -36,25 +36,27 @@ def saved(directory: Path, name: str, place: int, value: float, stored: torch.dt
     return directory
 
 
-def load_ours(directory: Path, dtype: torch.dtype = torch.float32, *, packs_next: bool = False) -> None:
+def load_ours(directory: Path, dtype: torch.dtype = torch.float32, *, is_packed_next: bool = False) -> None:
     manifest = read_manifest(directory)
     manifest.verify()
-    packed = (*MATRICES, EMBEDDING) if packs_next else ()
+    packed = (*MATRICES, EMBEDDING) if is_packed_next else ()
     load_model(
         manifest, device="cpu", dtype=dtype, attention=ATTENTION_BACKENDS["sdpa"], packed_next=packed
     ).token_embedding(torch.tensor([0]))
 
 
-@pytest.mark.parametrize("packs_next", [False, True])
+@pytest.mark.parametrize("is_packed_next", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("stored", STORED)
-def test_one_nan_or_infinity_is_rejected(tmp_path: Path, stored: torch.dtype, value: float, packs_next: bool) -> None:
+def test_one_nan_or_infinity_is_rejected(
+    tmp_path: Path, stored: torch.dtype, value: float, is_packed_next: bool
+) -> None:
     """The number is first or last in a matrix (copied, or mapped until packed), in a vector, or in a tied embedding."""
     for name, place in ((MATRIX, 0), (MATRIX, -1), ("final_norm.bias", 7), ("token_embedding.weight", 1000)):
         saved(tmp_path, name, place, value, stored)
         for dtype in (torch.float32, torch.bfloat16, stored):
             with pytest.raises(CheckpointError) as caught:
-                load_ours(tmp_path, dtype, packs_next=packs_next)
+                load_ours(tmp_path, dtype, is_packed_next=is_packed_next)
             assert str(caught.value) == (
                 f"{tmp_path / SHARD}: tensor {name} holds NaN or infinity; "
                 "copy the file again, or take a checkpoint from before its training diverged"
@@ -72,13 +74,13 @@ def test_every_bit_pattern_of_nan_is_rejected(tmp_path: Path) -> None:
             load_ours(tmp_path)
 
 
-@pytest.mark.parametrize("packs_next", [False, True])
+@pytest.mark.parametrize("is_packed_next", [False, True])
 @pytest.mark.parametrize("stored", STORED)
-def test_the_largest_finite_numbers_are_accepted(tmp_path: Path, stored: torch.dtype, packs_next: bool) -> None:
+def test_the_largest_finite_numbers_are_accepted(tmp_path: Path, stored: torch.dtype, is_packed_next: bool) -> None:
     for sign in (-1, 1):
         saved(tmp_path, MATRIX, 3, sign * torch.finfo(stored).max, stored)
         for dtype in {torch.float32, stored}:
-            load_ours(tmp_path, dtype, packs_next=packs_next)
+            load_ours(tmp_path, dtype, is_packed_next=is_packed_next)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
