@@ -28,7 +28,7 @@ from loadtest.client.outcome import LoadRun
 from loadtest.client.report import Slo, summarize
 from loadtest.client.sse_client import CompletionClient, discover
 from loadtest.client.workload import WorkloadKind, WorkloadSpec, arrivals
-from loadtest.measurement.benchmark_program import show
+from loadtest.measurement.benchmark_program import MeasurementFailed, show
 from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, run_open, run_scenario
 from service.config.settings import ServeSettings, read_settings
 
@@ -108,6 +108,9 @@ def measure_loads(
         return replace(run, began_seconds=began, ended_seconds=ended)
 
     saturation = load("saturation", arguments.saturation_seconds, num_streams=num_slots)
+    if not saturation.requests_per_second:
+        client.close()
+        raise MeasurementFailed("no request ended at saturation; choose more --saturation-seconds")
     rate = arguments.times * saturation.requests_per_second
     # Separate processes, so that the clients with the SDK do not wait for the other clients of the load test.
     with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -96,6 +96,15 @@ def test_bench_overload_runs_every_load(checkpoint: Path, tmp_path: Path) -> Non
     assert result["ttft_p99_ratio"] > 0
 
 
+@pytest.mark.slow
+def test_bench_overload_without_an_ended_request_at_saturation_exits_with_one(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--saturation-seconds", "0.001", "--settle-seconds", "0", "--output-tokens", "4"]
+    assert bench_overload.main(["--checkpoint", str(checkpoint), *arguments]) == 1
+    assert "--saturation-seconds" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [(bench_frontend, []), (bench_service, ["--start-repeats", "1"])],
