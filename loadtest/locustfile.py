@@ -24,7 +24,7 @@ from loadtest.client import report
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import COMPLETIONS_PATH, CompletionClient, Target, discover
 from loadtest.client.workload import add_workload_arguments, arrivals, spec_from_arguments
-from loadtest.measurement.provenance import provenance, write_result
+from loadtest.measurement.benchmark_program import add_options, provenance, write_result
 
 log = logging.getLogger("loadtest")
 
@@ -92,18 +92,18 @@ class CompletionUser(User):
 
 
 @events.init_command_line_parser.add_listener
-def add_options(parser: LocustArgumentParser) -> None:
+def add_arguments(parser: LocustArgumentParser) -> None:
     """Add the load test's options to locust's command line."""
     add_workload_arguments(parser.add_argument_group("Workload"))
     report.add_slo_arguments(parser.add_argument_group("Objectives (exit code 1 if one is missed)"))
-    add = parser.add_argument_group("Completions").add_argument
-    add("--model", help="model id to request (default: the first of /v1/models)")
-    text = "open loop: send X requests per second, at random times; each user has at most one request at a time"
-    add("--rate", type=float, metavar="X", help=text)
-    add("--requests", type=int, metavar="N", help="end the run after N requests, or after --run-time")
-    text = "timeout of a request in seconds (default: 120)"
-    add("--request-timeout", type=float, default=120.0, metavar="S", help=text)
-    add("--results", metavar="DIR", env_var="LOCUST_RESULTS", help="directory in which results.json is written")
+    group = parser.add_argument_group("Completions")
+    text = "open loop: requests per second, sent at random times; each user has at most one request at a time"
+    add_options(group, {"rate": (None, text), "request-timeout": (120.0, "timeout of a request in seconds")})
+    group.add_argument("--model", help="model id to request (default: the first of /v1/models)")
+    group.add_argument("--requests", type=int, metavar="N", help="end the run after N requests, or after --run-time")
+    group.add_argument(
+        "--results", metavar="DIR", env_var="LOCUST_RESULTS", help="directory in which results.json is written"
+    )
 
 
 def three_digits(milliseconds: float) -> float:

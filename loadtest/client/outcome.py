@@ -49,7 +49,6 @@ class Outcome:
     chunk_seconds: list[float] = field(default_factory=list)
     end_seconds: float = 0.0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     completion_tokens: int = 0
     text: str = ""
     retry_after_seconds: float = 0.0

@@ -20,35 +20,26 @@ from typing import Any, Self
 import numpy as np
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
-from loadtest.measurement.tables import Column, table
-
-_SLO_HELP = {
-    "ttft_p95_ms": "maximum 95th percentile of time to first token, ms",
-    "tpot_p95_ms": "maximum 95th percentile of time per output token, ms",
-    "itl_p95_ms": "maximum 95th percentile of inter-token latency, ms",
-    "e2e_p95_ms": "maximum 95th percentile of end-to-end latency, ms",
-    "max_failed_share": "maximum share of requests that fail; a rejection with 429 is not a failure",
-    "max_shed_share": "maximum share of requests rejected with 429",
-    "min_output_throughput": "minimum completion tokens/s",
-}
+from loadtest.measurement.benchmark_program import add_options, described, options_of
+from loadtest.measurement.figures import Column, table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
     """Service level objectives of a load test; None: no limit. A limited latency without any value is missed."""
 
-    ttft_p95_ms: float | None = None
-    tpot_p95_ms: float | None = None
-    itl_p95_ms: float | None = None
-    e2e_p95_ms: float | None = None
-    max_failed_share: float | None = 0.0
-    max_shed_share: float | None = None
-    min_output_throughput: float | None = None
+    ttft_p95_ms: float | None = described(None, "maximum 95th percentile of time to first token, ms")
+    tpot_p95_ms: float | None = described(None, "maximum 95th percentile of time per output token, ms")
+    itl_p95_ms: float | None = described(None, "maximum 95th percentile of inter-token latency, ms")
+    e2e_p95_ms: float | None = described(None, "maximum 95th percentile of end-to-end latency, ms")
+    max_failed_share: float | None = described(0.0, "maximum share of requests that fail, without rejections with 429")
+    max_shed_share: float | None = described(None, "maximum share of requests rejected with 429")
+    min_output_throughput: float | None = described(None, "minimum completion tokens/s")
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> Self:
         """Return the objectives of the parsed `--slo-...` options."""
-        return cls(**{name: getattr(arguments, f"slo_{name}") for name in _SLO_HELP})
+        return cls(**{name: getattr(arguments, f"slo_{name}") for name in options_of(cls)})
 
     def is_good(self, outcome: Outcome) -> bool:
         """Return True if a request counts as goodput, as in vLLM: a success within the limits of TTFT, TPOT, E2E."""
@@ -64,13 +55,12 @@ class Slo:
             return ["no request was sent"]
         lines = []
         done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
-        names = ("TTFT", "TPOT", "ITL", "E2E")
-        limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.itl_p95_ms, self.e2e_p95_ms)
-        for name, values, limit in zip(names, latencies_ms(done).values(), limits, strict=True):
+        for name, values in zip(("ttft", "tpot", "itl", "e2e"), latencies_ms(done).values(), strict=True):
+            limit = getattr(self, f"{name}_p95_ms")
             p95 = float(np.percentile(values, 95)) if values else None
             if limit is not None and (p95 is None or p95 > limit):
                 measured = "nothing measured" if p95 is None else f"{p95:.1f} ms"
-                lines.append(f"{name} p95: {measured}, limit {limit:g} ms")
+                lines.append(f"{name.upper()} p95: {measured}, limit {limit:g} ms")
         shares = {
             "failed": (sum(outcome.ending.is_failure for outcome in outcomes), self.max_failed_share),
             "shed": (sum(outcome.ending is Ending.SHED for outcome in outcomes), self.max_shed_share),
@@ -85,10 +75,7 @@ class Slo:
 
 def add_slo_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add one `--slo-...` command-line option per objective to a parser."""
-    for name, text in _SLO_HELP.items():
-        option, default = f"--slo-{name.replace('_', '-')}", getattr(Slo(), name)
-        text += f" (default: {'no limit' if default is None else default})"
-        parser.add_argument(option, type=float, default=default, metavar="X", help=text)
+    add_options(parser, {f"slo_{name}": option for name, option in options_of(Slo).items()})
 
 
 def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:

@@ -193,7 +193,6 @@ class CompletionReader:
             if (usage := completion.get("usage")) is not None:
                 self._has_usage = True
                 outcome.prompt_tokens, outcome.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-                outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._broken = f"not a completion: {error}"
 

@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from loadtest.measurement.benchmark_program import add_options, described, options_of
+
 TALES_PATH = Path(__file__).with_name("tales.txt")
 # Tokens of a prompt beyond its wanted length: its first word lacks a space, and a special token may come first.
 _PROMPT_SLACK = 4
@@ -47,15 +49,15 @@ class WorkloadSpec:
     """
 
     kind: WorkloadKind = WorkloadKind.FIXED
-    prompt_tokens: int = 64
-    output_tokens: int = 64
-    sigma: float = 0.6
-    whole_share: float = 0.0
-    cancelling_share: float = 0.0
+    prompt_tokens: int = described(64, "approximate number of tokens in a prompt")
+    output_tokens: int = described(64, "number of tokens in a completion")
+    sigma: float = described(0.6, "standard deviation of the logarithm of lengths, if lognormal")
+    whole_share: float = described(0.0, "share of requests without streaming, from 0 to 1")
+    cancelling_share: float = described(0.0, "share of requests whose client disconnects early, from 0 to 1")
     max_context_tokens: int = 512
-    temperature: float = 1.0
+    temperature: float = described(1.0, "sampling temperature")
     ignore_eos: bool = True
-    seed: int = 0
+    seed: int = described(0, "seed of the requests and of their arrival times")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +127,11 @@ def tales() -> str:
     return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
 
 
+def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
+    """Return random token ids, which no prefix cache holds, without the vocabulary's last id: it may end a text."""
+    return [rng.randrange(vocab_size - 1) for _ in range(num_tokens)]
+
+
 class Workload:
     """Endless sequence of load-test requests."""
 
@@ -183,32 +190,18 @@ class Workload:
         return "\n".join(parts)
 
 
-_HELP = {
-    "prompt_tokens": "approximate number of tokens in a prompt",
-    "output_tokens": "number of tokens in a completion",
-    "sigma": "standard deviation of the logarithm of lengths, if lognormal",
-    "whole_share": "share of requests without streaming, from 0 to 1",
-    "cancelling_share": "share of requests whose client disconnects early, from 0 to 1",
-    "temperature": "sampling temperature",
-    "seed": "seed of the requests and of their arrival times",
-}
-
-
 def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add command-line options for the fields of `WorkloadSpec` to a parser."""
-    text = "distribution of prompt and completion lengths (default: %(default)s)"
-    parser.add_argument("--workload", choices=[*map(str, WorkloadKind)], default=str(WorkloadKind.FIXED), help=text)
-    for name, text in _HELP.items():
-        default, option = getattr(WorkloadSpec(), name), "--" + name.replace("_", "-")
-        text += " (default: %(default)s)"
-        parser.add_argument(option, type=type(default), default=default, metavar="N", help=text)
+    kinds = [str(kind) for kind in WorkloadKind]
+    add_options(parser, {"workload": (kinds[0], "distribution of prompt and completion lengths", kinds)})
+    add_options(parser, options_of(WorkloadSpec))
     text = "let an end-of-text token end a completion before --output-tokens"
-    parser.add_argument("--stop-at-end", action="store_true", help=text)
+    add_options(parser, {"stop-at-end": (False, text)})
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> WorkloadSpec:
     """Return the workload settings in the parsed options of `add_workload_arguments`."""
-    values = {name: getattr(arguments, name) for name in _HELP}
+    values = {name: getattr(arguments, name) for name in options_of(WorkloadSpec)}
     return WorkloadSpec(kind=WorkloadKind(arguments.workload), ignore_eos=not arguments.stop_at_end, **values)
 
 

@@ -24,10 +24,9 @@ from typing import Any, Final
 from loadtest.docgen import pictures
 from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
 from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
-from loadtest.measurement.provenance import is_picture_of
-from loadtest.measurement.spread import pooled_deviation, ratio_spread, spread
-from loadtest.measurement.tables import Column, cell, table, value_at
-from loadtest.peers.bench_peers import QUIET_CORES, STEADY_SHARE, is_sound
+from loadtest.measurement.benchmark_program import QUIET_CORES, is_picture_of
+from loadtest.measurement.figures import Column, cell, pooled_deviation, ratio_spread, spread, table, value_at
+from loadtest.peers.bench_peers import STEADY_SHARE, is_sound
 from loadtest.peers.engines import DEFAULTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -111,7 +110,6 @@ def performance_page(results: Mapping[str, Any]) -> str:
             "engine_decode": table(DECODE_COLUMNS, results["engine"]["decode"]),
             "engine_prompts": table(PROMPT_COLUMNS, results["engine"]["prompts"]),
             "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
-            "leading": _leading(peer_facts["leading_pairs"]),
         },
         "quiet": {"cores": QUIET_CORES, "steady_share": STEADY_SHARE},
         "machines": _named(results),
@@ -133,6 +131,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "large_starts": [row for row in start_rows if row["bytes"] >= _LARGE_BYTES],
         "bandwidth": {"low": min(shares), "high": max(shares)},
         **peer_facts,
+        "leading_head": peer_facts["leading_pairs"][:1],
     }
     return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
 
@@ -166,21 +165,6 @@ def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
             for name, peer in peers["peers"].items()
         ],
     }
-
-
-def _leading(pairs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of the shapes that the page begins with, or an empty text if no pair of them is measured."""
-    columns = (
-        *(Column(name, name) for name in ("shape", "precision")),
-        *(Column("work", "what"), Column("streams", "streams"), Column("context", "context")),
-        *(
-            Column("Kvasir, tokens/s", "ours_rate"),
-            Column("fastest other engine", "peer"),
-            Column("ratio", "ratio", ".2f"),
-        ),
-    )
-    title = "Speed with models that people run, relative to the fastest [other engine](#comparison-with-other-engines):"
-    return f"{title}\n\n{table(columns, pairs)}\n" if pairs else ""
 
 
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.measurement.provenance import digest
-from loadtest.measurement.spread import pooled_deviation
+from loadtest.measurement.benchmark_program import digest
+from loadtest.measurement.figures import pooled_deviation
 from loadtest.peers.bench_peers import is_sound
 
 _MAX_ITL_RATIO = 2.0  # aim: the streams' ITL p99 while a prompt arrives, relative to the ITL before

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,18 +22,9 @@ from typing import Any
 
 import torch
 
-from loadtest.client.workload import tales
-from loadtest.inprocess.bench_engine import Prompts
-from loadtest.inprocess.closed_loop import greedy, run_closed
 from loadtest.inprocess.engine import InProcess
-from loadtest.measurement.benchmark_program import (
-    MeasurementFailed,
-    benchmark_parser,
-    read_arguments,
-    run_benchmark,
-    show,
-)
-from loadtest.measurement.spread import ratio_spread, spread
+from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
+from loadtest.measurement.figures import ratio_spread, spread
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.checkpoint.manifest import read_manifest
@@ -245,12 +237,10 @@ def _server(run: Path, attention: str, threads: int) -> Callable[[], int]:
     settings = {"dtype": "float32", "attention": attention, "threads": threads, "max_num_running": STREAMS}
     checkpoint = {"checkpoint": run / "checkpoint", "device": "cpu"}
     served = InProcess.open(ModelSettings.model_validate(checkpoint | settings))
-    prompts = Prompts(served.token_ids(tales()))
-    uids = (f"attention-{number}" for number in itertools.count())
 
     def wave() -> int:
-        submits = [greedy(next(uids), prompts.next(PROMPT_TOKENS), OUTPUT_TOKENS) for _ in range(STREAMS)]
-        return run_closed(served.engine, submits, num_streams=STREAMS).num_completion_tokens
+        prompts = [served.random_prompt(PROMPT_TOKENS) for _ in range(STREAMS)]
+        return served.complete(prompts, OUTPUT_TOKENS).num_completion_tokens
 
     return wave
 
@@ -280,30 +270,22 @@ def measure_kernel(length: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `train` or `speed` and replace that field of the JSON file. Return the exit code: 0; 1 after a failure."""
-    parser = benchmark_parser("loadtest.inprocess.bench_attention", "Train and measure every attention mechanism.")
-    add = parser.add_argument
-    add("phase", choices=("train", "speed"))
-    add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="training seeds; `speed` uses the first")
-    add("--rounds", type=int, default=7, metavar="N", help="repeats of each measurement of `speed` (default: 7)")
-    add("--threads", type=int, default=1, metavar="N", help="CPU threads of `speed` (default: 1)")
-    add(
-        "--runs",
-        type=Path,
-        default=Path("runs/attention"),
-        metavar="DIR",
-        help="directory of the training runs (default: %(default)s)",
-    )
-    parser.set_defaults(out=ROOT / "docs" / "results" / "attention.json")
-    arguments = read_arguments(parser, argv)
+def _measure(arguments: Namespace) -> dict[str, Any]:
+    if arguments.phase == "train":
+        return train(arguments.runs, arguments.seeds)
+    return speed(arguments.runs, arguments.seeds[0], arguments.rounds, arguments.threads)
 
-    def measure() -> dict[str, Any]:
-        if arguments.phase == "train":
-            return train(arguments.runs, arguments.seeds)
-        return speed(arguments.runs, arguments.seeds[0], arguments.rounds, arguments.threads)
 
-    return run_benchmark(parser, arguments, measure, part=arguments.phase)
+_OPTIONS = {
+    "phase": (str, "train the mechanisms, or measure their speed", ("train", "speed")),
+    "seeds": ([1], "training seeds; `speed` uses the first"),
+    "rounds": (7, "repeats of each measurement of `speed`"),
+    "threads": (1, "CPU threads of `speed`"),
+    "runs": (Path("runs/attention"), "directory of the training runs"),
+    "out": (ROOT / "docs" / "results" / "attention.json", "JSON output file"),
+}
+# Each phase replaces its field of the JSON file.
+main = partial(run_program, "loadtest.inprocess.bench_attention", __doc__, _OPTIONS, _measure, part="phase")
 
 
 if __name__ == "__main__":

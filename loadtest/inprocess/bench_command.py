@@ -1,11 +1,12 @@
 """Command `kvasir bench`: read the arguments, then load torch and measure the engine in this process."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from loadtest.measurement.benchmark_program import read_arguments, run_benchmark
+from loadtest.measurement.benchmark_program import EPILOG, add_options, read_arguments, run_benchmark
 from loadtest.measurement.model_shapes import SHAPE_SIZES, shape_config
 from service.config.flags import HELP_FORMATTER
 from service.config.settings import ModelSettings, SettingsError, read_settings
@@ -28,14 +29,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint}\n")
 
 
-def _parser() -> _Parser:
+def _parser(*, is_quick: bool) -> _Parser:
     parser = _Parser(
         prog="kvasir bench",
         usage="kvasir bench [flags] [-- settings]",
         allow_abbrev=False,
         formatter_class=HELP_FORMATTER,
         description="Measure the engine in this process, without a service, by batch size, context and prompt length.",
-        epilog="Arguments after -- are settings of `kvasir serve`, for example: -- --threads 1 --dtype bfloat16",
+        epilog=EPILOG,
     )
     model = parser.add_mutually_exclusive_group()
     text = "checkpoint directory (default: checkpoints/kvasir-9m in the working directory, else beside the package)"
@@ -46,23 +47,8 @@ def _parser() -> _Parser:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON output file, with the value of every repeat")
     text = "change the defaults to batch 1 and 16, context 128, one prompt length, 16 steps, 3 repeats"
     parser.add_argument("--quick", action="store_true", help=text)
-    for name, (text, usual, _) in _OPTIONS.items():
-        values = " ".join(map(str, usual)) if isinstance(usual, list) else usual
-        parser.add_argument(
-            "--" + name.replace("_", "-"),
-            type=_positive,
-            nargs="+" if isinstance(usual, list) else None,
-            metavar="N",
-            help=f"{text} (default: {values})",
-        )
+    add_options(parser, {name: (quick if is_quick else usual, text) for name, (text, usual, quick) in _OPTIONS.items()})
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("each number must be at least 1")
-    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,12 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     `arguments.usual` holds the options without a given value: default lengths that do not fit the model are left out.
     """
-    parser = _parser()
-    arguments = read_arguments(parser, argv)
-    arguments.usual = {name for name in _OPTIONS if getattr(arguments, name) is None}
-    for name in arguments.usual:
-        _, usual, quick = _OPTIONS[name]
-        setattr(arguments, name, quick if arguments.quick else usual)
+    given = sys.argv[1:] if argv is None else argv
+    parser = _parser(is_quick="--quick" in given)
+    arguments = read_arguments(parser, given)
+    arguments.usual = {name for name in _OPTIONS if getattr(arguments, name) is parser.get_default(name)}
+    for name in _OPTIONS:
+        value = getattr(arguments, name)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            parser.error(f"--{name.replace('_', '-')}: each number must be at least 1")
     if arguments.steps < 2:
         parser.error("--steps must be at least 2")
     # For a shape, the checkpoint is a placeholder until the model is written.

@@ -15,14 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest.client.workload import tales
-from loadtest.inprocess.closed_loop import EngineRun, greedy, run_closed
-from loadtest.inprocess.engine import InProcess
+from loadtest.inprocess.engine import EngineRun, InProcess
 from loadtest.measurement.benchmark_program import show
+from loadtest.measurement.figures import Column, ratio_spread, spread, table
 from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.roofline import WEIGHT_BYTES, Machine, Roofline, Work, WorkFormula
-from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.measurement.tables import Column, table
 from service.config.settings import ModelSettings
 
 _PROMPT_TOKENS_PER_REPEAT = 256  # several short prompts are averaged
@@ -42,20 +39,6 @@ PROMPT_COLUMNS = (
     Column("GFLOP", "flops", ".2f", 1e-9),
     Column("share of the roofline", "of_the_roofline", ".2f"),
 )
-
-
-class Prompts:
-    """Prompts of an exact number of tokens, cut from Grimm's tales. No two share their first KV-cache block."""
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
-        self._starts = itertools.count()
-
-    def next(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the next prompt, which starts 7,919 tokens (a prime) after the start of the previous prompt."""
-        count = len(self._token_ids)
-        start = next(self._starts) * 7919 % count
-        return tuple(self._token_ids[(start + offset) % count] for offset in range(num_tokens))
 
 
 @dataclass(slots=True)
@@ -92,16 +75,14 @@ class Sweep:
     """Runner of timed decode steps and timed prefills on one engine in this process."""
 
     def __init__(self, contestant: InProcess) -> None:
-        self._engine = contestant.engine
-        self._prompts = Prompts(contestant.token_ids(tales()))
-        self._held: list[tuple[int, ...]] = []  # prompts from which the sequences of a batch begin
-        self._uids = (f"bench-{number}" for number in itertools.count())
+        self._contestant = contestant
+        self._held: list[list[int]] = []  # prompts from which the sequences of a batch begin
 
     def warm_up(self, points: Sequence[Point]) -> None:
         """Run a few steps of every decode point: first runs are slower, and the prefix cache gets the prompts."""
         decode = [point for point in points if point.batch_size]
         longest = max(point.prompt_tokens for point in decode)
-        self._held = [self._prompts.next(longest) for _ in range(max(point.batch_size for point in decode))]
+        self._held = [self._contestant.random_prompt(longest) for _ in range(max(point.batch_size for point in decode))]
         for point in sorted(decode, key=lambda point: (point.prompt_tokens, point.batch_size), reverse=True):
             self._decode(point, 4)
 
@@ -111,15 +92,14 @@ class Sweep:
             seconds = self._decode(point, point.output_tokens).full_step_seconds
         else:
             count = max(1, _PROMPT_TOKENS_PER_REPEAT // point.prompt_tokens)
-            submits = [greedy(next(self._uids), self._prompts.next(point.prompt_tokens), 1) for _ in range(count)]
-            seconds = sum(run_closed(self._engine, [each], num_streams=1).ttft_seconds[0] for each in submits) / count
+            prompts = [self._contestant.random_prompt(point.prompt_tokens) for _ in range(count)]
+            seconds = sum(self._contestant.complete([prompt], 1).ttft_seconds[0] for prompt in prompts) / count
         point.seconds.append(seconds)
         point.bounds.append(point.work.bound_seconds(machine))
 
     def _decode(self, point: Point, output_tokens: int) -> EngineRun:
         prompts = [prompt[: point.prompt_tokens] for prompt in self._held[: point.batch_size]]
-        submits = [greedy(next(self._uids), prompt, output_tokens) for prompt in prompts]
-        return run_closed(self._engine, submits, num_streams=len(prompts))
+        return self._contestant.complete(prompts, output_tokens)
 
 
 def make_points(
@@ -165,7 +145,7 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
     facts = contestant.facts
     kv_value_bytes = int(WEIGHT_BYTES[facts["kv_cache_dtype"]])
     formula = WorkFormula(contestant.manifest.config, facts["weights"], kv_value_bytes)
-    points = make_points(arguments, settings, formula, contestant.max_context_tokens)
+    points = make_points(arguments, settings, formula, contestant.manifest.config.max_context_length)
     sweep, roofline, machines = Sweep(contestant), Roofline(facts["weights"], facts["device"]), []
     show("warm-up")
     sweep.warm_up(points)

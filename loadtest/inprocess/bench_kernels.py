@@ -9,24 +9,16 @@ memory, as between two steps of a model. Both kernels and a plain read of memory
 import argparse
 import ctypes
 import itertools
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from loadtest.measurement.benchmark_program import (
-    MeasurementFailed,
-    benchmark_parser,
-    read_arguments,
-    run_benchmark,
-    show,
-)
+from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
+from loadtest.measurement.figures import Column, ratio_spread, spread, table
 from loadtest.measurement.model_shapes import SHAPE_SIZES, shape_config
-from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.measurement.tables import Column, table
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionForm, AttentionMetadata
@@ -137,19 +129,16 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"kind": "kernels", "level": library.level, "threads": arguments.threads, "rows": rows}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return the exit code: 0; 1 if the native kernels cannot be loaded."""
-    parser = benchmark_parser("loadtest.inprocess.bench_kernels", "Measure the native decode attention kernel.")
-    add = parser.add_argument
-    add("--shape", nargs="+", choices=SHAPE_SIZES, default=["S", "M"])
-    add("--dtype", nargs="+", choices=_DTYPES, default=["bfloat16"])
-    add("--batch", nargs="+", type=int, default=[1, 4, 16, 64])
-    add("--context", nargs="+", type=int, default=[128, 512, 1024])
-    add("--threads", type=int, default=torch.get_num_threads())
-    add("--repeats", type=int, default=5)
-    arguments = read_arguments(parser, argv)
-    return run_benchmark(parser, arguments, lambda: _run(arguments), prints_json=False)
+_OPTIONS = {
+    "shape": (["S", "M"], "model shapes", SHAPE_SIZES),
+    "dtype": (["bfloat16"], "dtypes of the KV-cache", _DTYPES),
+    "batch": ([1, 4, 16, 64], "batch sizes, in sequences"),
+    "context": ([128, 512, 1024], "context lengths, in tokens"),
+    "threads": (torch.get_num_threads(), "CPU threads"),
+    "repeats": (5, "repeats of each measurement"),
+}
+main = partial(run_program, "loadtest.inprocess.bench_kernels", __doc__, _OPTIONS, _run, prints_json=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

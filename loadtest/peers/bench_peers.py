@@ -22,16 +22,14 @@ from typing import Any, Final
 
 import torch
 
-from loadtest.measurement.benchmark_program import MeasurementFailed, benchmark_parser, read_arguments, show
+from loadtest.measurement.benchmark_program import QUIET_CORES, ForeignWork, MeasurementFailed, run_program, show
+from loadtest.measurement.figures import ratio_spread, spread
 from loadtest.measurement.model_shapes import SHAPE_SIZES
-from loadtest.measurement.provenance import ForeignWork, measure_other_work, provenance, write_result
 from loadtest.measurement.roofline import Roofline
-from loadtest.measurement.spread import ratio_spread, spread
 from loadtest.peers import engines
 from loadtest.peers.engines import OURS, PEERS, Cell, DriverProcess, Peer, PeerFiles, PeerServer, install
 
 # A pair is disturbed if other processes used more cores, or if a processor probe was below this share of the usual.
-QUIET_CORES: Final = 0.2
 STEADY_SHARE: Final = 0.85
 
 
@@ -93,13 +91,11 @@ class PairStore:
         return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
 
     def _summary(self, pairs: Sequence[ComparedPair]) -> dict[str, Any]:
-        def disturbance(pair: ComparedPair) -> tuple[bool, float]:
-            return self._speed_share(pair) < STEADY_SHARE, pair.other_work_cores
-
         measured = [pair for pair in pairs if pair.error is None]
         if not measured:
             return {"error": pairs[-1].error}
-        best = {pair.round: pair for pair in sorted(measured, key=disturbance, reverse=True)}
+        measured.sort(key=lambda pair: (self._speed_share(pair) < STEADY_SHARE, pair.other_work_cores), reverse=True)
+        best = {pair.round: pair for pair in measured}
         chosen = [best[number] for number in sorted(best)]
         ours, theirs = [pair.ours for pair in chosen], [pair.theirs for pair in chosen]
         return {
@@ -140,14 +136,13 @@ class Comparison:
 
     def run(self, cells: Sequence[Cell], peers: Sequence[Peer], num_rounds: int) -> None:
         """Measure the pairs of all cells, peers and rounds that are not stored yet, and stop the engines at the end."""
-        try:
-            for _, group in itertools.groupby(cells, key=lambda cell: (cell.shape, cell.precision)):
+        for _, group in itertools.groupby(cells, key=lambda cell: (cell.shape, cell.precision)):
+            try:
                 for number, cell, peer in itertools.product(range(num_rounds), list(group), peers):
                     if peer.supports(cell) and not self._kept.has(cell, peer.name, number):
                         self._kept.add(self._pair(cell, peer, number))
+            finally:
                 self._stop_all()
-        finally:
-            self._stop_all()
 
     def _pair(self, cell: Cell, peer: Peer, number: int) -> ComparedPair:
         """Measure Kvasir and a peer with the same new prompts. The engine that goes first alternates between rounds."""
@@ -202,8 +197,7 @@ class Comparison:
             raise
 
     def _prompts(self, cell: Cell, pair: str) -> list[list[int]]:
-        seed = int.from_bytes(f"{cell.key} {pair}".encode(), "big")
-        return engines.random_prompts(cell, SHAPE_SIZES[cell.shape]["vocab_size"], seed)
+        return engines.random_prompts(cell, SHAPE_SIZES[cell.shape]["vocab_size"], f"{cell.key} {pair}")
 
     def _stop_all(self) -> None:
         while self._running:
@@ -212,44 +206,14 @@ class Comparison:
 
 
 def _pins(environment: str) -> list[str]:
-    lines = [
-        line for path in sorted(engines.PINS.glob(f"{environment}*.txt")) for line in path.read_text().splitlines()
-    ]
-    return [line for line in lines if line and not line.startswith("#")]
+    texts = (path.read_text() for path in sorted(engines.PINS.glob(f"{environment}*.txt")))
+    return [line for text in texts for line in text.splitlines() if not line.startswith("#")]
 
 
-def _arguments(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = benchmark_parser(
-        "loadtest.peers.bench_peers",
-        "Compare Kvasir's engine and service with other engines on the same model, in one run.",
-    )
-    add = parser.add_argument
-    names = [peer.name for peer in PEERS]
-    shapes, precisions = ["qwen3-0.6b", "llama-3.2-1b"], ["bfloat16", "int8"]
-    text = f"model shapes (default: {' '.join(shapes)})"
-    add("--shapes", nargs="+", choices=SHAPE_SIZES, default=shapes, metavar="NAME", help=text)
-    text = f"precisions (default: {' '.join(precisions)}); `{engines.DEFAULTS}`: bfloat16, and servers without flags"
-    add("--precisions", nargs="+", choices=(*engines.PRECISIONS, engines.DEFAULTS), default=precisions, help=text)
-    for name, values in (("streams", engines.STREAMS), ("contexts", engines.CONTEXTS)):
-        text = f"measure only these {name} (default: all)"
-        add(f"--{name}", nargs="+", type=int, choices=values, default=list(values), help=text)
-    add("--kinds", nargs="+", choices=engines.KINDS, default=list(engines.KINDS), help="kinds of work (default: all)")
-    text = f"peers (default: all): {', '.join(names)}"
-    add("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=text)
-    add("--rounds", type=int, default=3, metavar="N", help="measurements of each pair (default: 3)")
-    text = "CPU threads per engine (default: one per core)"
-    add("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help=text)
-    text = "directory of environments, models and stored pairs"
-    add("--directory", type=Path, default=engines.ROOT / ".venv-peers", metavar="DIR", help=text)
-    arguments = read_arguments(parser, argv)
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Install the peers and compare. After an interruption, return what was measured."""
     if min(arguments.rounds, arguments.threads) < 1:
-        parser.error("--rounds and --threads must be at least 1")
-    return parser, arguments
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Install the peers, compare, write JSON. Return the exit code: 0; 1 after an interruption, also with JSON."""
-    parser, arguments = _arguments(argv)
+        raise ValueError("--rounds and --threads must be at least 1")
     files, peers = PeerFiles(arguments.directory), [peer for peer in PEERS if peer.name in arguments.peers]
     unavailable = {}
     for peer in peers:
@@ -257,7 +221,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             install(files, peer.environment)
         except MeasurementFailed as error:
             unavailable[peer.name] = str(error)
-    facts = provenance(parser.prog, arguments.given) | {"other_work_cores": measure_other_work(parser.prog)}
     cells = [
         cell
         for cell in engines.make_cells(arguments.shapes, arguments.precisions, arguments.kinds)
@@ -265,30 +228,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     kept = PairStore(files.directory / "progress.jsonl")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    code = 0
+    is_interrupted = False
     try:
         available = [peer for peer in peers if peer.name not in unavailable]
         Comparison(files, arguments.threads, kept).run(cells, available, arguments.rounds)
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; repeat the command to continue", file=sys.stderr)
-        code = 1
-    result = {
+        print("interrupted; repeat the command to continue", file=sys.stderr)
+        is_interrupted = True
+    return {
         "kind": "peers",
+        "interrupted": is_interrupted,
         "took_seconds": round(sum(pair.seconds for pair in kept.pairs), 1),
         "settings": {"threads": arguments.threads, "rounds": arguments.rounds},
         "shapes": {shape: SHAPE_SIZES[shape] for shape in arguments.shapes},
         "peers": {
-            peer.name: {
-                "note": peer.note,
-                "pins": _pins(peer.environment),
-                "unavailable": unavailable.get(peer.name),
-            }
+            peer.name: {"note": peer.note, "pins": _pins(peer.environment), "unavailable": unavailable.get(peer.name)}
             for peer in peers
         },
         "cells": list(kept.summarize(cells, arguments.peers)),
     }
-    write_result(facts | result, arguments.out)
-    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Return the exit code: 0; 1 after an interruption, also with JSON."""
+    names = [peer.name for peer in PEERS]
+    options = {
+        "shapes": (["qwen3-0.6b", "llama-3.2-1b"], "model shapes", SHAPE_SIZES),
+        "precisions": (
+            ["bfloat16", "int8"],
+            f"precisions; `{engines.DEFAULTS}`: bfloat16, and servers without flags",
+            engines.PRECISIONS,
+        ),
+        "streams": (list(engines.STREAMS), "measure only these streams", engines.STREAMS),
+        "contexts": (list(engines.CONTEXTS), "measure only these contexts", engines.CONTEXTS),
+        "kinds": (list(engines.KINDS), "kinds of work", engines.KINDS),
+        "peers": (names, "compared engines", names),
+        "rounds": (3, "measurements of each pair"),
+        "threads": (os.cpu_count() or 1, "CPU threads per engine"),
+        "directory": (engines.ROOT / ".venv-peers", "directory of environments, models and stored pairs"),
+    }
+    return run_program("loadtest.peers.bench_peers", __doc__, options, _measure, argv)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from loadtest.client.workload import LoadRequest
+from loadtest.client.workload import LoadRequest, random_prompt
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.model_shapes import shape_config, write_random_checkpoint
 from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, kvasir_serve
@@ -31,22 +32,28 @@ DEFAULTS: Final = "defaults"  # used as a precision: both servers started withou
 
 
 class Format(NamedTuple):
-    """Weights of one precision in each engine: Kvasir's flags, llama.cpp's file type, OpenVINO's format and hint."""
+    """Weights of one precision: Kvasir's flags, llama.cpp's file type, OpenVINO's hint and export flags.
+
+    openvino: None if OpenVINO is not measured.
+    """
 
     flags: tuple[str, ...]
     gguf: str
-    openvino: tuple[str, str] | None  # None: OpenVINO is not measured
+    openvino: tuple[str, str] | None = None
 
 
+_INT4 = ("--dtype", "bfloat16", "--quantize", "int4")
 # All engines read or quantize the same bfloat16 weights.
 _FORMATS: Final = {
-    "bfloat16": Format(("--dtype", "bfloat16"), "BF16", ("fp32", "bf16")),
+    "bfloat16": Format(("--dtype", "bfloat16"), "BF16", ("bf16", "fp32")),
     # A float32 hint: OpenVINO then rounds activations to int8.
-    "int8": Format(("--dtype", "bfloat16", "--quantize", "int8"), "Q8_0", ("int8", "f32")),
-    "float32": Format(("--dtype", "float32", "--kv-cache-dtype", "float16"), "F32", ("fp32", "f32")),
-    DEFAULTS: Format((), "BF16", None),
+    "int8": Format(("--dtype", "bfloat16", "--quantize", "int8"), "Q8_0", ("f32", "int8")),
+    "int4": Format(_INT4, "Q4_0", ("f32", "int4 --sym --group-size 128 --group-size-fallback adjust --all-layers")),
+    "q4_k_m": Format(_INT4, "Q4_K_M"),
+    "float32": Format(("--dtype", "float32", "--kv-cache-dtype", "float16"), "F32", ("f32", "fp32")),
+    DEFAULTS: Format((), "BF16"),
 }
-PRECISIONS: Final = tuple(name for name in _FORMATS if name != DEFAULTS)
+PRECISIONS: Final = tuple(_FORMATS)
 STREAMS, CONTEXTS = (1, 4, 16, 64), (128, 1024, 4096)
 PROMPT_TOKENS: Final = 64
 # Kind, streams, tokens of a prompt, tokens of a completion. A context is the mean length while a completion grows.
@@ -66,7 +73,6 @@ _MAX_SLOW_REQUESTS = 64  # for a server without flags
 _DRIVERS = "loadtest.peers.drivers"
 _SLOT_TOKENS, _MAX_STREAMS = 256, 64  # llama-server's slots; each holds a prompt and its completion
 _REQUEST_SECONDS = 900.0  # llama-server without flags runs four requests at a time: of 64, some wait for minutes
-_STOP_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +137,15 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
     return [cell for cell in cells if cell.kind in kinds and _fits(cell)]
 
 
-def random_prompts(cell: Cell, vocab_size: int, seed: int) -> list[list[int]]:
-    """Return prompts of random token ids, so that no engine finds a prefix in a cache.
+def _largest_cache(cell: Cell) -> int:
+    """Return the bytes of the KV-cache of the largest cell with this model: an engine starts once for all of them."""
+    return max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
 
-    The vocabulary's last id is left out, because it may end a text.
-    """
+
+def random_prompts(cell: Cell, vocab_size: int, seed: int | str) -> list[list[int]]:
+    """Return the random prompts of one measurement of a cell."""
     rng = random.Random(seed)
-    return [[rng.randrange(vocab_size - 1) for _ in range(cell.prompt_tokens)] for _ in range(cell.num_prompts)]
+    return [random_prompt(rng, vocab_size, cell.prompt_tokens) for _ in range(cell.num_prompts)]
 
 
 def run(command: Sequence[str]) -> None:
@@ -183,8 +191,7 @@ def _write_our_model(files: PeerFiles, cell: Cell) -> None:
 
 def _our_settings(cell: Cell, threads: int) -> list[str]:
     """Return Kvasir's flags: precision, threads, KV-cache for the largest cell, with 2-byte values like the peers."""
-    largest = max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
-    memory = str(-(-largest * 11 // 10 // 2**20))  # a tenth more, because sequences end within a block
+    memory = str(-(-_largest_cache(cell) * 11 // 10 // 2**20))  # a tenth more, because sequences end within a block
     return [*_FORMATS[cell.precision].flags, "--threads", str(threads), "--kv-cache-memory", memory]
 
 
@@ -209,7 +216,9 @@ def _write_llama_model(files: PeerFiles, cell: Cell) -> None:
         convert = [files.program("llama_cpp"), "-m", f"{_DRIVERS}.llama_cpp_model"]
         run([*convert, str(files.model(cell, "hugging_face")), str(whole), "BF16"])
     if not out.is_file():
-        run([files.program("llama_cpp", "llama-quantize"), str(whole), str(out), _FORMATS[cell.precision].gguf, "1"])
+        gguf = _FORMATS[cell.precision].gguf
+        pure = [] if gguf.endswith("_M") else ["--pure"]  # otherwise some matrices get more bits
+        run([files.program("llama_cpp", "llama-quantize"), *pure, str(whole), str(out), gguf, "1"])
 
 
 def _llama_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
@@ -218,42 +227,33 @@ def _llama_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
 
 
 def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    command = [
-        files.program("llama_cpp", "llama-server"),
-        "-m",
-        str(_llama_weights(files, cell)),
-        "--host",
-        "127.0.0.1",
-    ]
+    server, weights = files.program("llama_cpp", "llama-server"), _llama_weights(files, cell)
+    command = [server, "-m", str(weights), "--host", "127.0.0.1"]
     # No prompt cache in host memory: no prompt repeats, and the copies would cost time.
     flags = ["-t", str(threads), "-tb", str(threads), "-np", str(_MAX_STREAMS), "--cache-ram", "0"]
     flags += ["-c", str(_MAX_STREAMS * _SLOT_TOKENS)]
     return command if cell.precision == DEFAULTS else command + flags
 
 
-def _openvino_format(cell: Cell) -> tuple[str, str]:
-    found = _FORMATS[cell.precision].openvino
-    assert found is not None, "the peer supports this cell"
-    return found
-
-
-def _openvino_weights(files: PeerFiles, cell: Cell) -> Path:
-    return files.model(cell, f"openvino_{_openvino_format(cell)[0]}")
+def _openvino_weights(files: PeerFiles, cell: Cell) -> tuple[Path, str, str]:
+    """Return the directory of OpenVINO's model, its precision hint and the export flags."""
+    form = _FORMATS[cell.precision].openvino
+    assert form is not None, "the peer supports this cell"
+    return files.model(cell, f"openvino_{form[1].split()[0]}"), *form
 
 
 def _write_openvino_model(files: PeerFiles, cell: Cell) -> None:
-    out = _openvino_weights(files, cell)
+    out, _, flags = _openvino_weights(files, cell)
     if not (out / "openvino_model.bin").is_file():
-        task = ["export", "openvino", "--task", "text-generation-with-past"]
-        model = ["--model", str(files.model(cell, "hugging_face")), "--weight-format", _openvino_format(cell)[0]]
-        run([files.program("openvino", "optimum-cli"), *task, *model, str(out)])
+        export = ["export", "openvino", "--task", "text-generation-with-past", "--weight-format", *flags.split()]
+        model = ["--model", str(files.model(cell, "hugging_face")), str(out)]
+        run([files.program("openvino", "optimum-cli"), *export, *model])
 
 
 def _openvino_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    driver = [files.program("openvino"), "-m", f"{_DRIVERS}.openvino_engine"]
-    largest = max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
-    weights, hint = _openvino_weights(files, cell), _openvino_format(cell)[1]
-    return [*driver, str(weights), hint, str(threads), str(1 + largest // 2**30)]
+    out, hint, _ = _openvino_weights(files, cell)
+    driver = [files.program("openvino"), "-m", f"{_DRIVERS}.openvino_engine", str(out), hint]
+    return [*driver, str(threads), str(1 + _largest_cache(cell) // 2**30)]
 
 
 Command = Callable[[PeerFiles, Cell, int], list[str]]
@@ -270,7 +270,7 @@ class Peer:
 
     name: str
     environment: str
-    precisions: tuple[str, ...]
+    precisions: tuple[str, ...] = PRECISIONS
     write_model: Callable[[PeerFiles, Cell], None]
     engine: Command
     server: Command | None = None
@@ -285,7 +285,6 @@ class Peer:
 OURS: Final = Peer(
     name="ours",
     environment="",
-    precisions=tuple(_FORMATS),
     write_model=_write_our_model,
     engine=_our_engine,
     server=_our_server,
@@ -296,11 +295,10 @@ PEERS: Final = (
     Peer(
         name="llama.cpp",
         environment="llama_cpp",
-        precisions=tuple(_FORMATS),
         write_model=_write_llama_model,
         engine=_llama_engine,
         server=_llama_server,
-        note="llama-batched-bench, which samples no tokens; llama-server with 64 slots; Q8_0 for int8; "
+        note="llama-batched-bench, which samples no tokens; llama-server with 64 slots; Q8_0 for int8, Q4_0 for int4; "
         "KV-cache float16; defaults: llama-server without flags, a bfloat16 file",
     ),
     Peer(
@@ -310,14 +308,14 @@ PEERS: Final = (
         write_model=_write_openvino_model,
         engine=_openvino_engine,
         variables={"HF_HUB_OFFLINE": "1"},  # the model is a local directory
-        note="ContinuousBatchingPipeline, 512 tokens per step; int8 weights per channel, "
-        "activations quantized by OpenVINO; KV-cache float16, with int8 weights int8",
+        note="ContinuousBatchingPipeline, 512 tokens per step; int8 weights per channel, int4 in groups of 128; "
+        "activations quantized by OpenVINO; KV-cache float16, with quantized weights int8",
     ),
 )
 
 
 class DriverProcess:
-    """Engine in a child process that runs a driver. Raises MeasurementFailed if the driver does not start."""
+    """Engine in a child process that runs a driver. Raises MeasurementFailed if the program is missing."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         # Errors quote the last line of standard error.
@@ -330,19 +328,12 @@ class DriverProcess:
         except OSError as error:
             self._log.close()
             raise MeasurementFailed(f"cannot run {command[0]}: {error.strerror}") from error
-        try:
-            self._read()
-        except MeasurementFailed:
-            self.close()
-            raise
 
     def measure(self, cell: Cell, prompts: list[list[int]]) -> dict[str, Any]:
         """Run all prompts at once and return tokens/s and times. Raises MeasurementFailed if the engine fails."""
-        try:
+        with suppress(BrokenPipeError):  # the read below reports the engine's last line
             line = json.dumps({"prompts": prompts, "output_tokens": cell.output_tokens})
             print(line, file=self.child.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # the read below reports the engine's last line
         wave = self._read()
         if "error" in wave:
             raise MeasurementFailed(wave["error"])
@@ -353,12 +344,8 @@ class DriverProcess:
 
     def close(self) -> None:
         """Stop the engine's process."""
-        self.child.terminate()
-        try:
-            self.child.communicate(timeout=_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
-            self.child.communicate()
+        self.child.kill()
+        self.child.communicate()
         self._log.close()
 
     def _read(self) -> dict[str, Any]:
@@ -391,13 +378,8 @@ class PeerServer:
         ]
         run = complete_all(self._service.target, requests, num_streams=cell.streams, timeout_seconds=_REQUEST_SECONDS)
         ttfts = [outcome.ttft_seconds for outcome in run.outcomes if outcome.ttft_seconds is not None]
-        p50, p99 = (1e3 * float(np.percentile(ttfts, share)) for share in (50, 99))
-        return {
-            "tokens_per_second": run.tokens_per_second,
-            "ttft_p50_ms": p50,
-            "ttft_p99_ms": p99,
-            "client_cpu_share": run.client_cpu_share,
-        }
+        latencies = {f"ttft_p{share}_ms": 1e3 * float(np.percentile(ttfts, share)) for share in (50, 99)}
+        return {"tokens_per_second": run.tokens_per_second, "client_cpu_share": run.client_cpu_share} | latencies
 
     def close(self) -> None:
         """Stop the server's processes."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from loadtest.client.outcome import LoadRun
 from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import show
-from loadtest.measurement.spread import spread
-from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds, run_scenario
+from loadtest.measurement.benchmark_program import run_program, show
+from loadtest.measurement.figures import spread
+from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds
 from service.config.settings import ServeSettings, read_settings
 from service.ipc.messages import Finish, FinishReason, StepStats, Submit, TokenDelta
 from service.server import build_server
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "output-tokens": (200, "number of tokens in a completion"),
         "repeats": (3, "repeats of each measurement"),
     }
-    return run_scenario("bench_frontend", "Measure the API process's CPU time per token.", options, measure, given)
+    return run_program("loadtest.scenarios.bench_frontend", __doc__, options, measure, given)
 
 
 if __name__ == "__main__":

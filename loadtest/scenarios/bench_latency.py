@@ -8,19 +8,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gevent
 import numpy as np
 
-from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import CompletionClient, CompletionReader, Target
-from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import MeasurementFailed, show
+from loadtest.client.workload import LoadRequest, random_prompt
+from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
+from loadtest.measurement.figures import ratio_spread, spread
 from loadtest.measurement.model_shapes import write_random_checkpoint
-from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_scenario
+from loadtest.scenarios.service_benchmark import ServiceProcess, check_success, kvasir_serve
 from model.checkpoint.manifest import read_manifest
 from service.config.settings import ModelSettings
 
@@ -78,8 +78,7 @@ def measure(
     client = CompletionClient(target, timeout_seconds=3600)
 
     def request(num_tokens: int, max_tokens: int) -> LoadRequest:
-        # Random ids, which no cache holds. The vocabulary's last id is left out: it may end a text.
-        prompt = [rng.randrange(vocab_size - 1) for _ in range(num_tokens)]
+        prompt = random_prompt(rng, vocab_size, num_tokens)
         own_seed = rng.randrange(2**31)
         return LoadRequest(index=0, prompt=prompt, max_tokens=max_tokens, seed=own_seed, return_token_ids=True)
 
@@ -97,10 +96,7 @@ def measure(
             began = time.perf_counter()
             gevent.sleep(_QUIET_SECONDS * rng.uniform(1.0, 1.5))
             arrival = client.complete(request(prompt_tokens, 1))
-            if arrival.ending is not Ending.OK:
-                raise MeasurementFailed(
-                    f"the request of a measured prompt failed ({arrival.ending.value}): {arrival.detail}"
-                )
+            check_success([arrival])
             gevent.sleep(_QUIET_SECONDS)  # lets gaps that began before the first token end
             sent, first = arrival.sent_seconds, arrival.chunk_seconds[0]
             gaps = gaps_within(times, began, sent), gaps_within(times, sent, first)
@@ -145,21 +141,17 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"kind": "latency", "shape": _SHAPE, "serve": arguments.serve} | parts
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
-    options = {
-        "short-streams": (63, "streams that decode while a short prompt arrives"),
-        "short-arrivals": (12, "number of short prompts"),
-        "long-streams": (16, "streams that decode while a long prompt arrives"),
-        "arrivals": (3, "number of long prompts per value of a flag"),
-        "prompt-tokens": (4096, "number of tokens in a long prompt"),
-        "seed": (0, "seed of prompts and arrival times"),
-        "budgets": ([64, 128, 256, 512, 1024], "values of --max-batched-tokens, each above --long-streams"),
-        "slowdowns": ([_DEFAULT_SLOWDOWN], f"values of --prompt-slowdown, with --max-batched-tokens {_DEFAULT_BUDGET}"),
-    }
-    return run_scenario(
-        "bench_latency", "Measure latency while prompts arrive among streams.", options, measure_all, argv
-    )
+_OPTIONS = {
+    "short-streams": (63, "streams that decode while a short prompt arrives"),
+    "short-arrivals": (12, "number of short prompts"),
+    "long-streams": (16, "streams that decode while a long prompt arrives"),
+    "arrivals": (3, "number of long prompts per value of a flag"),
+    "prompt-tokens": (4096, "number of tokens in a long prompt"),
+    "seed": (0, "seed of prompts and arrival times"),
+    "budgets": ([64, 128, 256, 512, 1024], "values of --max-batched-tokens, each above --long-streams"),
+    "slowdowns": ([_DEFAULT_SLOWDOWN], f"values of --prompt-slowdown, with --max-batched-tokens {_DEFAULT_BUDGET}"),
+}
+main = partial(run_program, "loadtest.scenarios.bench_latency", __doc__, _OPTIONS, measure_all)
 
 
 if __name__ == "__main__":

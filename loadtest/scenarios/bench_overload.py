@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ from loadtest.client.outcome import LoadRun
 from loadtest.client.report import Slo, summarize
 from loadtest.client.sse_client import CompletionClient, discover
 from loadtest.client.workload import WorkloadKind, WorkloadSpec, arrivals
-from loadtest.measurement.benchmark_program import MeasurementFailed, show
-from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, run_open, run_scenario
-from service.config.settings import ServeSettings, read_settings
+from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
+from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, run_open, serve_settings
 
 # Number of memory samples, one per second, that do not count, because caches and pools still fill.
 _MEMORY_SETTLES = 20
@@ -44,11 +44,9 @@ def watch_memory(service: ServiceProcess, seconds: float) -> dict[str, Any]:
         for part, processes in parts.items():
             samples[part].append((now, sum(process.memory_info().rss for process in processes) / 2**20))
         gevent.sleep(1.0)
-    figures = {}
-    for part, values in samples.items():
-        growth = growth_per_minute(values[_MEMORY_SETTLES:] or values)
-        figures[part] = {"last_mib": round(values[-1][1], 1), "growth_mib_per_minute": round(growth, 3)}
-    return figures
+    growth = {part: growth_per_minute(values[_MEMORY_SETTLES:] or values) for part, values in samples.items()}
+    last = {part: round(values[-1][1], 1) for part, values in samples.items()}
+    return {part: {"last_mib": last[part], "growth_mib_per_minute": round(growth[part], 3)} for part in parts}
 
 
 def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
@@ -144,8 +142,7 @@ def measure_loads(
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all loads on a service with two API keys. The clients use one processor, and the service all others."""
-    flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
-    num_slots = read_settings(ServeSettings, flags, command="serve", summary="").max_num_running
+    num_slots = serve_settings(arguments).max_num_running
     cores = sorted(os.sched_getaffinity(0))
     flood, polite = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
@@ -163,19 +160,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"kind": "overload", "serve": arguments.serve} | figures
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
-    options = {
-        "checkpoint": (Path, "checkpoint directory"),
-        "seconds": (300.0, "seconds of overload"),
-        "times": (4.0, "request rate of the overload, as a multiple of the rate at saturation"),
-        "saturation-seconds": (60.0, "seconds of each of the two saturation loads"),
-        "settle-seconds": (5.0, "seconds at the start of each load that do not count"),
-        "prompt-tokens": (64, "approximate number of tokens in a prompt"),
-        "output-tokens": (64, "number of tokens in a completion"),
-        "seed": (0, "seed of the requests and of their arrival times"),
-    }
-    return run_scenario("bench_overload", "Send a service more requests than it can serve.", options, measure, argv)
+_OPTIONS = {
+    "checkpoint": (Path, "checkpoint directory"),
+    "seconds": (300.0, "seconds of overload"),
+    "times": (4.0, "request rate of the overload, as a multiple of the rate at saturation"),
+    "saturation-seconds": (60.0, "seconds of each of the two saturation loads"),
+    "settle-seconds": (5.0, "seconds at the start of each load that do not count"),
+    "prompt-tokens": (64, "approximate number of tokens in a prompt"),
+    "output-tokens": (64, "number of tokens in a completion"),
+    "seed": (0, "seed of the requests and of their arrival times"),
+}
+main = partial(run_program, "loadtest.scenarios.bench_overload", __doc__, _OPTIONS, measure)
 
 
 if __name__ == "__main__":

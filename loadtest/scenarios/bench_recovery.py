@@ -4,17 +4,18 @@ import argparse
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gevent
 
-from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.outcome import Outcome
 from loadtest.client.sse_client import CompletionClient, CompletionReader
 from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import MeasurementFailed, show
-from loadtest.measurement.spread import spread
-from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_scenario
+from loadtest.measurement.benchmark_program import run_program, show
+from loadtest.measurement.figures import spread
+from loadtest.scenarios.service_benchmark import ServiceProcess, check_success, kvasir_serve
 
 # Time for processes that start after the service is ready, such as a standby worker.
 _SETTLE_SECONDS = 4.0
@@ -40,9 +41,7 @@ def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool
         worker.kill()
     outcomes = [stream.get() for stream in streams]
     client.close()
-    for outcome in outcomes:
-        if outcome.ending is not Ending.OK:
-            raise MeasurementFailed(f"stream {outcome.index} failed with {outcome.ending.value}: {outcome.detail}")
+    check_success(outcomes)
     return outcomes, killed
 
 
@@ -90,15 +89,13 @@ def measure_both(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"kind": "recovery", "settings": [measure(arguments, flag) for flag in ("--standby", "--no-standby")]}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
-    options = {
-        "checkpoint": (Path, "checkpoint directory"),
-        "streams": ([1, 64], "concurrent streams"),
-        "output-tokens": (200, "number of tokens in a completion"),
-        "repeats": (2, "worker deaths for each number of streams"),
-    }
-    return run_scenario("bench_recovery", "Measure the pause after a worker's death.", options, measure_both, argv)
+_OPTIONS = {
+    "checkpoint": (Path, "checkpoint directory"),
+    "streams": ([1, 64], "concurrent streams"),
+    "output-tokens": (200, "number of tokens in a completion"),
+    "repeats": (2, "worker deaths for each number of streams"),
+}
+main = partial(run_program, "loadtest.scenarios.bench_recovery", __doc__, _OPTIONS, measure_both)
 
 
 if __name__ == "__main__":

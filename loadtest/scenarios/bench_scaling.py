@@ -4,7 +4,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import random
 import tempfile
 import time
 from argparse import Namespace
@@ -19,17 +18,15 @@ import psutil
 import torch
 
 from loadtest.inprocess import bench_engine
-from loadtest.inprocess.closed_loop import EngineRun, greedy, run_closed
-from loadtest.inprocess.engine import InProcess
-from loadtest.measurement.benchmark_program import show
+from loadtest.inprocess.engine import EngineRun, InProcess
+from loadtest.measurement.benchmark_program import run_program, show
+from loadtest.measurement.figures import ratio_spread, spread, value_at
 from loadtest.measurement.model_shapes import write_random_checkpoint
-from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.measurement.tables import value_at
 from loadtest.scenarios.bench_service import measure_start
-from loadtest.scenarios.service_benchmark import run_scenario
+from loadtest.scenarios.service_benchmark import serve_settings
 from model.attention.kv_cache import KVCache
 from model.config import ModelConfig
-from service.config.settings import ServeSettings, read_settings
+from service.config.settings import ServeSettings
 
 _BATCHES, _CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 960)
 _BATCH, _CONTEXT = 8, 256  # the batch size of the curve over contexts, the context of the curve over batch sizes
@@ -69,22 +66,17 @@ def decode_steps(settings: ServeSettings, repeats: int, batches: Sequence[int], 
 
 def cached_prefixes(contestant: InProcess, repeats: int) -> list[dict[str, Any]]:
     """Return TTFT of prompts with a cached prefix, and of uncached prompts with as many tokens as follow the prefix."""
-    rng, uids = random.Random(0), itertools.count()
-
-    def fresh(num_tokens: int) -> list[int]:
-        """Return random token ids, which are not in the prefix cache."""
-        return [rng.randrange(contestant.manifest.config.vocab_size) for _ in range(num_tokens)]
 
     def run(prompt: list[int]) -> EngineRun:
-        return run_closed(contestant.engine, [greedy(f"scaling-{next(uids)}", prompt, 1)], num_streams=1)
+        return contestant.complete([prompt], 1)
 
     pairs: dict[int, list[tuple[EngineRun, EngineRun]]] = {num_shared: [] for num_shared in _SHARED}
     for _ in range(repeats):
-        first = fresh(_PROMPT)
+        first = contestant.random_prompt(_PROMPT)
         run(first)
         for num_shared, runs in pairs.items():
             rest = _PROMPT - num_shared
-            runs.append((run(first[:num_shared] + fresh(rest)), run(fresh(rest))))
+            runs.append((run(first[:num_shared] + contestant.random_prompt(rest)), run(contestant.random_prompt(rest))))
     points = []
     for num_shared, runs in pairs.items():
         cached, alone = ([1e3 * each.ttft_seconds[0] for each in side] for side in zip(*runs, strict=True))
@@ -156,8 +148,7 @@ def measure_starts(directory: Path, repeats: int, serve: Sequence[str]) -> dict[
 
 def measure(arguments: Namespace) -> dict[str, Any]:
     """Run all measurements of scaling. Start-up times come last, because nothing else may run beside them."""
-    flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
-    settings, repeats = read_settings(ServeSettings, flags, command="serve", summary=""), arguments.repeats
+    settings, repeats = serve_settings(arguments), arguments.repeats
     over_batch = decode_steps(settings, repeats, _BATCHES, (_CONTEXT,))
     over_context = decode_steps(settings, repeats, (_BATCH,), _CONTEXTS)
     show("cached prefixes")
@@ -193,15 +184,13 @@ def measure(arguments: Namespace) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
-    options = {
-        "checkpoint": (Path, "checkpoint for all measurements except starts"),
-        "repeats": (5, "repeats of all measurements except starts"),
-        "start-repeats": (3, "starts per shape, each with the files in the page cache and without"),
-        "shapes": (["S", "M", "qwen3-0.6b"], "shapes of the started checkpoints, written to TMPDIR; at least two"),
-    }
-    return run_scenario("bench_scaling", "Measure the service's scaling and fit exponents.", options, measure, argv)
+_OPTIONS = {
+    "checkpoint": (Path, "checkpoint for all measurements except starts"),
+    "repeats": (5, "repeats of all measurements except starts"),
+    "start-repeats": (3, "starts per shape, each with the files in the page cache and without"),
+    "shapes": (["S", "M", "qwen3-0.6b"], "shapes of the started checkpoints, written to TMPDIR; at least two"),
+}
+main = partial(run_program, "loadtest.scenarios.bench_scaling", __doc__, _OPTIONS, measure)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,13 @@ import numpy as np
 
 from loadtest.client.outcome import LoadRun
 from loadtest.client.sse_client import discover
-from loadtest.client.workload import LoadRequest, WorkloadSpec
-from loadtest.inprocess.closed_loop import EngineRun, run_closed, submit_of
-from loadtest.inprocess.engine import InProcess
-from loadtest.measurement.benchmark_program import show
-from loadtest.measurement.spread import ratio_spread, spread
-from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds, kvasir_serve, run_scenario
-from model.sampling.params import SamplingParams
-from service.config.settings import ServeSettings, read_settings
+from loadtest.client.workload import WorkloadSpec
+from loadtest.inprocess.engine import EngineRun, InProcess
+from loadtest.measurement.benchmark_program import run_program, show
+from loadtest.measurement.figures import ratio_spread, spread
+from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds, kvasir_serve, serve_settings
 
-_IDLE_WINDOWS = 5
+_IDLE_WINDOWS, _MIN_REQUESTS = 5, 4
 # The worker may still clean up after the last request.
 _SETTLE_SECONDS = 1.0
 
@@ -82,8 +80,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure starts, idle CPU, throughput of service and engine in turn, and memory; return the figures."""
-    flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
-    settings = read_settings(ServeSettings, flags, command="serve", summary="")
+    settings = serve_settings(arguments)
     show("start")
     starts = [measure_start(arguments.checkpoint, arguments.serve) for _ in range(arguments.start_repeats)]
     with ServiceProcess(kvasir_serve(arguments.checkpoint, arguments.serve)) as service:
@@ -91,30 +88,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         show("idle")
         idle = measure_idle(service, arguments.idle_seconds)
         contestant = InProcess.open(settings)
-        names = ("prompt_tokens", "output_tokens", "temperature", "seed")
-        workload = {name: getattr(arguments, name) for name in names}
-        numbered = map(discover(service.target, WorkloadSpec(**workload))[1].request, itertools.count())
-
-        def run_engine(requests: Sequence[LoadRequest], num_streams: int) -> EngineRun:
-            """Run requests in this process's engine, without HTTP. The service's `/tokenize` tokenizes the prompts."""
-            submits = []
-            for request in requests:
-                token_ids = service.target.fetch_json("/tokenize", {"prompt": request.prompt})["tokens"]
-                params = {name: getattr(request, name) for name in ("max_tokens", "temperature", "seed", "ignore_eos")}
-                submits.append(submit_of(f"bench-{request.index}", token_ids, SamplingParams(**params)))
-            return run_closed(contestant.engine, submits, num_streams=num_streams)
+        workload = {name: getattr(arguments, name) for name in ("prompt_tokens", "output_tokens")}
+        spec = WorkloadSpec(**workload, temperature=0.0)
+        numbered = map(discover(service.target, spec)[1].request, itertools.count())
 
         def measure_both(num_streams: int, num_requests: int) -> tuple[LoadRun, EngineRun]:
             """Run the same new requests over HTTP in the service and without HTTP in the engine, once each."""
             requests = list(itertools.islice(numbered, num_requests))
             http = complete_all(service.target, requests, num_streams=num_streams)
-            return http, run_engine(requests, num_streams)
+            tokenized = (service.target.fetch_json("/tokenize", {"prompt": request.prompt}) for request in requests)
+            prompts = [each["tokens"] for each in tokenized]
+            return http, contestant.complete(prompts, arguments.output_tokens, num_streams=num_streams)
 
         measure_both(4, 8)  # warm-up of service and engine
         runs: dict[int, list[tuple[LoadRun, EngineRun]]] = {streams: [] for streams in arguments.streams}
         for _, streams in itertools.product(range(arguments.repeats), arguments.streams):
             show(f"{streams} streams")
-            count = max(arguments.requests_per_stream * streams, arguments.min_requests)
+            count = max(arguments.requests_per_stream * streams, _MIN_REQUESTS)
             runs[streams].append(measure_both(streams, count))
         footprint = measure_footprint(service)
     return {
@@ -128,22 +118,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark program with these command-line arguments. Return the exit code of `run_scenario`."""
-    options = {
-        "checkpoint": (Path, "checkpoint directory"),
-        "streams": ([1, 4, 16, 64], "concurrent streams"),
-        "repeats": (5, "repeats of each throughput measurement"),
-        "start-repeats": (5, "starts of the service"),
-        "requests-per-stream": (2, "requests per stream"),
-        "min-requests": (4, "minimum number of requests per measurement"),
-        "prompt-tokens": (64, "approximate number of tokens in a prompt"),
-        "output-tokens": (64, "number of tokens in a completion"),
-        "seed": (0, "seed of the workload"),
-        "temperature": (0.0, "sampling temperature"),
-        "idle-seconds": (10.0, "length of the idle measurement in seconds"),
-    }
-    return run_scenario("bench_service", "Measure the service and its engine in turn.", options, measure, argv)
+_OPTIONS = {
+    "checkpoint": (Path, "checkpoint directory"),
+    "streams": ([1, 4, 16, 64], "concurrent streams"),
+    "repeats": (5, "repeats of each throughput measurement"),
+    "start-repeats": (5, "starts of the service"),
+    "requests-per-stream": (2, "requests per stream"),
+    "prompt-tokens": (64, "approximate number of tokens in a prompt"),
+    "output-tokens": (64, "number of tokens in a completion"),
+    "idle-seconds": (10.0, "length of the idle measurement in seconds"),
+}
+main = partial(run_program, "loadtest.scenarios.bench_service", __doc__, _OPTIONS, measure)
 
 
 if __name__ == "__main__":

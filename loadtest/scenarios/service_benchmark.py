@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks that start a service: command line, server process, closed and open loop."""
+"""Common parts of the benchmarks that start a service: server process, closed and open loop."""
 
 import argparse
 import socket
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,8 @@ import psutil
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import CompletionClient, Target
 from loadtest.client.workload import LoadRequest
-from loadtest.measurement.benchmark_program import MeasurementFailed, benchmark_parser, read_arguments, run_benchmark
+from loadtest.measurement.benchmark_program import MeasurementFailed
+from service.config.settings import ServeSettings, read_settings
 
 _START_SECONDS = 120.0
 # Longer than the service's drain and close, so that it is killed only if it hangs.
@@ -133,31 +134,18 @@ def complete_all(
     client = CompletionClient(target, timeout_seconds=timeout_seconds)
     run = run_closed(client, requests, num_streams=num_streams)
     client.close()
-    for outcome in run.outcomes:
-        if outcome.ending is not Ending.OK:
-            raise MeasurementFailed(f"request {outcome.index} failed with {outcome.ending.value}: {outcome.detail}")
+    check_success(run.outcomes)
     return run
 
 
-def run_scenario(
-    name: str,
-    description: str,
-    options: Mapping[str, tuple[Any, str]],
-    measure: Callable[[argparse.Namespace], dict[str, Any]],
-    argv: Sequence[str] | None,
-) -> int:
-    """Run a benchmark program with its command line, and write the results of `measure` as JSON. Return the exit code.
+def check_success(outcomes: Iterable[Outcome]) -> None:
+    """Raise `MeasurementFailed` with the reason if a request did not succeed."""
+    for outcome in outcomes:
+        if outcome.ending is not Ending.OK:
+            raise MeasurementFailed(f"request {outcome.index} failed with {outcome.ending.value}: {outcome.detail}")
 
-    Exit codes: 0; 1 if the service failed; 2 for invalid arguments, or a `ValueError` of `measure`.
-    options: default and help by name. A list as default allows several values; a type means a required option.
-    """
-    parser = benchmark_parser(f"loadtest.scenarios.{name}", description)
-    for option, (default, text) in options.items():
-        if isinstance(default, type):
-            parser.add_argument(f"--{option}", type=default, required=True, metavar=option.upper(), help=text)
-            continue
-        kind, nargs = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
-        text += " (default: %(default)s)"
-        parser.add_argument(f"--{option}", type=kind, nargs=nargs, default=default, metavar="N", help=text)
-    arguments = read_arguments(parser, argv)
-    return run_benchmark(parser, arguments, lambda: measure(arguments))
+
+def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
+    """Return the settings of the service that a benchmark with these arguments starts."""
+    flags = ["--checkpoint", str(arguments.checkpoint), *arguments.serve]
+    return read_settings(ServeSettings, flags, command="serve", summary="")

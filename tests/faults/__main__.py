@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from loadtest.measurement.provenance import provenance
+from loadtest.measurement.benchmark_program import provenance
 from tests.faults.report import page
 from tests.faults.suite import IS_NATIVE, Plan, run
 

@@ -19,7 +19,6 @@ def outcome(index: int = 0, **changes: Any) -> Outcome:
         "chunk_seconds": [start + 0.10, start + 0.12, start + 0.14, start + 0.16],
         "end_seconds": start + 0.17,
         "prompt_tokens": 10,
-        "cached_tokens": 0,
         "completion_tokens": 4,
         "text": "abcd",
     }

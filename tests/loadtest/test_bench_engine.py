@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from loadtest.inprocess import bench_command
-from loadtest.inprocess.bench_engine import Prompts
 from loadtest.measurement import model_shapes, roofline
 from loadtest.measurement.roofline import Machine
 from model.attention.backends import ATTENTION_BACKENDS
@@ -159,13 +158,6 @@ def test_a_directory_without_checkpoint_is_reported(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit):
         bench_command.main(["--checkpoint", str(tmp_path)])
     assert "neither config.json nor manifest.json" in capsys.readouterr().err
-
-
-def test_no_two_prompts_share_a_block() -> None:
-    prompts = Prompts(list(range(50_000)))
-    beginnings = {prompts.next(16) for _ in range(2000)}
-    assert len(beginnings) == 2000
-    assert {len(prompt) for prompt in beginnings} == {16}
 
 
 @pytest.mark.parametrize(

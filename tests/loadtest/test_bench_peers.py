@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from loadtest.client.sse_client import Target
+from loadtest.measurement import benchmark_program
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.roofline import Machine
 from loadtest.peers import bench_peers, engines
@@ -92,8 +93,10 @@ def test_a_driver_reports_a_failed_wave_and_serves_the_next() -> None:
 
 
 def test_a_driver_that_does_not_start_is_reported_with_its_last_line() -> None:
+    driver = DriverProcess([sys.executable, "-c", "raise ImportError('no engine here')"], {})
     with pytest.raises(MeasurementFailed, match="the engine's process ended: ImportError: no engine here"):
-        DriverProcess([sys.executable, "-c", "raise ImportError('no engine here')"], {})
+        driver.measure(cell(), [[1, 2, 3]])
+    driver.close()
     with pytest.raises(MeasurementFailed, match="No such file"):
         DriverProcess(["/nowhere/python"], {})
 
@@ -163,6 +166,26 @@ def test_defaults_are_servers_without_flags(tmp_path: Path) -> None:
     assert llama.server(files, made, 2)[1:] == ["-m", str(gguf), "--host", "127.0.0.1"]
 
 
+def test_int4_has_four_bits_in_every_matrix_of_each_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(engines, "run", commands.append)
+    files, (made, *_), (mixed, *_) = (
+        PeerFiles(tmp_path),
+        *(make_cells(["S"], [p], ["decode"]) for p in ("int4", "q4_k_m")),
+    )
+    assert OURS.engine(files, made, 2)[-8:-4] == ["--dtype", "bfloat16", "--quantize", "int4"]
+    for peer in PEERS:
+        peer.write_model(files, made)
+    _, quantize, export = commands
+    assert quantize[1:2] + quantize[-2:] == ["--pure", "Q4_0", "1"]
+    assert export[0].endswith("optimum-cli")
+    assert {"int4", "--all-layers"} < set(export)
+    (llama,) = (peer for peer in PEERS if peer.supports(mixed))
+    llama.write_model(files, mixed)
+    assert commands[-1][-2:] == ["Q4_K_M", "1"]
+    assert "--pure" not in commands[-1]
+
+
 def test_a_failed_command_is_reported_with_its_last_line() -> None:
     with pytest.raises(MeasurementFailed, match="failed with exit code 3: at last"):
         run([sys.executable, "-c", "print('first'); print('at last'); raise SystemExit(3)"])
@@ -220,7 +243,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(bench_peers, "OURS", peer("ours", "", "1.0", 3))
     monkeypatch.setattr(bench_peers, "install", install)
     monkeypatch.setattr(bench_peers, "DriverProcess", RecordedDriver)
-    monkeypatch.setattr(bench_peers, "measure_other_work", lambda program: 0.0)
+    monkeypatch.setattr(benchmark_program, "measure_other_work", lambda program: 0.0)
     monkeypatch.setattr(bench_peers, "ForeignWork", ScriptedWork)
     monkeypatch.setattr(bench_peers, "Roofline", ScriptedProbe)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)

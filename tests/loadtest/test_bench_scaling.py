@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.docgen.pages import NAMES, RESULTS, performance_page
 from loadtest.docgen.pictures import draw_scaling
-from loadtest.measurement.provenance import is_picture_of
+from loadtest.measurement.benchmark_program import is_picture_of
 from loadtest.scenarios import bench_scaling
 from loadtest.scenarios.bench_scaling import fits
 from model.checkpoint.manifest import read_manifest

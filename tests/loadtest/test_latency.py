@@ -9,8 +9,7 @@ import pytest
 from loadtest.client.sse_client import Target
 from loadtest.docgen import pictures
 from loadtest.docgen.pages import NAMES, RESULTS, performance_page
-from loadtest.measurement.benchmark_program import MeasurementFailed
-from loadtest.measurement.provenance import is_picture_of
+from loadtest.measurement.benchmark_program import MeasurementFailed, is_picture_of
 from loadtest.scenarios import bench_latency
 from loadtest.scenarios.bench_latency import PromptArrival, gaps_within, measure, steps_between, summarize
 from tests.loadtest.stub_server import Script, StubServer

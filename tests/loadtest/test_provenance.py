@@ -10,12 +10,12 @@ from typing import Any
 import psutil
 import pytest
 
-from loadtest.measurement import provenance
-from loadtest.measurement.provenance import ForeignWork, measure_other_work
+from loadtest.measurement import benchmark_program
+from loadtest.measurement.benchmark_program import ForeignWork, measure_other_work
 
 
 def test_the_command_is_quoted_for_a_shell() -> None:
-    facts = provenance.provenance("python -m loadtest.client.report", ["--out", "a dir", "x.json"])
+    facts = benchmark_program.provenance("python -m loadtest.client.report", ["--out", "a dir", "x.json"])
     assert facts["command"] == "python -m loadtest.client.report --out 'a dir' x.json"
     assert facts["versions"]["torch"]
 
@@ -29,9 +29,9 @@ def test_the_commit_of_the_working_tree_with_local_changes_marked(
         return done.stdout.strip()
 
     def commit() -> str:
-        return str(provenance.provenance("x", [])["commit"])
+        return str(benchmark_program.provenance("x", [])["commit"])
 
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    monkeypatch.setattr(benchmark_program, "_ROOT", tmp_path)
     assert commit() == "unknown"
     git("init")
     (tmp_path / "docs").mkdir()
@@ -48,7 +48,7 @@ def test_the_commit_of_the_working_tree_with_local_changes_marked(
 
 
 def test_the_machine_has_cores_and_memory() -> None:
-    facts = provenance.provenance("x", [])["machine"]
+    facts = benchmark_program.provenance("x", [])["machine"]
     assert facts["cores"] == len(os.sched_getaffinity(0))
     assert facts["memory_gib"] > 0.1
 
@@ -87,11 +87,11 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Return the simulated machine that `ForeignWork` measures."""
     made = Machine()
-    monkeypatch.setattr(provenance, "_busy_seconds", lambda: made.busy)
+    monkeypatch.setattr(benchmark_program, "_busy_seconds", lambda: made.busy)
     monkeypatch.setattr(psutil, "Process", made.process)
     # Replaced in one module only, because other threads also use the clock.
-    monkeypatch.setattr(provenance, "time", SimpleNamespace(monotonic=lambda: made.now))
-    monkeypatch.setattr(provenance, "os", SimpleNamespace(times=lambda: (made.own, 0.0, 0.0, 0.0, made.now)))
+    monkeypatch.setattr(benchmark_program, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(benchmark_program, "os", SimpleNamespace(times=lambda: (made.own, 0.0, 0.0, 0.0, made.now)))
     return made
 
 

@@ -8,7 +8,7 @@ import pytest
 from loadtest.client.outcome import Ending
 from loadtest.client.report import Slo, add_slo_arguments
 from loadtest.client.workload import ClientKind
-from loadtest.measurement.spread import ratio_spread, spread
+from loadtest.measurement.figures import ratio_spread, spread
 from tests.loadtest.outcomes import failed, outcome
 
 

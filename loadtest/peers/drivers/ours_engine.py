@@ -1,9 +1,7 @@
 """Driver of Kvasir's engine: `python -m loadtest.peers.drivers.ours_engine --checkpoint DIR [settings]`."""
 
-import itertools
 import sys
 
-from loadtest.inprocess.closed_loop import greedy, run_closed
 from loadtest.inprocess.engine import InProcess
 from loadtest.peers.drivers.protocol import Prompts, Wave, serve
 from service.config.settings import ModelSettings, read_settings
@@ -11,13 +9,11 @@ from service.config.settings import ModelSettings, read_settings
 
 def main() -> None:
     """Build the engine as the worker process does, then serve the requests on standard input."""
-    engine = InProcess.open(read_settings(ModelSettings, sys.argv[1:], command="ours", summary="")).engine
-    engine.warm_up()
-    uids = map("wave-{}".format, itertools.count())
+    served = InProcess.open(read_settings(ModelSettings, sys.argv[1:], command="ours", summary=""))
+    served.engine.warm_up()
 
     def measure(prompts: Prompts, output_tokens: int) -> Wave:
-        submits = [greedy(next(uids), prompt, output_tokens) for prompt in prompts]
-        run = run_closed(engine, submits, num_streams=len(submits))
+        run = served.complete(prompts, output_tokens)
         first = max(times[0] for times in run.token_seconds)
         later = sum(at > first for times in run.token_seconds for at in times)
         began = run.began_seconds

@@ -1,6 +1,5 @@
 """Protocol of the drivers: JSON lines on standard input and output. Imports only the standard library.
 
-    driver   {"ready": true}
     request  {"prompts": [[5, 17, ...], ...], "output_tokens": 128}
     driver   {"first_seconds": 0.05, "total_seconds": 0.71, "later_tokens": 2032}
 
@@ -33,7 +32,6 @@ def serve(measure: Callable[[Prompts, int], Wave]) -> None:
     """Answer each request on standard input by a call of `measure`. What libraries print goes to standard error."""
     responses = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    print(json.dumps({"ready": True}), file=responses)
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -1,7 +1,28 @@
-"""Markdown tables of JSON results, by a description of each column: heading, path of the value, format."""
+"""Figures of repeated measurements: median and range, ratios of pairs, deviation within groups, and Markdown tables."""
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+
+def spread(values: Iterable[float]) -> dict[str, Any]:
+    """Return median, minimum, maximum and all values of a repeated measurement, JSON-ready."""
+    kept = list(values)
+    return {"median": statistics.median(kept), "min": min(kept), "max": max(kept), "values": kept}
+
+
+def ratio_spread(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """Return median, range and all ratios of value pairs. Both values of a pair were measured one after the other."""
+    return spread(top / bottom for top, bottom in zip(numerators, denominators, strict=True))
+
+
+def pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
+    """Return the pooled standard deviation of values within groups. Raises ValueError if no group has two values."""
+    freedom = sum(len(values) - 1 for values in groups)
+    if freedom < 1:
+        raise ValueError("the noise between seeds needs at least two seeds; run bench_attention train --seeds 1 2")
+    return math.sqrt(sum((len(values) - 1) * statistics.variance(values) for values in groups) / freedom)
 
 
 class Column(NamedTuple):
@@ -43,10 +64,6 @@ def cell(row: Mapping[str, Any], column: Column) -> str:
 
 def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:
     """Return JSON rows as a Markdown table, which ends in a line break."""
-    return text_table([column.head for column in columns], ([cell(row, c) for c in columns] for row in rows))
-
-
-def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of texts as a Markdown table, which ends in a line break."""
-    lines = [head, ["---"] * len(head), *rows]
+    lines = [[column.head for column in columns], ["---"] * len(columns)]
+    lines += [[cell(row, column) for column in columns] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
