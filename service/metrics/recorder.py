@@ -45,33 +45,33 @@ TTFT_OBJECTIVE_SECONDS: Final = 0.5
 TPOT_OBJECTIVE_SECONDS: Final = 0.05
 # Gauges of the last step, which a worker's death drops.
 _ENGINE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
-# Number of buffered steps, or of buffered values of a histogram, that are written without waiting for a scrape.
+# Number of buffered steps that are written without waiting for a scrape.
 _MAX_BUFFERED = 1000
 
 
 class HistogramBuffer:
-    """Buffer of a histogram's observations: `observe` takes 0.25 µs, in prometheus_client 1.0 µs (AMD EPYC)."""
+    """Counts of a histogram's observations until `flush`: `observe` takes a quarter of prometheus_client's time."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
-        self._values: list[tuple[float, int]] = []
+        self._upper_bounds = histogram._upper_bounds
+        self._counts = [0] * len(self._upper_bounds)
+        self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Buffer `count` observations of the same value."""
-        self._values.append((value, count))
-        if len(self._values) >= _MAX_BUFFERED:
-            self.flush()
+        """Count `count` observations of the same value."""
+        bucket = bisect_left(self._upper_bounds, value)
+        self._counts[bucket] += count  # without a call, so that `flush` in another thread cannot run in between
+        self._sum += value * count
 
     def flush(self) -> None:
-        """Move the buffered observations to the histogram, with the same result as one `observe` call for each."""
-        counts: dict[int, int] = {}
-        for value, count in self._values:
-            bucket = bisect_left(self._histogram._upper_bounds, value)
-            counts[bucket] = counts.get(bucket, 0) + count
-        for bucket, count in counts.items():
-            self._histogram._buckets[bucket].inc(count)
-        self._histogram._sum.inc(sum(value * count for value, count in self._values))
-        self._values.clear()
+        """Move the counts to the histogram, with the same result as one `observe` call for each observation."""
+        counts, self._counts = self._counts, [0] * len(self._counts)
+        total, self._sum = self._sum, 0.0
+        for bucket, count in enumerate(counts):
+            if count:
+                self._histogram._buckets[bucket].inc(count)
+        self._histogram._sum.inc(total)
 
 
 class Metrics:
