@@ -256,10 +256,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Handle a new connection. Over the limit of connections, close the longest-idle one, or reject the new one."""
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
-        # Transport of a request that is not complete yet, for a response that ends before the request does.
-        self._early_transport = SimpleNamespace(
-            write=transport.write, is_closing=transport.is_closing, close=self._close
-        )
         self._waiting_since = self.loop.time()
         self._closable_at = self._waiting_since + MIN_IDLE_SECONDS
         self._check = self.loop.call_later(self._limits.client_seconds / 4, self._check_client)
@@ -411,7 +407,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         extensions: dict[str, Any] = {_BODY_EXTENSION: ChunkedBody(self.cycle)}
         self.scope["extensions"] = extensions
         self._cycles.append(self.cycle)
-        self.cycle.transport = self._early_transport  # type: ignore[assignment]  # until `on_message_complete`
+        # For a response that ends before the request does. `on_message_complete` restores the transport.
+        write, is_closing = self.transport.write, self.transport.is_closing
+        self.cycle.transport = SimpleNamespace(write=write, is_closing=is_closing, close=self._close)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
