@@ -6,6 +6,7 @@ sequences recently ended while the server was full. Until every slot has had an 
 rejected clients of a tenant form a virtual queue: each gets a later Retry-After than the clients rejected before.
 """
 
+import functools
 import ipaddress
 import math
 import random
@@ -367,7 +368,11 @@ def tenant_of(request: Request) -> str:
     """Return the tenant of a request: the name of its API key, or the client's address if there are no keys."""
     if (name := getattr(request.state, KEY_NAME, None)) is not None:
         return f"key {name}"
-    host = "" if request.client is None else request.client.host
+    return _tenant_at("" if request.client is None else request.client.host)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tenant_at(host: str) -> str:
     try:
         return f"address {ipaddress.IPv6Network((host, _IPV6_SITE), strict=False)}"
     except ValueError:

@@ -99,7 +99,10 @@ class MessagesBuilder(ChatBuilder):
         if kind is PartKind.REASONING and not self._shows_reasoning:
             return b""
         opened = b"".join(map(self.encode, self._opened(choice, Part(kind, text))))
-        return opened if kind is PartKind.CALL else opened + self._framed(choice, kind, text, self._num_blocks)
+        if kind is PartKind.CALL:
+            self._frames.pop(choice.index, None)  # of the last call's arguments
+            return opened
+        return opened + self._framed(choice, kind, text)
 
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Any:
         match kind:

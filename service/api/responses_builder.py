@@ -126,10 +126,9 @@ class ResponsesBuilder(ChatBuilder):
         response.error = None if error is None else response_failure(error)
         return encode(response)
 
-    def _framed(self, choice: Choice, kind: PartKind, text: str, number: int = 0) -> bytes:
-        return self._plain_delta(text) if kind is self._open else self._part_event(choice, kind, text)
-
     def _part_event(self, choice: Choice, kind: PartKind, text: str) -> bytes:
+        if kind is self._open and kind is not PartKind.CALL:
+            return self._plain_delta(text)
         opened = b"".join(map(self.encode, self._opened(choice, Part(kind, text))))
         return opened if kind is PartKind.CALL else opened + self._plain_delta(text)
 

@@ -421,8 +421,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._offers_another_protocol():
             self.cycle.transport = self.transport
             super().on_message_complete()
-        if self.is_busy:
-            self._closable_at = math.inf
+            if not self.cycle.response_complete:
+                self._closable_at = math.inf
 
     def _offers_another_protocol(self) -> bool:
         if self.parser.get_method() == b"CONNECT":

@@ -45,33 +45,33 @@ TTFT_OBJECTIVE_SECONDS: Final = 0.5
 TPOT_OBJECTIVE_SECONDS: Final = 0.05
 # Gauges of the last step, which a worker's death drops.
 _ENGINE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
-# Number of buffered steps, or of buffered values of a histogram, that are written without waiting for a scrape.
+# Number of buffered steps that are written without waiting for a scrape.
 _MAX_BUFFERED = 1000
 
 
 class HistogramBuffer:
-    """Buffer of a histogram's observations: `observe` takes 0.25 µs, in prometheus_client 1.0 µs (AMD EPYC)."""
+    """Counts of a histogram's observations until `flush`: `observe` takes a quarter of prometheus_client's time."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
-        self._values: list[tuple[float, int]] = []
+        self._upper_bounds = histogram._upper_bounds
+        self._counts = [0] * len(self._upper_bounds)
+        self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Buffer `count` observations of the same value."""
-        self._values.append((value, count))
-        if len(self._values) >= _MAX_BUFFERED:
-            self.flush()
+        """Count `count` observations of the same value."""
+        bucket = bisect_left(self._upper_bounds, value)
+        self._counts[bucket] += count  # without a call, so that `flush` in another thread cannot run in between
+        self._sum += value * count
 
     def flush(self) -> None:
-        """Move the buffered observations to the histogram, with the same result as one `observe` call for each."""
-        counts: dict[int, int] = {}
-        for value, count in self._values:
-            bucket = bisect_left(self._histogram._upper_bounds, value)
-            counts[bucket] = counts.get(bucket, 0) + count
-        for bucket, count in counts.items():
-            self._histogram._buckets[bucket].inc(count)
-        self._histogram._sum.inc(sum(value * count for value, count in self._values))
-        self._values.clear()
+        """Move the counts to the histogram, with the same result as one `observe` call for each observation."""
+        counts, self._counts = self._counts, [0] * len(self._counts)
+        total, self._sum = self._sum, 0.0
+        for bucket, count in enumerate(counts):
+            if count:
+                self._histogram._buckets[bucket].inc(count)
+        self._histogram._sum.inc(total)
 
 
 class Metrics:
@@ -81,16 +81,17 @@ class Metrics:
         self._common = (model_name, "0")  # one engine
         self._instruments = {name: _instrument(family) for name, family in FAMILIES.items()}
         self._children: dict[tuple[str, ...], Any] = {}
+        self._histograms: dict[str, HistogramBuffer] = {}
         self._registry = CollectorRegistry()
         self._registry.register(_Exposition(list(self._instruments.values())))
         self._num_restarts: dict[str, int] = {}
         for family in FAMILIES.values():
             if family.kind is Kind.HISTOGRAM:
-                self._metric(family.name)
+                self._histograms[family.name] = HistogramBuffer(self._metric(family.name))
             elif family.kind is Kind.COUNTER:
                 for label_values in family.known:
                     self._metric(family.name, *label_values)
-        self._gaps = HistogramBuffer(self._metric("inter_token_latency_seconds"))
+        self._gaps = self._histograms["inter_token_latency_seconds"]
         self._steps: list[StepStats] = []
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
@@ -136,10 +137,8 @@ class Metrics:
             ("iteration_tokens_total", [step.num_prompt_tokens + step.num_completion_tokens for step in steps]),
             ("iteration_duration_seconds", [step.step_seconds for step in steps]),
         ):
-            buffer = HistogramBuffer(self._metric(name))
             for number in numbers:
-                buffer.observe(number)
-            buffer.flush()
+                self._histograms[name].observe(number)
         self._metric("engine_busy_seconds").inc(sum(step.step_seconds for step in steps))
         self._metric("prompt_tokens").inc(sum(step.num_prompt_tokens + step.num_cached_prompt_tokens for step in steps))
         for field, name in _STEP_COUNTERS.items():
@@ -159,7 +158,7 @@ class Metrics:
 
     def observe_first_token(self, seconds: float) -> None:
         """Record that a choice's first token left the server `seconds` after its request arrived."""
-        self._metric("time_to_first_token_seconds").observe(seconds)
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def observe_inter_token(self, seconds: float, count: int = 1) -> None:
         """Record `count` inter-token latencies of a choice, each of `seconds`, measured as tokens leave the server."""
@@ -176,16 +175,16 @@ class Metrics:
             self._count_objectives(ttft_seconds, tpot, is_served=finish.reason is not FinishReason.ERROR)
         if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        self._metric("e2e_request_latency_seconds").observe(e2e_seconds)
+        self._histograms["e2e_request_latency_seconds"].observe(e2e_seconds)
         if tpot is not None:
-            self._metric("request_time_per_output_token_seconds").observe(tpot)
-        self._metric("request_queue_time_seconds").observe(finish.queue_seconds)
-        self._metric("request_prefill_time_seconds").observe(finish.prefill_seconds)
-        self._metric("request_decode_time_seconds").observe(finish.decode_seconds)
-        self._metric("request_inference_time_seconds").observe(finish.prefill_seconds + finish.decode_seconds)
-        self._metric("request_prompt_tokens").observe(finish.num_prompt_tokens)
-        self._metric("request_generation_tokens").observe(finish.num_completion_tokens)
-        self._metric("request_params_max_tokens").observe(max_tokens)
+            self._histograms["request_time_per_output_token_seconds"].observe(tpot)
+        self._histograms["request_queue_time_seconds"].observe(finish.queue_seconds)
+        self._histograms["request_prefill_time_seconds"].observe(finish.prefill_seconds)
+        self._histograms["request_decode_time_seconds"].observe(finish.decode_seconds)
+        self._histograms["request_inference_time_seconds"].observe(finish.prefill_seconds + finish.decode_seconds)
+        self._histograms["request_prompt_tokens"].observe(finish.num_prompt_tokens)
+        self._histograms["request_generation_tokens"].observe(finish.num_completion_tokens)
+        self._histograms["request_params_max_tokens"].observe(max_tokens)
 
     def _count_objectives(self, ttft: float | None, tpot: float | None, *, is_served: bool) -> None:
         ttft_met = is_served and (ttft is None or ttft <= TTFT_OBJECTIVE_SECONDS)
@@ -199,13 +198,13 @@ class Metrics:
 
     def observe_retry_after_error(self, seconds: float) -> None:
         """Record the error of a Retry-After header: seconds from the announced time until the server had room."""
-        self._metric("retry_after_error_seconds").observe(seconds)
+        self._histograms["retry_after_error_seconds"].observe(seconds)
 
     def observe_structured(self, kind: str, outcome: str, compile_seconds: float | None) -> None:
         """Record a request for structured output. `compile_seconds` is None if its grammar was cached."""
         self._metric("structured_requests", kind, outcome).inc()
         if compile_seconds is not None:
-            self._metric("grammar_compile_seconds").observe(compile_seconds)
+            self._histograms["grammar_compile_seconds"].observe(compile_seconds)
 
     def count_wasted_tokens(self, reason: str, n: int) -> None:
         """Add `n` completion tokens that were computed but not delivered to the client, by reason."""
@@ -230,7 +229,8 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """Return all metrics in Prometheus' text format, and the content type of this format."""
         self._write_steps()
-        self._gaps.flush()
+        for buffer in self._histograms.values():
+            buffer.flush()
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
 

@@ -141,9 +141,10 @@ class GenerationRequest(RequestModel):
 
     def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """Return a field's value. If it is missing or null, return its default in `defaults`, else in the class."""
-        if name in self.model_fields_set and (given := getattr(self, name)) is not None:
+        # Pydantic's `model_fields` and `model_fields_set` are properties that cost more than the rest of this method.
+        if name in self.__pydantic_fields_set__ and (given := getattr(self, name)) is not None:
             return given
-        return defaults.get(name, type(self).model_fields[name].default)
+        return defaults.get(name, type(self).__pydantic_fields__[name].default)
 
     @property
     def output_constraint(self) -> OutputConstraint | None:

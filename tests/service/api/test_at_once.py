@@ -9,14 +9,21 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from model.chat.output_parser import OutputParser
+from model.chat.reasoning import REASONING_FORMATS
+from model.chat.tool_formats.table import DEFAULT_FORMAT
 from model.tokenizer.interface import Tokenizer
+from service.api.messages_builder import MessagesBuilder
 from service.api.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
+from service.api.responses_builder import ResponsesBuilder
 from service.api.streaming import CompletionStream
 from service.http.connection import chunked_body
 from service.metrics.recorder import Metrics
+from service.preprocess.chat_renderer import ChatPlan
 from service.protocol.completions import CompletionRequest
 from service.protocol.errors import ApiError
 from service.protocol.responses import encode_event
+from service.protocol.responses_request import ResponsesRequest
 from service.requests.inflight import Deltas
 from tests.service.api.test_streaming import RUNNING_USAGE, USAGE, Exchange, run, sample
 from tests.service.desk import Desk
@@ -156,6 +163,33 @@ def test_a_plain_event_equals_the_encoded_event_of_its_delta(
     for choice in (make_choice(), make_choice("b", index=1)):
         (event,) = words.events(choice, make_delta(ids=(1,), text=text), is_first=False)
         assert words.plain_event(choice, text) == encode_event(event)
+
+
+@pytest.mark.parametrize(
+    "builder",
+    [
+        ChatBuilder,
+        partial(MessagesBuilder, request_id=None),
+        partial(ResponsesBuilder, origin=ResponsesRequest(input="a"), record=None),
+    ],
+    ids=["chat", "messages", "responses"],
+)
+@pytest.mark.parametrize("index", [0, 1])
+def test_plain_events_of_reasoning_text_and_calls_equal_the_encoded_events(
+    tokenizer: Tokenizer, builder: Callable[..., ChatBuilder], index: int
+) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "some text"}}\n</tool_call>'
+    whole = f"<think>\nI see it.\n</think>\n\nHello you.\n{call}\n{call}"
+    new_parser = partial(OutputParser, reasoning=REASONING_FORMATS["think"], tools=DEFAULT_FORMAT)
+    chat = ChatPlan(token_ids=[1], new_parser=new_parser)
+    about: dict[str, Any] = {"response_id": "x-1", "created": 5, "model": "m", "tokenizer": tokenizer, "chat": chat}
+    asked, choice = CompletionRequest(prompt="a"), make_choice(index=index)
+    for length in (1, 2, 3, 5):
+        plain, encoded = builder(asked, **about), builder(asked, **about)
+        for start in range(0, len(whole), length):
+            text = whole[start : start + length]
+            events = encoded.events(choice, make_delta(ids=(1,), text=text), is_first=False)
+            assert plain.plain_event(choice, text) == b"".join(map(encoded.encode, events))
 
 
 async def twice(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,9 +1,7 @@
 """Buffered observations of a histogram equal observations one by one."""
 
-import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from service.metrics import recorder
 from service.metrics.recorder import HistogramBuffer
 
 # Sums of these values are exact in any order.
@@ -30,12 +28,3 @@ def exposed(*, buffered: bool) -> bytes:
 def test_buffered_observations_equal_observations_one_by_one() -> None:
     assert exposed(buffered=True) == exposed(buffered=False)
     assert b'gaps_bucket{le="0.25"} 7.0' in exposed(buffered=True)
-
-
-def test_a_full_buffer_is_written_without_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_MAX_BUFFERED", 3)
-    registry = CollectorRegistry()
-    gaps = HistogramBuffer(Histogram("gaps", "Gaps.", buckets=BOUNDS, registry=registry))
-    for expected_count in (0.0, 0.0, 3.0, 3.0):
-        gaps.observe(0.25)
-        assert registry.get_sample_value("gaps_count") == expected_count
