@@ -8,6 +8,7 @@ standby when it gets its order, so that both share the memory of their imports.
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,12 +42,12 @@ class WorkerProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            theirs.set_inheritable(True)
             arguments = (theirs.fileno(), os.getpid(), None if checkpoint is None else str(checkpoint))
             command = [sys.executable, "-c", _PROGRAM.format(path=sys.path, arguments=arguments)]
             # A process group of its own: Ctrl-C in a terminal reaches main only.
-            pid = os.posix_spawn(sys.executable, command, os.environ, setpgroup=0, setsigdef=[signal.SIGPIPE])
-        return cls(ours, pid)
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0)
+        process.returncode = 0  # `WorkerProcess` waits for the process, not `Popen`
+        return cls(ours, process.pid)
 
     @property
     def pid(self) -> int:
