@@ -76,8 +76,10 @@ def build_server(
     return Supervisor(
         lifecycle,
         worker=worker or _start_worker(settings),
-        start_worker=lambda is_standby: WorkerProcess(None if is_standby else settings.checkpoint),
-        begin=lambda process: process.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()]),
+        start_worker=lambda is_standby: WorkerProcess.start(None if is_standby else settings.checkpoint),
+        begin=lambda process, has_standby: process.begin(
+            order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=has_standby
+        ),
         start_api=api.start,
         settings=settings,
     )
@@ -109,6 +111,6 @@ def load_tracer(endpoint: str, model_name: str) -> "RequestTracer":
 
 def _start_worker(settings: ServeSettings) -> WorkerProcess:
     try:
-        return WorkerProcess(settings.checkpoint)
+        return WorkerProcess.start(settings.checkpoint)
     except OSError as error:
         raise StartError(f"the worker process cannot be started: {error}") from error

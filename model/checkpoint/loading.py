@@ -46,7 +46,7 @@ def load_model(
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
-    placements = manifest.place_tensors()
+    placements = manifest.placements
     plain = {name: place for name, place in placements.items() if not _is_decoded(place, device)}
     matrices = {name for name in plain if name.endswith(packed_next)}
     stacked = {name: map_parts(plain[name], device, dtype) for name in matrices if len(plain[name].parts) > 1}

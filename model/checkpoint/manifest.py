@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ FORMAT = "kvasir-checkpoint-1"
 MAX_NAME_CHARACTERS = 255  # a directory name's limit; the name is in every response and on every page
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, for the cached property
 class Manifest:
     """Checkpoint description: directory, name, architecture, files (name -> bytes and SHA-256) and training.
 
@@ -95,7 +96,7 @@ class Manifest:
     def weight_dtype(self) -> str:
         """Return the dtype of most bytes of the unquantized weights: BF16, F16 or F32. Raises CheckpointError."""
         num_bytes: Counter[str] = Counter()
-        for placement in self.place_tensors().values():
+        for placement in self.placements.values():
             for header in () if placement.encoded else placement.parts:
                 num_bytes[header.dtype] += header.end - header.begin
         return num_bytes.most_common(1)[0][0]
@@ -105,7 +106,7 @@ class Manifest:
         """Return the number of weights that are quantized, and stay so on a CPU. Raises CheckpointError."""
         if self.quantization is None or not self.quantization.is_kept:
             return 0
-        return sum(math.prod(place.shape) for place in self.place_tensors().values() if place.encoded)
+        return sum(math.prod(place.shape) for place in self.placements.values() if place.encoded)
 
     @property
     def created_seconds(self) -> int:
@@ -121,7 +122,7 @@ class Manifest:
         with ThreadPoolExecutor(max_workers=1) as pool:
             checked = pool.submit(self._check_files)
             try:
-                placements, tokenizer = self.place_tensors(), load_tokenizer(self.directory)
+                placements, tokenizer = self.placements, load_tokenizer(self.directory)
             finally:
                 checked.result()
         if tokenizer.vocab_size > self.config.vocab_size:
@@ -137,8 +138,9 @@ class Manifest:
         for name, (size, digest) in self.files.items():
             _check_file(self.path_of(name), size, digest)
 
-    def place_tensors(self) -> dict[str, Placement]:
-        """Find the stored tensors that make up each model tensor; see `model.huggingface.tensor_placement`."""
+    @cached_property
+    def placements(self) -> Mapping[str, Placement]:
+        """Return the stored tensors that make up each model tensor; see `model.huggingface.tensor_placement`."""
         return place_tensors(
             self.directory,
             config=self.config,

@@ -63,13 +63,13 @@ class GgufFile:
             return []
         if span.kind != _STRING:
             raise CheckpointError(f"{self.path}: {key} must be an array of strings; convert the model again")
-        data, items, position = self._bytes(span), [], 0
-        for _ in range(span.count):
-            (length,) = struct.unpack_from("<Q", data, position)
-            items.append(data[position + 8 : position + 8 + length])
-            position += 8 + length
+        data, items, end, unpack = self._bytes(span), [], 0, struct.Struct("<Q").unpack_from
         try:
-            return [item.decode() for item in items]
+            for _ in range(span.count):
+                begin = end + 8
+                end = begin + unpack(data, end)[0]
+                items.append(data[begin:end].decode())
+            return items
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path}: {key} has an item that is not UTF-8; convert it again") from error
 

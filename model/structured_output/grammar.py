@@ -5,6 +5,7 @@ Special tokens are allowed only where a grammar names them, except end-of-text t
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -74,9 +75,6 @@ class Vocabulary:
         self.tokens = [*token_bytes, *([] if eos_token_ids else [b""])]
         self.special_token_ids = sorted({*special_token_ids, *self.eos_token_ids})
         self._tokenizer = tokenizer
-        special = set(self.special_token_ids)
-        self._id_of = {token: number for number, token in enumerate(self.tokens) if token and number not in special}
-        self._longest = max(map(len, self._id_of), default=1)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, mark_ids: Iterable[int] = ()) -> "Vocabulary":
@@ -104,11 +102,20 @@ class Vocabulary:
                 return ids
         return self._longest_first(text)
 
+    @cached_property
+    def _ids_by_token(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {token: number for number, token in enumerate(self.tokens) if token and number not in special}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids_by_token), default=1)
+
     def _longest_first(self, text: bytes) -> list[int]:
         ids, start = [], 0
         while start < len(text):
             for end in range(min(len(text), start + self._longest), start, -1):
-                if (token_id := self._id_of.get(text[start:end])) is not None:
+                if (token_id := self._ids_by_token.get(text[start:end])) is not None:
                     ids.append(token_id)
                     start = end
                     break

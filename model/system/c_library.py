@@ -5,7 +5,7 @@ import signal
 from contextlib import suppress
 
 _LIBRARY = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _MADV_COLLAPSE = 25  # linux/mman.h
 
 
@@ -13,6 +13,12 @@ def end_with_parent() -> None:
     """Have Linux kill this process when the thread that started this process ends; other systems do nothing."""
     if (prctl := getattr(_LIBRARY, "prctl", None)) is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Have Linux make this process the parent of its descendants whose parent ends; other systems do nothing."""
+    if (prctl := getattr(_LIBRARY, "prctl", None)) is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def trim_heap() -> None:

@@ -50,7 +50,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     A GGUF file has all of this in its metadata.
     """
     if is_gguf(directory):
-        return _read_gguf_config(read_gguf(directory))
+        return read_gguf_config(read_gguf(directory))
     path = directory / TOKENIZER_CONFIG_FILE
     config = read_json(path, optional=True)
     values = read_json(directory / SPECIAL_TOKENS_FILE, optional=True)
@@ -77,7 +77,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
         )
 
 
-def _read_gguf_config(file: GgufFile) -> TokenizerConfig:
+def read_gguf_config(file: GgufFile) -> TokenizerConfig:
     """Read the special tokens and the chat template in the metadata of a GGUF file. Raises CheckpointError."""
     tokens, types = file.strings("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from model.gguf.container import GgufFile, read_gguf
 from model.io.files import parsing
-from model.tokenizer.bos_eos import read_tokenizer_config
+from model.tokenizer.bos_eos import read_gguf_config
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from model.tokenizer.split_patterns import GPT2_PATTERN, LLAMA3_PATTERN, O200K_PATTERN, QWEN_PATTERN, TEKKEN_PATTERN
 from model.tokenizer.tokenizer_json import BYTE_LEVEL_DECODER, added_token, pre_tokenizer_for, tokenizer_from_json
@@ -72,7 +72,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
                 raise TokenizerError(f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama")
         added = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
         values["added_tokens"] = [{**added_token(tokens[i], i), "special": False} for i in added]
-        return tokenizer_from_json(path, values, read_tokenizer_config(path))
+        return tokenizer_from_json(path, values, read_gguf_config(file))
 
 
 def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Command line `kvasir`: a table of commands, and the function that runs a command and reports its error."""
 
+import gc
 import importlib.metadata
 import logging
 import os
@@ -99,8 +100,10 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
             if isinstance(settings, config.ServeSettings):
                 # The worker imports at the same time as main: imports take most of a small model's start.
                 with suppress(OSError):  # the supervisor tries again, and then reports the error
-                    worker = WorkerProcess(settings.checkpoint)
+                    worker = WorkerProcess.start(settings.checkpoint)
+            gc.disable()  # imported modules are no garbage, and collection takes a tenth of the import time
             function = pkgutil.resolve_name(f"service.cli.{command.function}")
+            gc.enable()
             raise_on_interrupt()
             code = int(function(settings) if worker is None else function(settings, worker))
         sys.stdout.flush()

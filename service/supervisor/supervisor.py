@@ -55,7 +55,8 @@ class Supervisor:
     Args:
         worker: first worker process, which has been started and is importing torch.
         start_worker: starts another worker process; with True a standby, which imports torch at low priority.
-        begin: sends a worker process its order to load the model and serve.
+        begin: sends a worker process its order to load the model and serve; with True the worker forks a standby first,
+            which is returned.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Supervisor:
         *,
         worker: WorkerProcess,
         start_worker: Callable[[bool], WorkerProcess],
-        begin: Callable[[WorkerProcess], None],
+        begin: Callable[[WorkerProcess, bool], WorkerProcess | None],
         start_api: Callable[[], BaseProcess],
         settings: ServeSettings,
         clock: Callable[[], float] = time.monotonic,
@@ -98,7 +99,7 @@ class Supervisor:
         lifecycle = self._lifecycle
         lifecycle.epoch_seconds.value = began = self._clock()
         try:
-            self._begin(self._worker)
+            self._standby = self._begin(self._worker, self._wants_standby())
             while lifecycle.ready_epoch.value < 0:
                 if lifecycle.phase.value != Phase.STARTING:
                     return 0
@@ -140,7 +141,7 @@ class Supervisor:
             self._replace_worker()
         elif self._settings.hang_seconds and self._end_hung(api):
             pass
-        elif lifecycle.has_standby_memory.value and lifecycle.ready_epoch.value == lifecycle.epoch.value:
+        elif lifecycle.ready_epoch.value == lifecycle.epoch.value:
             self._keep_standby()
 
     def _is_drained(self) -> bool:
@@ -174,20 +175,26 @@ class Supervisor:
             standby = None
         try:
             self._worker = standby or self._start_worker(False)
-            self._begin(self._worker)
+            self._standby = self._begin(self._worker, self._wants_standby())
         except OSError as error:
             self._fail(f"no worker can be started to replace the dead worker: {error}; stopping the service")
 
+    def _wants_standby(self) -> bool:
+        """Return whether a standby worker is wanted and fits into memory, and fewer than three have died or failed."""
+        has_memory = bool(self._lifecycle.has_standby_memory.value)
+        return self._settings.standby and has_memory and self._num_standby_deaths < _MAX_STANDBY_DEATHS
+
     def _keep_standby(self) -> None:
-        """Start a standby worker if one is wanted and none is alive, until three have died or failed to start."""
+        """Start a standby worker if one is wanted and none is alive. End a standby that does not fit into memory."""
         if self._standby is not None:
-            if self._standby.exitcode is None:
+            if self._standby.exitcode is None and self._lifecycle.has_standby_memory.value:
                 return
-            self._num_standby_deaths += 1
-            logger.warning("the standby worker died; the running worker is not affected")
+            if self._standby.exitcode is not None:
+                self._num_standby_deaths += 1
+                logger.warning("the standby worker died; the running worker is not affected")
             self._standby.close()
             self._standby = None
-        if self._settings.standby and self._num_standby_deaths < _MAX_STANDBY_DEATHS:
+        if self._wants_standby():
             try:
                 self._standby = self._start_worker(True)
             except OSError as error:  # no memory, or too many processes: the service runs without a standby

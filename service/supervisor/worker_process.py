@@ -1,7 +1,8 @@
 """Worker process as seen by main. First worker, replacement and standby worker start in the same way.
 
 A worker process imports torch and the engine, waits for its order (`begin`), loads the model and serves. A standby
-worker is a worker process without an order yet: it holds neither weights nor KV-cache.
+worker is a worker process without an order yet: it holds neither weights nor KV-cache. Usually the worker forks its
+standby when it gets its order, so that both share the memory of their imports.
 """
 
 import os
@@ -12,40 +13,55 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
+
+from model.system.c_library import adopt_orphans
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from service.worker.worker import main; main{arguments!r}"
+_REPORT_BYTES = 16  # maximum length of a process id
 
 
 class WorkerProcess:
-    """Worker process, started by the constructor. The kernel kills the process when the thread that started it ends.
+    """Worker process. The kernel kills the process when main ends.
 
     Args:
-        checkpoint: directory of the weights to read into the page cache; None for a standby, which has low priority.
-
-    Raises:
-        OSError: no process can be started.
+        control: main's end of a socket to the worker process.
+        pid: process id; None for a standby that a worker forks, until the standby reports its process id.
     """
 
-    def __init__(self, checkpoint: Path | None) -> None:
+    def __init__(self, control: socket.socket, pid: int | None) -> None:
+        self._socket, self._pid = control, pid
         self._has_imported = False
-        self._socket, theirs = socket.socketpair()
+        self._exitcode: int | None = None
+
+    @classmethod
+    def start(cls, checkpoint: Path | None) -> Self:
+        """Start a new interpreter as a worker process. Raises `OSError` if no process can be started.
+
+        checkpoint: directory of the weights to read into the page cache; None for a standby, which has low priority.
+        """
+        ours, theirs = socket.socketpair()
         with theirs:
             arguments = (theirs.fileno(), os.getpid(), None if checkpoint is None else str(checkpoint))
-            program = _PROGRAM.format(path=sys.path, arguments=arguments)
+            command = [sys.executable, "-c", _PROGRAM.format(path=sys.path, arguments=arguments)]
             # A process group of its own: Ctrl-C in a terminal reaches main only.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program], pass_fds=[theirs.fileno()], process_group=0
-            )
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0)
+        process.returncode = 0  # `WorkerProcess` waits for the process, not `Popen`
+        return cls(ours, process.pid)
 
     @property
     def pid(self) -> int:
         """Process id of the worker."""
-        return self._process.pid
+        assert self._pid is not None, "the worker process has reported its process id"
+        return self._pid
 
     @property
     def exitcode(self) -> int | None:
         """Exit code of the worker process, negative for a signal; None while the process runs."""
-        return self._process.poll()
+        self._read_report()
+        if self._exitcode is None and self._pid is not None:
+            self._wait(os.WNOHANG)
+        return self._exitcode
 
     @property
     def sentinel(self) -> int:
@@ -54,32 +70,59 @@ class WorkerProcess:
 
     def has_imported(self) -> bool:
         """Return whether the worker process runs and has completed its imports."""
-        if not self._has_imported:
-            with suppress(OSError):  # no report yet, or the process has ended
-                self._has_imported = self._socket.recv(1, socket.MSG_DONTWAIT) != b""
-        return self._has_imported and self.exitcode is None
+        return self.exitcode is None and self._has_imported
 
-    def begin(self, order: bytes, descriptors: Sequence[int]) -> None:
+    def begin(self, order: bytes, descriptors: Sequence[int], *, has_standby: bool) -> "WorkerProcess | None":
         """Order the worker process to load the model and serve. If the process has died, nothing happens.
 
         Args:
             order: pickled `service.worker.worker.WorkerOrder`.
             descriptors: file descriptors of the shared memory and of the worker's end of the channel.
+            has_standby: the worker process forks a standby first, which this method returns. Main becomes its parent.
         """
+        ours, theirs = socket.socketpair()
         # A memory file carries the order: writing to a process that still imports could block main.
-        with os.fdopen(os.memfd_create("kvasir-order"), "wb") as memory, suppress(ConnectionError):
+        with theirs, os.fdopen(os.memfd_create("kvasir-order"), "wb") as memory, suppress(ConnectionError):
             memory.write(order)
             memory.flush()
-            socket.send_fds(self._socket, [b"b"], [memory.fileno(), *descriptors])
+            standby = [theirs.fileno()] if has_standby else []
+            adopt_orphans()
+            socket.send_fds(self._socket, [b"b"], [memory.fileno(), *descriptors, *standby])
+        if has_standby:
+            return WorkerProcess(ours, pid=None)
+        ours.close()
+        return None
 
     def kill(self) -> None:
         """Kill the worker process and its child processes, such as compilers, which are one process group."""
-        if self._process.returncode is None:
+        self._read_report()
+        if self._exitcode is None and self._pid is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the worker process and wait for its end."""
+        """Kill the worker process and wait for its end. A standby that is being forked ends without its socket."""
         self.kill()
-        self._process.wait()
+        if self._exitcode is None and self._pid is not None:
+            self._wait(0)
         self._socket.close()
+
+    def _read_report(self) -> None:
+        """Read the process id, which the worker process sends when it has completed its imports."""
+        if self._has_imported or self._exitcode is not None or self._socket.fileno() < 0:
+            return
+        with suppress(BlockingIOError):  # no report yet
+            try:
+                report = self._socket.recv(_REPORT_BYTES, socket.MSG_DONTWAIT)
+            except ConnectionError:
+                report = b""
+            if report:
+                self._pid, self._has_imported = int(report), True
+            elif self._pid is None:  # the worker has ended before it forked this standby
+                self._exitcode = -signal.SIGKILL
+
+    def _wait(self, options: int) -> None:
+        assert self._pid is not None
+        pid, status = os.waitpid(self._pid, options)
+        if pid:
+            self._exitcode = os.waitstatus_to_exitcode(status)

@@ -218,7 +218,7 @@ def _plan(
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
     dtype = resolved.context.dtype
-    placements = manifest.place_tensors().values()
+    placements = manifest.placements.values()
     stored = {_STORED_DTYPES.get(part.dtype) for place in placements for part in place.parts if not place.encoded}
     loaded = LoadedModel(
         config=manifest.config,

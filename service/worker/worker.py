@@ -48,8 +48,8 @@ _CPU_MEMORY = "can't allocate memory"
 _CPU_WARM_UP_TOKENS = 16
 # Minimum interval of messages to the API process, because each message wakes its event loop.
 _MESSAGE_SECONDS = 0.0005
-# File descriptors of the order, the shared memory and the worker's end of the channel.
-_NUM_DESCRIPTORS = 3
+# File descriptors of the order, the shared memory, the worker's end of the channel, and a standby's end of its socket.
+_MAX_DESCRIPTORS = 4
 # Module whose import takes most of the start. It imports torch.
 _IMPORT = "service.worker.engine_factory"
 # Nice value of the standby's importing thread: the lowest priority, so that serving processes get the CPU first.
@@ -76,7 +76,9 @@ class WorkerOrder:
 
 
 def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
-    """Run a worker process: import torch, wait for the order of main, and serve. The process ends with its parent.
+    """Run a worker process: import torch, wait for the order of main, fork a standby and serve.
+
+    The process ends with its parent.
 
     Args:
         descriptor: file descriptor of the socket to main.
@@ -97,17 +99,20 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
         name_thread("kvasir-standby")
     else:
         name_thread("kvasir-worker")
-        threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True).start()
+        reading = threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True)
+        reading.start()
         _import_engine()
+        reading.join()  # a process is forked while it has one thread
     gc.freeze()
     gc.enable()
-    control = socket.socket(fileno=descriptor)
-    try:
-        control.send(b"i")
-        _, (memory, lifecycle, channel), _, _ = socket.recv_fds(control, 1, _NUM_DESCRIPTORS)
-    except (OSError, ValueError):  # main has closed its end
-        os._exit(0)
-    name_thread("kvasir-worker")
+    memory, lifecycle, channel, *standby = received = _receive_order(descriptor)
+    while standby and _fork_standby(parent):  # true in the standby
+        for inherited in (descriptor, *received[:-1]):
+            os.close(inherited)
+        (descriptor,) = standby
+        memory, lifecycle, channel, *standby = received = _receive_order(descriptor)
+    for inherited in standby:
+        os.close(inherited)
     multiprocessing.current_process().name = "worker"  # in log lines
     with os.fdopen(memory, "rb") as file:
         file.seek(0)
@@ -116,6 +121,49 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
     make: type[Worker] = getattr(importlib.import_module(module), name)
     shared = Lifecycle(main_pid=order.main_pid, descriptor=lifecycle)
     make(order, shared, WorkerChannel(socket.socket(fileno=channel))).run()
+
+
+def _receive_order(descriptor: int) -> list[int]:
+    """Report this process's id to main. Return the file descriptors of main's order, or end with main."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as control:
+            control.send(str(os.getpid()).encode())
+            _, received, _, _ = socket.recv_fds(control, 1, _MAX_DESCRIPTORS)
+    except OSError:
+        received = []
+    if not received:  # main has closed its end
+        os._exit(0)
+    name_thread("kvasir-worker")
+    return received
+
+
+def _fork_standby(main_pid: int) -> bool:
+    """Fork a standby worker, which shares the memory of this process's imports. Return True in the standby.
+
+    A process between this process and the standby ends at once, so that main becomes the standby's parent.
+    """
+    try:
+        child = os.fork()
+    except OSError:  # main finds the standby's socket closed
+        return False
+    if child:
+        os.waitpid(child, 0)
+        return False
+    name_thread("kvasir-fork")  # there is one kvasir-worker at a time, and one kvasir-standby
+    between = os.getpid()
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    os.setpgid(0, 0)
+    while os.getppid() == between:
+        time.sleep(0.001)
+    end_with_parent()
+    if os.getppid() != main_pid:
+        os._exit(1)
+    name_thread("kvasir-standby")
+    return True
 
 
 class Worker:

@@ -123,7 +123,7 @@ def test_tensor_names_without_the_family_prefix_are_read(tmp_path: Path, case: s
     model.base_model.save_pretrained(tmp_path)
     manifest = read_manifest(tmp_path)
     assert manifest.family is not None
-    names = [header.name for place in manifest.place_tensors().values() for header in place.parts]
+    names = [header.name for place in manifest.placements.values() for header in place.parts]
     assert not any(name.startswith(manifest.family.prefix) for name in names)
     ids = texts()[0]
     with torch.no_grad():

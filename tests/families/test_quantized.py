@@ -55,7 +55,7 @@ METADATA = AttentionMetadata.uncached((40,))
 
 def decoded(directory: Path) -> dict[str, GroupedWeight | Tensor]:
     manifest = read_manifest(directory)
-    places = manifest.place_tensors().items()
+    places = manifest.placements.items()
     return {name: decode(place, manifest.config) for name, place in places if place.encoded}
 
 
@@ -184,7 +184,7 @@ def test_added_biases_of_zeros_are_dropped(tmp_path: Path) -> None:
     check_logits(tmp_path, 1e-5)
     save_file(tensors | {f"{MLP}.bias": torch.ones(128).half()}, tmp_path / SINGLE_FILE)
     with pytest.raises(CheckpointError, match=r"down_proj\.bias is not part of the model"):
-        read_manifest(tmp_path).place_tensors()
+        dict(read_manifest(tmp_path).placements)
 
 
 # Values of quantization_config as published checkpoints have them, with all keys of their tools.

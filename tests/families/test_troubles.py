@@ -303,11 +303,11 @@ HARMLESS: dict[str, tuple[str, Damage]] = {
 def test_extra_files_of_real_directories_are_ignored(checkpoints: Path, tmp_path: Path, name: str) -> None:
     kind, change = HARMLESS[name]
     shutil.copytree(checkpoints / kind, tmp_path / kind)
-    before = read_manifest(tmp_path / kind).place_tensors().keys()
+    before = read_manifest(tmp_path / kind).placements.keys()
     change(tmp_path / kind)
     manifest = read_manifest(tmp_path / kind)
     manifest.verify()
-    assert manifest.place_tensors().keys() == before
+    assert manifest.placements.keys() == before
 
 
 def test_the_model_name_is_that_of_the_directory_or_of_the_hub_cache(checkpoints: Path, tmp_path: Path) -> None:

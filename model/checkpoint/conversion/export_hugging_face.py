@@ -45,7 +45,7 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
 
 def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch.dtype:
     """Write weights under a model family's tensor names. Return their dtype: as stored, or float32 for mixed dtypes."""
-    placements = manifest.place_tensors()
+    placements = manifest.placements
     stored = {header.dtype for place in placements.values() for header in place.parts}
     dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
     tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)

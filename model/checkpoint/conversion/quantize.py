@@ -40,7 +40,7 @@ def quantize_checkpoint(directory: Path, out: Path, kind: str) -> Manifest:
             f"{directory}: the matrices are quantized already ({manifest.quantization.text}); "
             "give the checkpoint before its quantization"
         )
-    stored = {header.dtype for place in manifest.place_tensors().values() for header in place.parts}
+    stored = {header.dtype for place in manifest.placements.values() for header in place.parts}
     dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
     with written_whole(out) as new:
         names = _copy_other_files(directory, new)

@@ -1,7 +1,9 @@
 """Checkpoints: loading returns exactly what was saved, and a damaged checkpoint gives a one-line error."""
 
+import dataclasses
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,16 @@ def directory(tmp_path: Path) -> Path:
         training={"seed": 1},
     )
     return tmp_path / "model"
+
+
+def test_headers_of_the_weight_files_are_read_once_for_all_processes(directory: Path) -> None:
+    manifest = read_manifest(directory)
+    manifest.verify()
+    placements = manifest.placements
+    (directory / SHARD).unlink()
+    assert pickle.loads(pickle.dumps(manifest)).placements == placements
+    with pytest.raises(CheckpointError, match=SHARD):
+        dict(dataclasses.replace(manifest).placements)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

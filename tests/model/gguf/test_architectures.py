@@ -41,7 +41,7 @@ def load_as_floats(path: Path) -> Transformer:
     """Load a model as for a GPU, where matrices are dequantized."""
     manifest = read_manifest(path)
     model = Transformer(manifest.config, BACKENDS["sdpa"])
-    placements = manifest.place_tensors()
+    placements = manifest.placements
     model.load_state_dict(read_weights(placements, manifest.config, device="cpu", dtype=torch.float32))
     return model.eval().requires_grad_(False)
 
@@ -159,7 +159,7 @@ def test_divisors_of_one_scale_nothing(tmp_path: Path) -> None:
 def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), left_out=name)
     with pytest.raises(CheckpointError, match=f"tensor {name} is"):
-        read_manifest(path).place_tensors()
+        dict(read_manifest(path).placements)
 
 
 def test_numbers_that_are_not_finite_are_rejected(tmp_path: Path) -> None:

@@ -55,8 +55,10 @@ class Bench:
         self.lifecycle.enter(Phase.SERVING)
         self.lifecycle.ready_epoch.value = 0
         self.started: list[FakeProcess] = []
+        self.forked: list[FakeProcess] = []  # standbys that workers have forked
         self.now = 100.0
         self.error: OSError | None = None
+        self.can_fork = True
         self.api: Any = FakeProcess()
         first: Any = FakeProcess()
         times = {"hang_seconds": hang_seconds, "drain_seconds": drain_seconds}
@@ -78,8 +80,12 @@ class Bench:
         self.started.append(FakeProcess(is_standby=is_standby))
         return self.started[-1]
 
-    def _begin(self, worker: Any) -> None:
+    def _begin(self, worker: Any, has_standby: bool) -> Any:
         worker.num_begun += 1
+        if not has_standby:
+            return None
+        self.forked.append(FakeProcess(None if self.can_fork else -9, is_standby=True))
+        return self.forked[-1]
 
     @property
     def worker(self) -> Any:
@@ -163,18 +169,42 @@ def test_a_port_is_taken_as_soon_as_a_service_has_opened_it() -> None:
             listen("127.0.0.1", port)
 
 
-def test_standby_becomes_the_worker_and_the_next_standby_starts_when_the_worker_is_ready(bench: Bench) -> None:
+def test_standby_becomes_the_worker_and_forks_the_next_standby(bench: Bench) -> None:
     bench.check()
-    bench.check()
-    assert bench.kinds == ["standby"]
+    assert bench.kinds == ["standby"], "the first worker has forked none"
     bench.die()
     assert bench.worker is bench.started[0]
     assert (bench.worker.num_begun, bench.lifecycle.epoch.value) == (1, 1)
-    bench.check()
-    assert bench.kinds == ["standby"], "a starting worker needs the processors"
     bench.lifecycle.ready_epoch.value = 1
     bench.check()
-    assert bench.kinds == ["standby", "standby"]
+    assert bench.kinds == ["standby"]
+    bench.die()
+    assert bench.worker is bench.forked[0]
+    assert bench.supervisor._standby is cast(Any, bench.forked[1])
+
+
+def test_standby_that_no_worker_could_fork_is_started_when_the_worker_is_ready(bench: Bench) -> None:
+    bench.can_fork = False
+    bench.die()
+    bench.check()
+    assert bench.kinds == ["worker"], "a starting worker needs the processors"
+    bench.lifecycle.ready_epoch.value = 1
+    bench.check()
+    assert bench.kinds == ["worker", "standby"]
+
+
+def test_forked_standby_without_memory_for_it_is_ended_when_the_worker_is_ready(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.die()
+    bench.lifecycle.has_standby_memory.value = False
+    bench.check()
+    assert bench.forked[0].is_alive()
+    bench.lifecycle.ready_epoch.value = 1
+    bench.check()
+    assert not bench.forked[0].is_alive()
+    assert bench.kinds == ["worker"]
+    assert "the standby worker died" not in caplog.text
 
 
 def test_standby_that_still_imports_is_killed_and_a_new_worker_starts(bench: Bench) -> None:

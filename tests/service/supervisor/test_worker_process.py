@@ -50,13 +50,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("is_standby", [False, True])
 def test_worker_runs_its_order_with_the_shared_memory_and_the_channel(tmp_path: Path, is_standby: bool) -> None:
-    worker = WorkerProcess(None if is_standby else tmp_path)
+    worker = WorkerProcess.start(None if is_standby else tmp_path)
     if is_standby:
         wait_until(worker.has_imported)
         assert psutil.Process(worker.pid).name() == "kvasir-standby"
     lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
     order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
-    worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()])
+    assert worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=False) is None
     report = channel._socket.recv(100)
     assert report.endswith(b"kvasir-worker " + str(os.getpriority(os.PRIO_PROCESS, 0)).encode())
     assert lifecycle.num_heartbeats.value == worker.pid
@@ -67,11 +67,48 @@ def test_worker_runs_its_order_with_the_shared_memory_and_the_channel(tmp_path: 
     channel.close()
 
 
+def test_worker_forks_a_standby_that_takes_its_place_and_forks_the_next(tmp_path: Path) -> None:
+    """Main is the parent of each standby: it reads the exit code, and the worker's end leaves the standby alone."""
+    lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
+    order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
+    worker = WorkerProcess.start(tmp_path)
+    pids = []
+    for _ in range(3):
+        standby = worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=True)
+        assert standby is not None
+        assert b"kvasir-worker" in channel._socket.recv(100)
+        wait_until(lambda: worker.exitcode is not None)  # noqa: B023 - the loop's worker
+        pids.append(worker.pid)
+        assert (lifecycle.num_heartbeats.value, worker.exitcode) == (worker.pid, 7)
+        worker.close()
+        wait_until(standby.has_imported)
+        process = psutil.Process(standby.pid)
+        assert (process.ppid(), process.name()) == (os.getpid(), "kvasir-standby")
+        assert os.getpgid(standby.pid) == standby.pid
+        worker = standby
+    assert len({*pids, worker.pid}) == 4
+    worker.close()
+    assert worker.exitcode == -signal.SIGKILL
+    channel.close()
+
+
+def test_standby_of_a_worker_that_dies_before_its_order_has_ended(tmp_path: Path) -> None:
+    worker = WorkerProcess.start(tmp_path)
+    standby = worker.begin(b"never read", [], has_standby=True)
+    assert standby is not None
+    assert standby.exitcode is None
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: standby.exitcode is not None)
+    assert not standby.has_imported()
+    for process in (standby, worker):
+        process.close()
+
+
 def test_worker_that_dies_before_its_order_has_an_exit_code(tmp_path: Path) -> None:
-    worker = WorkerProcess(tmp_path)
+    worker = WorkerProcess.start(tmp_path)
     os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: worker.exitcode is not None)
-    worker.begin(b"late", [])
+    worker.begin(b"late", [], has_standby=False)
     assert worker.exitcode == -signal.SIGKILL
     assert not worker.has_imported()
     worker.close()
@@ -79,7 +116,7 @@ def test_worker_that_dies_before_its_order_has_an_exit_code(tmp_path: Path) -> N
 
 
 def test_closed_worker_ends(tmp_path: Path) -> None:
-    worker = WorkerProcess(None)
+    worker = WorkerProcess.start(None)
     process = psutil.Process(worker.pid)
     worker.close()
     assert not process.is_running()
@@ -88,7 +125,7 @@ def test_closed_worker_ends(tmp_path: Path) -> None:
 def test_worker_ends_when_main_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from service.supervisor.worker_process import WorkerProcess;"
-        "worker = WorkerProcess(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+        "worker = WorkerProcess.start(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
