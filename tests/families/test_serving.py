@@ -17,7 +17,7 @@ from model.tokenizer.files import load_tokenizer
 from service.engine.engine import complete_batch
 from service.protocol.logprobs import format_token_name
 from tests.e2e.process import serving
-from tests.families.models import WINDOW, Case, load, read_by_library
+from tests.families.models import GEMMA_ROPES, TYPES, WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
@@ -47,6 +47,8 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "qwen3": (Case("qwen3", {"tie_word_embeddings": True}), write_byte_level),
     "gpt_neox": (Case("gpt_neox"), write_byte_level),
     "gemma": (Case("gemma"), write_sentence_piece),
+    "gemma2": (Case("gemma2"), write_sentence_piece),
+    "gemma3": (Case("gemma3_text", {"rope_parameters": GEMMA_ROPES, "layer_types": TYPES}), write_sentence_piece),
     "olmo2": (Case("olmo2"), write_byte_level),
 }
 
