@@ -12,11 +12,15 @@ from typing import Any
 from model.config import ModelConfig
 from model.gguf.container import GgufFile
 from model.huggingface.families.family import Layout, ModelFamily, Names, convert_config, plain
+from model.huggingface.families.gemma import GEMMA
+from model.huggingface.families.gemma3 import GEMMA3
+from model.huggingface.families.gpt import GPT2, GPT_NEOX
+from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader
-from model.huggingface.family_table import FAMILIES
 from model.io.files import CheckpointError, parsing, reading
 from model.io.safetensors_header import TensorHeader
 
+_FAMILIES = {family.model_type: family for family in (GPT2, GPT_NEOX, *LLAMA_LIKE, *GEMMA, *GEMMA3)}
 _QKV = ("blk.#.attn_q", "blk.#.attn_k", "blk.#.attn_v")
 _NAMES = {
     "token_embedding": plain("token_embd"),
@@ -123,7 +127,7 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
         values = _config_values(file, name, architecture)
     has_window = name == "llama" and "sliding_window" in values  # Mistral, which llama.cpp calls llama
     family = replace(
-        FAMILIES["mistral" if has_window else architecture.model_type],
+        _FAMILIES["mistral" if has_window else architecture.model_type],
         names=architecture.names,
         prefix="",
         ignored_tensors=_COMPUTED_TENSORS,

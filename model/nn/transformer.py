@@ -7,6 +7,8 @@ Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query 
 D head dimension, V vocabulary.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -186,7 +188,7 @@ class Transformer(nn.Module):
         rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
         local_rotation = None if self.local_rotary is None else self.local_rotary(metadata.positions_T)
         for layer in self.layers:
-            own_rotation = local_rotation if layer.attention.rotates_locally else rotation
+            own_rotation = local_rotation if cast(Block, layer).attention.rotates_locally else rotation
             x_TE = layer(x_TE, own_rotation, metadata=metadata, kv_cache=kv_cache)
         return x_TE
 

@@ -79,7 +79,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text_config": (
         "gemma3",
         {"tie_word_embeddings": False, "text_config": {"hidden_size": 64}, "vision_config": {"depth": 2}},
-        {"text_config": {"hidden_size": 64, "tie_word_embeddings": False}},
+        {"tie_word_embeddings": False, "text_config": {"hidden_size": 64, "tie_word_embeddings": False}},
     ),
     "both, agreeing": (
         "qwen2",
@@ -172,6 +172,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key of a language model": (
         {"model_type": "gemma3", "text_config": {"use_magic": True}},
         "text_config.use_magic=True: unknown key",
+    ),
+    "two heads": (
+        {"model_type": "gemma3", "text_config": {"tie_word_embeddings": False}},
+        "tie_word_embeddings=True: text_config has another value",
     ),
     "text_config is a word": ({"model_type": "gemma3", "text_config": "small"}, "text_config='small': expected a JSON"),
     "own code": ({"auto_map": {"AutoModel": "x.Y"}}, "code in a checkpoint is never run"),
