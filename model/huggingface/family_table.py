@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, RopeScaling
+from model.config_enums import MlpKind, NormPlacement, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
+from model.huggingface.families.gemma import GEMMA
+from model.huggingface.families.gemma3 import GEMMA3
 from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.reader import ConfigReader
 from model.io.files import CheckpointError
 
-FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in (GPT2, *LLAMA_LIKE, GPT_NEOX)}
+FAMILIES: Mapping[str, ModelFamily] = {
+    family.model_type: family for family in (GPT2, *LLAMA_LIKE, *GEMMA, *GEMMA3, GPT_NEOX)
+}
 _ACTIVATIONS = {
     MlpKind.SWIGLU: "silu",
     MlpKind.GEGLU: "gelu_pytorch_tanh",
@@ -92,6 +96,20 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     types = ["full_attention" if config.window(layer) is None else "sliding_attention" for layer in layers]
     yield {**sizes, **window, "layer_types": types}
     yield {**sizes, **biases, **window, "use_sliding_window": True, "layer_types": types}
+    if config.norm_placement is not NormPlacement.BOTH:
+        return
+    caps = {"attn_logit_softcapping": config.score_soft_cap, "final_logit_softcapping": config.logit_soft_cap}
+    size = float(f"{1 / config.effective_score_scale / config.effective_score_scale:.12g}")
+    gemma: dict[str, Any] = {
+        "hidden_activation": activation,
+        "attention_bias": config.attention_bias,
+        **window,
+        "layer_types": types,
+    }
+    sizes |= {**gemma, **caps, "query_pre_attn_scalar": int(size) if size.is_integer() else size}
+    yield sizes
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    yield {**sizes, "rope_parameters": {"full_attention": sizes["rope_parameters"], "sliding_attention": local}}
 
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -132,6 +132,8 @@ def build_engine(
         torch.OutOfMemoryError, RuntimeError: the model or the KV-cache does not fit on the device.
     """
     keep_freed_memory()
+    if manifest.left_out:
+        logger.warning("%s has parts that are not served: %s", manifest.name, manifest.left_out)
     resolved = _resolve(settings, manifest)
     torch.set_num_threads(resolved.threads)
     device, dtype = resolved.context.device, resolved.context.dtype

@@ -17,10 +17,11 @@ from model.tokenizer.files import load_tokenizer
 from service.engine.engine import complete_batch
 from service.protocol.logprobs import format_token_name
 from tests.e2e.process import serving
-from tests.families.models import WINDOW, Case, load, read_by_library
+from tests.families.models import GEMMA_ROPES, TYPES, WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
+from tests.model.kernel_libraries import BACKENDS
 
 PROMPT = "The dog did not cross the road as it was too tired. "
 NUM_TOKENS = 64
@@ -47,6 +48,12 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "qwen3": (Case("qwen3", {"tie_word_embeddings": True}), write_byte_level),
     "gpt_neox": (Case("gpt_neox"), write_byte_level),
     "gemma": (Case("gemma"), write_sentence_piece),
+    # With norms of all outputs, a small random model whose head is tied repeats its input.
+    "gemma2": (Case("gemma2", {"tie_word_embeddings": False}), write_sentence_piece),
+    "gemma3": (
+        Case("gemma3_text", {"tie_word_embeddings": False, "rope_parameters": GEMMA_ROPES, "layer_types": TYPES}),
+        write_sentence_piece,
+    ),
     "olmo2": (Case("olmo2"), write_byte_level),
 }
 
@@ -88,7 +95,9 @@ def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path, name: str) ->
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     assert [*begin, *tokenizer.encode(PROMPT)] == prompt_ids
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    assert complete_batch(load(tmp_path / name), tokenizer, [prompt_ids], [greedy]) == [tokens]
+    for attention in BACKENDS:
+        model = load(tmp_path / name, attention)
+        assert complete_batch(model, tokenizer, [prompt_ids], [greedy]) == [tokens], attention
 
 
 @pytest.mark.slow
