@@ -96,6 +96,7 @@ class LayerWeights(ctypes.Structure):
         *((name, Matrix) for name in ("qkv", "out", "up", "down")),
         *((name, _POINTER) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
         *((name, _POINTER) for name in ("query_norm", "key_norm")),
+        ("rotated", _INT),
     )
 
 
@@ -103,7 +104,7 @@ class Shape(ctypes.Structure):
     """Layer sizes, and kinds of norm and activation, that all layers of a model share, as the kernels read them."""
 
     _fields_ = (
-        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "rotated", "norm_scope")),
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "norm_scope")),
         *((name, _INT) for name in ("numbers", "norm", "activation", "gated", "norms_outputs", "is_parallel")),
         ("eps", ctypes.c_float),
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
+from model.config_enums import MlpKind, NormKind, NormPlacement, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
@@ -59,7 +59,6 @@ def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         mlp=config.mlp_size,
-        rotated=config.rotary_size if config.position is PositionKind.ROTARY else 0,
         norm_scope=int(config.qk_norm_scope is QkNormScope.PROJECTION),
         numbers=NUMBERS[dtype],
         norm=int(config.norm is NormKind.LAYER_NORM),

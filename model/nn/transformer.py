@@ -47,6 +47,7 @@ class Attention(nn.Module):
         self.form = AttentionForm(
             layer=layer, scale=config.effective_score_scale, window=config.window(layer), bias=self.bias
         )
+        self.is_rotated = layer not in config.unrotated_layers
         self.backend = backend
         self.rotate_pair = rotate_each
 
@@ -60,7 +61,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size)."""
         q_THD, k_TKD, v_TKD = self._project(x_TE)
-        if rotation is not None:
+        if rotation is not None and self.is_rotated:
             q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
         mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, form=self.form, metadata=metadata, kv_cache=kv_cache)
         out: Tensor = self.out(mixed_THD.flatten(1))
@@ -137,7 +138,8 @@ class Transformer(nn.Module):
             case PositionKind.SINUSOIDAL:
                 self.position_embedding = SinusoidalPositions(config.hidden_size)
             case PositionKind.ROTARY:
-                self.rotary = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
+                form = config.rotary_size, config.rope_theta, config.rope_scaling
+                self.rotary = RotaryPositions(*form, max_context_length=config.max_context_length)
         self.relative_positions = relative_positions(config)
         self.layers = nn.ModuleList(
             Block(config, attention, layer, self.relative_positions) for layer in range(config.num_layers)
@@ -173,10 +175,9 @@ class Transformer(nn.Module):
     def logits(self, x_RE: Tensor) -> Tensor:
         """Return next-token logits, float32 (rows, vocabulary), for rows of the result of `hidden`."""
         x_RE = self.final_norm(x_RE)
-        if self.lm_head is None:
-            return functional.linear(x_RE, self.token_embedding.weight).float()
-        logits_RV: Tensor = self.lm_head(x_RE)
-        return logits_RV.float()
+        head = self.lm_head
+        logits_RV: Tensor = functional.linear(x_RE, self.token_embedding.weight) if head is None else head(x_RE)
+        return logits_RV.float() if self.config.logit_divisor == 1.0 else logits_RV.float() / self.config.logit_divisor
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the sum of token and position embeddings (if any): (tokens, hidden size) in the model's dtype."""

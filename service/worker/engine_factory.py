@@ -1,6 +1,7 @@
 """Build an engine from settings and a checkpoint, with "auto" settings resolved for this machine. Imports torch."""
 
 import ctypes
+import dataclasses
 import logging
 import math
 from collections.abc import Mapping
@@ -132,6 +133,8 @@ def build_engine(
         torch.OutOfMemoryError, RuntimeError: the model or the KV-cache does not fit on the device.
     """
     keep_freed_memory()
+    length = context_length(settings, manifest.config)
+    manifest = dataclasses.replace(manifest, config=manifest.config.for_context(length))
     resolved = _resolve(settings, manifest)
     torch.set_num_threads(resolved.threads)
     device, dtype = resolved.context.device, resolved.context.dtype

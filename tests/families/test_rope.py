@@ -30,8 +30,10 @@ def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> No
     library_config = getattr(transformers, f"{class_name}Config")(**copy.deepcopy(own))
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     theirs = getattr(module, f"{class_name}RotaryEmbedding")(library_config)
-    ours = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
-    assert torch.equal(ours.frequencies, theirs.inv_freq)
+    form = config.rotary_size, config.rope_theta, config.rope_scaling
+    ours = RotaryPositions(*form, max_context_length=config.max_context_length)
     last = torch.tensor([config.max_context_length - 1])
+    theirs(torch.zeros(1), last[None])  # LongRoPE changes the frequencies at a position beyond the original context
+    assert torch.equal(ours.frequencies, theirs.inv_freq)
     for mine, reference in zip(ours(last), theirs(torch.zeros(1), last[None]), strict=True):
         assert torch.equal(mine.flatten(), reference.flatten())

@@ -3,7 +3,7 @@
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,13 +52,14 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _family(
+def llama_like_family(
     model_type: str,
     class_prefix: str,
     read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
     *,
     renamed: Mapping[str, Names] | None = None,
     activations: Mapping[str, MlpKind] = _ACTIVATIONS,
+    rope: Mapping[str, Any] | None = None,
     **defaults: Any,
 ) -> ModelFamily:
     """Return a model family with Llama's layers.
@@ -68,6 +69,7 @@ def _family(
         read_own_fields: function of the reader and Llama's ModelConfig fields; returns the fields that differ.
         renamed: checkpoint names of modules where they differ from Llama's, by the name in Kvasir's model.
         activations: supported values of `hidden_act` in config.json, the default first.
+        rope: keyword arguments of `read_rope`.
         defaults: values for absent keys of config.json, where they differ from Llama's.
     """
     return ModelFamily(
@@ -75,7 +77,11 @@ def _family(
         architectures=(f"{class_prefix}ForCausalLM", f"{class_prefix}Model"),
         # The main process pickles the family for the worker process, and pickle needs functions of a module.
         read_config=partial(
-            _read_config, defaults={**_DEFAULTS, **defaults}, activations=activations, read_own_fields=read_own_fields
+            _read_config,
+            defaults={**_DEFAULTS, **defaults},
+            activations=activations,
+            rope=rope or {},
+            read_own_fields=read_own_fields,
         ),
         names={**_NAMES, **(renamed or {})},
         prefix="model.",
@@ -88,6 +94,7 @@ def _read_config(
     *,
     defaults: Mapping[str, Any],
     activations: Mapping[str, MlpKind],
+    rope: Mapping[str, Any],
     read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
 ) -> ModelConfig:
     def size(name: str) -> int:
@@ -96,7 +103,8 @@ def _read_config(
     heads, width, positions = size("num_attention_heads"), size("hidden_size"), size("max_position_embeddings")
     kv_heads = reader.optional_size("num_key_value_heads", defaults["num_key_value_heads"])
     head_dim = reader.optional_size("head_dim", defaults["head_dim"])
-    rope = read_rope(reader, max_positions=positions)
+    head_dim = size_of_heads(reader, width, heads) if head_dim is None else head_dim
+    rotary = read_rope(reader, max_positions=positions, **rope)
     fields = {
         "vocab_size": size("vocab_size"),
         "max_context_length": positions,
@@ -104,11 +112,12 @@ def _read_config(
         "hidden_size": width,
         "num_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": size_of_heads(reader, width, heads) if head_dim is None else head_dim,
+        "head_dim": head_dim,
         "mlp_size": size("intermediate_size"),
         "position": PositionKind.ROTARY,
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
+        "rope_theta": rotary.theta,
+        "rope_scaling": rotary.scaling,
+        "rotary_dim": rotary.dim(head_dim),
         "norm": NormKind.RMS_NORM,
         "norm_eps": reader.number("rms_norm_eps", defaults["rms_norm_eps"]),
         "mlp": reader.choice("hidden_act", next(iter(activations)), activations),
@@ -139,20 +148,20 @@ def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str
         first = 28
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         reader.reject("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
-    return _read_layer_types(reader, num_layers, window=window, first=first)
+    return read_layer_types(reader, window, [layer >= first for layer in range(num_layers)])
 
 
-def _read_layer_types(reader: ConfigReader, num_layers: int, *, window: int | None, first: int) -> dict[str, Any]:
+def read_layer_types(reader: ConfigReader, window: int | None, slides: Sequence[bool]) -> dict[str, Any]:
     """Return the sliding-window fields of ModelConfig: the window, and the layers without a window.
 
     Args:
         window: the size of the window in tokens; None: no window.
-        first: index of the first layer with a window; used only if the config has no `layer_types`.
+        slides: whether each layer has the window, if there is one; used only if the config has no `layer_types`.
     """
-    known = ("full_attention", "sliding_attention")
+    known, num_layers = ("full_attention", "sliding_attention"), len(slides)
     types = reader.value("layer_types")
     if types is None:
-        types = [known[window is not None and layer >= first] for layer in range(num_layers)]
+        types = [known[window is not None and has_window] for has_window in slides]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
         reader.reject(
             "layer_types", types, f"expected a list of {num_layers}, each {' or '.join(known)}; correct the config"
@@ -173,7 +182,7 @@ def _read_llama(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
 
 def _read_mistral(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     window = reader.optional_size("sliding_window", 4096)
-    return _read_layer_types(reader, fields["num_layers"], window=window, first=0)
+    return read_layer_types(reader, window, [True] * fields["num_layers"])
 
 
 def _read_qwen2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,9 +222,9 @@ _QWEN_SIZES: Mapping[str, Any] = {
 }
 LLAMA_LIKE = (
     # Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783): rotary embedding, RMS norm, SwiGLU, grouped-query attention.
-    _family("llama", "Llama", _read_llama),
+    llama_like_family("llama", "Llama", _read_llama),
     # Mistral 7B (arXiv 2310.06825): a sliding window in every layer, unless `sliding_window` is null.
-    _family(
+    llama_like_family(
         "mistral",
         "Mistral",
         _read_mistral,
@@ -224,11 +233,11 @@ LLAMA_LIKE = (
         max_position_embeddings=4096 * 32,
     ),
     # Qwen2 (arXiv 2407.10671) and Qwen2.5: biases of q, k and v, and optional windows in the upper layers.
-    _family("qwen2", "Qwen2", _read_qwen2, **_QWEN_SIZES),
+    llama_like_family("qwen2", "Qwen2", _read_qwen2, **_QWEN_SIZES),
     # Qwen3 (arXiv 2505.09388): q and k normalized per head before rotation, and an explicit head size.
-    _family("qwen3", "Qwen3", _read_qwen3, **_QWEN_SIZES, head_dim=128),
+    llama_like_family("qwen3", "Qwen3", _read_qwen3, **_QWEN_SIZES, head_dim=128),
     # Gemma 1 (arXiv 2403.08295): a scaled embedding, GeGLU, norms of 1 + weight, and an explicit head size.
-    _family(
+    llama_like_family(
         "gemma",
         "Gemma",
         _read_gemma,
@@ -245,7 +254,7 @@ LLAMA_LIKE = (
         tie_word_embeddings=True,
     ),
     # OLMo 2 (arXiv 2501.00656): norms after attention and MLP, and q and k normalized over all heads together.
-    _family(
+    llama_like_family(
         "olmo2",
         "Olmo2",
         _read_olmo2,

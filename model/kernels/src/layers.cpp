@@ -6,17 +6,19 @@
 namespace kvasir {
 namespace {
 
-// Weights of one layer; null if the layer has no such weights. Norm weights include their offset.
+// Weights of one layer; null if the layer has no such weights. Norm weights include their offset. rotated: dimensions of
+// a head with rotary embedding.
 struct LayerWeights {
     Matrix qkv, out, up, down;
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
+    int64_t rotated;
 };
 
-// Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). rotated:
-// dimensions of a head with rotary embedding. norm_scope, of query and key norms: 0 for each head, 1 for all heads.
+// Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). norm_scope, of
+// query and key norms: 0 for each head, 1 for all heads.
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, mlp;
-    int64_t rotated, norm_scope;
+    int64_t norm_scope;
     Numbers numbers;
     Norm norm;
     Activation activation;
@@ -33,7 +35,7 @@ struct Rows {
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
     void* narrow;     // inputs of an int8 matrix, or groups of inputs of a grouped matrix
     float* scales;    // scale of each row of an int8 input
-    const float *cosines, *sines;  // rotated / 2 numbers for every position
+    const float *cosines, *sines;  // LayerWeights::rotated / 2 numbers for every position
     const int64_t* positions;      // position of every row
     const void* embedding;         // `hidden` numbers for every token id, or null
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
@@ -98,11 +100,11 @@ class Step {
         store_product(matrix, norm_inputs(matrix, is_normed ? layer.attention_norm : nullptr,
                                           is_normed ? layer.attention_norm_bias : nullptr), qkv);
         const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
-        if (layer.query_norm == nullptr && shape.rotated == 0) return;
+        if (layer.query_norm == nullptr && layer.rotated == 0) return;
         each_row([&](int64_t row) {
             Number* heads = qkv + row * matrix.outputs;
-            norm_and_rotate(heads, query, layer.query_norm, row);
-            norm_and_rotate(heads + query, key, layer.key_norm, row);
+            norm_and_rotate(heads, query, layer.query_norm, layer.rotated, row);
+            norm_and_rotate(heads + query, key, layer.key_norm, layer.rotated, row);
         });
     }
 
@@ -241,14 +243,14 @@ class Step {
     }
 
     // Applies norm and rotary embedding to the heads of one row.
-    void norm_and_rotate(Number* heads, int64_t size, const float* norm, int64_t row) const {
+    void norm_and_rotate(Number* heads, int64_t size, const float* norm, int64_t rotated, int64_t row) const {
         static thread_local float values[MAX_WIDTH];
         convert(heads, size, values);
         const int64_t step = shape.norm_scope == 0 ? shape.head_dim : size;
         for (int64_t at = 0; norm != nullptr && at < size; at += step) {
             normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
         }
-        const int64_t half = shape.rotated / 2, angles = half > 0 ? rows.positions[row] * half : 0;
+        const int64_t half = rotated / 2, angles = half > 0 ? rows.positions[row] * half : 0;
         for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
             rotate(values + at, half, rows.cosines + angles, rows.sines + angles);
         }

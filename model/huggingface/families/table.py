@@ -1,0 +1,14 @@
+"""Table of the supported model families."""
+
+from collections.abc import Mapping
+
+from model.huggingface.families.family import ModelFamily
+from model.huggingface.families.gpt import GPT2, GPT_NEOX
+from model.huggingface.families.granite import GRANITE
+from model.huggingface.families.llama_like import LLAMA_LIKE
+from model.huggingface.families.phi3 import PHI3
+from model.huggingface.families.smollm3 import SMOLLM3
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    family.model_type: family for family in (GPT2, *LLAMA_LIKE, SMOLLM3, PHI3, GRANITE, GPT_NEOX)
+}
