@@ -117,6 +117,13 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
             sizes["original_max_position_embeddings"] = config.rope_scaling.original_context_length
         yield {**sizes, **window, "partial_rotary_factor": config.rotary_size / config.head_dim}
         return
+    if family.model_type == "stablelm":
+        partial = {"partial_rotary_factor": config.rotary_size / config.head_dim}
+        yield {**sizes, **partial, "layer_norm_eps": config.norm_eps, "use_qkv_bias": config.attention_bias}
+        return
+    if family.model_type == "starcoder2":
+        yield {**sizes, **window, "norm_epsilon": config.norm_eps, "use_bias": config.attention_bias}
+        return
     if family.model_type == "granite":
         factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
         yield {**sizes, **biases, **factors, "attention_multiplier": config.effective_score_scale}

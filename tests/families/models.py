@@ -67,6 +67,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", _SIZES | _GQA),
     "phi3": ("Phi3", _SIZES | _GQA),
     "granite": ("Granite", _SIZES | _GQA | _MULTIPLIERS),
+    "stablelm": ("StableLm", _SIZES | _GQA),
+    "starcoder2": ("Starcoder2", _SIZES | _GQA),
 }
 
 
@@ -173,6 +175,14 @@ CASES: dict[str, Case] = {
     "granite": Case("granite", {"rms_norm_eps": 0.05}),
     "granite tied biased": Case("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "granite without multipliers": Case("granite", dict.fromkeys(_MULTIPLIERS, 1.0)),
+    "stablelm": Case("stablelm"),
+    "stablelm mha biased tied": Case(
+        "stablelm", {"num_key_value_heads": 4, "use_qkv_bias": True, "tie_word_embeddings": True}
+    ),
+    "stablelm half rotary": Case("stablelm", {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}}),
+    "starcoder2": Case("starcoder2", {"sliding_window": WINDOW}),
+    "starcoder2 without biases": Case("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "starcoder2 exact gelu": Case("starcoder2", {"hidden_act": "gelu"}),
 }
 
 

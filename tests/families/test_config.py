@@ -193,6 +193,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "original_max_position_embeddings=8192: original_max_position_embeddings is 4096",
     ),
+    "parallel layers of stablelm": (
+        {"model_type": "stablelm", "use_parallel_residual": True},
+        "use_parallel_residual=True: parallel layers, as in StableLM 2 12B, is not implemented",
+    ),
     "no residuals": ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a positive"),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type='yarn': supported are"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type='dynamic': supported"),

@@ -106,6 +106,8 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "multiplier of embeddings and layers": ("granite", {"embedding_scale": 12.0}),
     "epsilon of multiplied layers": ("granite", {"norm_eps": 0.05}),
     "multiplier of scores": ("granite", {"score_scale": None}),
+    "partial rotary of stablelm": ("stablelm", {"rotary_dim": None}),
+    "window of starcoder2": ("starcoder2", {"sliding_window": None}),
     "divisor of logits": ("granite", {"logit_divisor": 1.0}),
 }
 

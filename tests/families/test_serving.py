@@ -51,6 +51,8 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
     "granite": (Case("granite"), write_byte_level),
+    "stablelm": (Case("stablelm"), write_byte_level),
+    "starcoder2": (Case("starcoder2"), write_byte_level),
 }
 
 

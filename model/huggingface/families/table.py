@@ -8,7 +8,9 @@ from model.huggingface.families.granite import GRANITE
 from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.phi3 import PHI3
 from model.huggingface.families.smollm3 import SMOLLM3
+from model.huggingface.families.stablelm import STABLELM
+from model.huggingface.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    family.model_type: family for family in (GPT2, *LLAMA_LIKE, SMOLLM3, PHI3, GRANITE, GPT_NEOX)
+    family.model_type: family for family in (GPT2, *LLAMA_LIKE, SMOLLM3, PHI3, GRANITE, STABLELM, STARCODER2, GPT_NEOX)
 }
