@@ -33,7 +33,11 @@ BEST, OTHERS = list(BUILDABLE)[:1], list(BUILDABLE)[1:]
 # oneDNN packs bfloat16 only on CPUs with bfloat16 instructions.
 PACKED = "packed" if can_pack("cpu", torch.bfloat16) else "plain"
 KINDS = [(torch.float32, "plain"), (torch.bfloat16, PACKED), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
-CASES = [(level, *kind) for level in BEST for kind in KINDS] + [(level, *KINDS[1]) for level in OTHERS]
+CASES = [(level, *kind, "rotary-gqa") for level in BEST for kind in KINDS]
+CASES += [(level, *KINDS[1], "rotary-gqa") for level in OTHERS]
+# Unrotated layers, scaled cosines, and divided logits.
+FAMILIES = ("smollm3", "phi3", "granite")
+CASES += [(level, *kind, variant) for level in BEST for kind in KINDS[::2] for variant in FAMILIES]
 
 
 def native_model(
@@ -100,14 +104,14 @@ def answer(deltas: list[TokenDelta]) -> tuple[list[int], list[TokenLogprob], str
     return [i for delta in deltas for i in delta.token_ids], logprobs, "".join(delta.text for delta in deltas)
 
 
-@pytest.mark.parametrize(("level", "dtype", "kind"), CASES)
-def test_a_completion_is_batch_invariant(level: str, dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize(("level", "dtype", "kind", "variant"), CASES)
+def test_a_completion_is_batch_invariant(level: str, dtype: torch.dtype, kind: str, variant: str) -> None:
     submits = submissions(12)
-    crowd, stats = drive(Engine(native_model("rotary-gqa", native(level), dtype, kind), TOKENIZER, CROWDED), submits)
+    crowd, stats = drive(Engine(native_model(variant, native(level), dtype, kind), TOKENIZER, CROWDED), submits)
     assert max(step.batch_size for step in stats) > 4
     assert sum(step.num_preemptions for step in stats) > 0
     assert sum(step.num_prefix_hits for step in stats) > 0
-    alone = Engine(native_model("rotary-gqa", native(level), dtype, kind), TOKENIZER, CONFIG)
+    alone = Engine(native_model(variant, native(level), dtype, kind), TOKENIZER, CONFIG)
     for submit in submits:
         reported, _ = drive(alone, [submit])
         assert answer(reported[submit.uid]) == answer(crowd[submit.uid])

@@ -21,6 +21,7 @@ from tests.families.models import LONGROPE, WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
+from tests.model.kernel_libraries import BACKENDS
 
 PROMPT = "The dog did not cross the road as it was too tired. "
 NUM_TOKENS = 64
@@ -93,7 +94,9 @@ def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path, name: str) ->
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     assert [*begin, *tokenizer.encode(PROMPT)] == prompt_ids
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    assert complete_batch(load(tmp_path / name), tokenizer, [prompt_ids], [greedy]) == [tokens]
+    for attention in BACKENDS:
+        model = load(tmp_path / name, attention)
+        assert complete_batch(model, tokenizer, [prompt_ids], [greedy]) == [tokens], attention
 
 
 @pytest.mark.slow
