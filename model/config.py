@@ -35,14 +35,18 @@ class ModelConfig:
 
     num_kv_heads: key/value heads: as many as num_heads (multi-head), one (multi-query) or fewer (grouped-query).
     rope_theta: base of rotary frequencies.
+    local_rope_theta: base of rotary frequencies in layers with a sliding window, where they are not scaled (Gemma 3);
+        None: all layers have rope_theta and rope_scaling.
     rotary_dim: rotated dimensions of a head; None: the whole head.
     num_relative_buckets: number of buckets of token distances in a relative bias (T5).
     max_relative_distance: larger token distances count as this distance, in a relative bias and in disentangled scores.
     sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, except in `global_layers`.
     score_scale: factor of q·k before the softmax; None: 1/sqrt(head_dim), see `effective_score_scale`.
+    score_soft_cap: bound c of the scores, which become c * tanh(score / c) (Gemma 2); None: no bound.
+    logit_soft_cap: bound of the logits, in the same way; None: no bound.
     attention_bias: queries, keys and values have biases.
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
-    norm_unit_offset: RMS norms multiply by 1 + weight (Gemma).
+    norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     embedding_scale: factor of the token embedding (Gemma).
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
@@ -69,11 +73,14 @@ class ModelConfig:
     attention: AttentionKind = AttentionKind.SOFTMAX
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
     num_relative_buckets: int | None = None
     max_relative_distance: int | None = None
     sliding_window: int | None = None
     global_layers: tuple[int, ...] = ()
     score_scale: float | None = None
+    score_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
     attention_out_bias: bool | None = None
     qk_norm_scope: QkNormScope = QkNormScope.HEAD
     norm_placement: NormPlacement = NormPlacement.PRE
@@ -125,9 +132,11 @@ class ModelConfig:
             name = "rotary_dim" if self.rotary_dim else "head_dim"
             raise ValueError(f"rotary positions need an even {name} up to head_dim, not {self.rotary_size}")
         in_scores = rotary or self.position in SCORED_POSITIONS
-        if self.attention is AttentionKind.AVERAGE and (in_scores or self.qk_norm or self.score_scale is not None):
+        changes_scores = self.qk_norm or self.score_scale is not None or self.score_soft_cap is not None
+        if self.attention is AttentionKind.AVERAGE and (in_scores or changes_scores):
             raise ValueError(
-                "attention=average has no scores; remove qk_norm and score_scale, and choose a position without scores"
+                "attention=average has no scores; remove qk_norm, score_scale and score_soft_cap, and choose a "
+                "position without scores"
             )
         needed = {
             "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,
@@ -149,10 +158,17 @@ class ModelConfig:
         for divisors in (None, None) if scaling is None else (scaling.short_divisors, scaling.long_divisors):
             if divisors is not None and len(divisors) != self.rotary_size // 2:
                 raise ValueError(f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies")
+        has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
             ("rope_scaling", self.rope_scaling is not None, rotary, "position=rotary"),
             ("unrotated_layers", self.unrotated_layers, rotary, "position=rotary"),
+            (
+                "local_rope_theta",
+                has_local_theta,
+                rotary and self.sliding_window is not None,
+                "rotary positions and a sliding_window",
+            ),
             ("global_layers", self.global_layers, self.sliding_window is not None, "a sliding_window"),
             ("norm_unit_offset", self.norm_unit_offset, self.norm is NormKind.RMS_NORM, "norm=rms_norm"),
             ("norm_bias=false", not self.norm_bias, self.norm is NormKind.LAYER_NORM, "norm=layer_norm"),
@@ -233,6 +249,9 @@ class ModelConfig:
             shapes |= self._norm_shapes(prefix + "attention_norm", embed)
             shapes |= self._attention_shapes(prefix + "attention.")
             shapes |= self._norm_shapes(prefix + "mlp_norm", embed)
+            if self.norm_placement is NormPlacement.BOTH:
+                shapes |= self._norm_shapes(prefix + "attention_out_norm", embed)
+                shapes |= self._norm_shapes(prefix + "mlp_out_norm", embed)
             name, widened = ("gate_up", 2 * self.mlp_size) if self.mlp.gated else ("up", self.mlp_size)
             shapes |= _linear_shapes(f"{prefix}mlp.{name}", embed, widened, self.mlp_bias)
             shapes |= _linear_shapes(prefix + "mlp.down", self.mlp_size, embed, self.mlp_bias)

@@ -40,10 +40,11 @@ class NormKind(StrEnum):
 
 
 class NormPlacement(StrEnum):
-    """Placement of the two norms of a transformer block."""
+    """Placement of the norms of a transformer block, relative to attention and MLP."""
 
     PRE = "pre"  # x + f(norm(x))
     POST = "post"  # x + norm(f(x)) (OLMo 2)
+    BOTH = "both"  # x + norm(f(norm(x))) (Gemma 2)
 
 
 class QkNormScope(StrEnum):

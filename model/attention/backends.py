@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.attention.kv_cache import KVCache, rounded
-from model.attention.metadata import AttentionForm, AttentionMetadata, visible
+from model.attention.metadata import AttentionForm, AttentionMetadata, soft_cap, visible
 from model.attention.sdpa import SdpaAttention
 
 
@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        """Return each token's attention output, softmax(scale q k^T + bias) v.
+        """Return each token's attention output, softmax(scale q k^T + bias) v, with the products bounded by a soft cap.
 
         k and v are those of the token itself and of earlier tokens of its sequence, no further back than the window in
         `form`. With a KV-cache, the step's keys and values are first written to the slots `metadata.slot_mapping_T`;
@@ -84,6 +84,8 @@ def attention_weights(q_QHD: Tensor, k_SKD: Tensor, form: AttentionForm) -> Tens
     # Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245): H / K query heads share a key/value head.
     k_SHD = k_SKD.repeat_interleave(num_heads // num_kv_heads, dim=1).float()
     scores_HQS = torch.einsum("qhd,shd->hqs", q_QHD.float(), k_SHD) * form.scale
+    if form.soft_cap is not None:
+        scores_HQS = soft_cap(scores_HQS, form.soft_cap)
     keys_S = torch.arange(context_length, device=q_QHD.device)
     distances_QS = keys_S[context_length - num_queries :, None] - keys_S
     if form.bias is not None:

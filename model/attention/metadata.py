@@ -23,12 +23,22 @@ ScoreBias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionForm:
-    """Attention parameters of one layer. window: number of positions that a token sees, its own included; None: all."""
+    """Attention parameters of one layer.
+
+    window: number of positions that a token sees, its own included; None: all.
+    soft_cap: bound of the scores, see `soft_cap`; None: no bound.
+    """
 
     layer: int
     scale: float
     window: int | None
     bias: ScoreBias | None
+    soft_cap: float | None = None
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Bound numbers smoothly: cap * tanh(x / cap), which is about x for small x (Gemma 2, arXiv 2408.00118)."""
+    return cap * torch.tanh(x / cap)
 
 
 def visible(distances: Tensor, window: int | None) -> Tensor:

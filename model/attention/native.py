@@ -141,6 +141,7 @@ def layer_call(
         key_scales=kv_cache.key_scales_LNPK[form.layer].data_ptr(),
         value_scales=kv_cache.value_scales_LNPK[form.layer].data_ptr(),
         scale=form.scale,
+        soft_cap=form.soft_cap or 0,
     )
 
 

@@ -39,7 +39,8 @@ class PagedAttention:
     """Attention backend for paged GPU caches. See `model.attention.backends.AttentionBackend`.
 
     The decode kernel reads only tensors whose shapes do not depend on context lengths, so a decode step can be captured
-    as a CUDA graph. `SdpaAttention` computes layers with a score bias or without keys (D = 0), and uncached sequences.
+    as a CUDA graph. `SdpaAttention` computes layers with a score bias or soft cap or without keys (D = 0), and
+    uncached sequences.
     """
 
     def __init__(self, decode: DecodeKernel, chunks: ChunkKernel) -> None:
@@ -58,7 +59,7 @@ class PagedAttention:
         kv_cache: KVCache | None,
     ) -> Tensor:
         """Compute attention; equal to `EagerAttention` within float rounding."""
-        if kv_cache is None or form.bias is not None or q_THD.shape[-1] == 0:
+        if kv_cache is None or form.bias is not None or form.soft_cap is not None or q_THD.shape[-1] == 0:
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
@@ -102,8 +103,8 @@ class SelectedKernels:
 
 
 def fits(config: ModelConfig) -> bool:
-    """Return whether paged kernels support a model: it has keys (no average attention) and no biases in the scores."""
-    return config.key_dim > 0 and config.position not in SCORE_BIASES
+    """Return whether paged kernels support a model: it has keys (no average attention), no score biases or soft cap."""
+    return config.key_dim > 0 and config.position not in SCORE_BIASES and config.score_soft_cap is None
 
 
 def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: Tensor, kv_cache: KVCache) -> Tensor:

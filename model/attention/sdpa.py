@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.kv_cache import KVCache
-from model.attention.metadata import AttentionForm, AttentionMetadata, visible
+from model.attention.metadata import AttentionForm, AttentionMetadata, soft_cap, visible
 
 
 class SdpaAttention:
@@ -125,9 +125,23 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm, mask: Tensor | 
     """Call PyTorch's attention kernel; the tensors' last dimensions are tokens and D. mask None: causal attention."""
     if q.shape[-1] == 0:  # equal weights: zeros replace q and k, because no kernel supports D = 0
         q, k = (v.new_zeros(()).expand(*x.shape[:-1], v.shape[-1]) for x in (q, k))
+    if form.soft_cap is not None:
+        return _soft_capped(q, k, v, form, mask)
     gqa = q.ndim == 4 and q.shape[1] != k.shape[1]
     if mask is None:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=form.scale, enable_gqa=gqa)
     if mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale, enable_gqa=gqa)
+
+
+def _soft_capped(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm, mask: Tensor | None) -> Tensor:
+    """Compute attention with bounded scores, which no fused kernel of PyTorch supports. Arguments as for `_fused`."""
+    assert form.soft_cap is not None
+    if q.shape[-3] != k.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
+    scores = soft_cap((q.float() @ k.float().transpose(-1, -2)) * form.scale, form.soft_cap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(dim=-1).to(v.dtype) @ v

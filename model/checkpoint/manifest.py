@@ -75,6 +75,11 @@ class Manifest:
     quantization: StoredQuantization | None = None
     config_warnings: tuple[str, ...] = ()
 
+    @property
+    def left_out(self) -> str:
+        """Return the part of the checkpoint that is not served, in words; empty: nothing."""
+        return "" if self.family is None else self.family.left_out
+
     def path_of(self, name: str) -> Path:
         """Return the path of one of the checkpoint's files."""
         return self.directory if is_gguf(self.directory) else self.directory / name

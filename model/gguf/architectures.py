@@ -87,16 +87,24 @@ def _llama_like(model_type: str, names: Mapping[str, Names] = _NAMES, **values: 
 
 _PAIRED_NAMES = {**_NAMES, "layers.#.attention.qkv": Names(_QKV, Layout.ROTARY_PAIRS)}
 _GPT_NAMES = {**_NAMES, "layers.#.attention.qkv": plain("blk.#.attn_qkv")}
-_GEMMA_NORMS = ("layers.#.attention_norm", "layers.#.mlp_norm", "final_norm")
+_NORMS = {name: names for name, names in _NAMES.items() if name.endswith("_norm")}
+_OUT_NORMS = {
+    "layers.#.attention_out_norm": plain("blk.#.post_attention_norm"),
+    "layers.#.mlp_out_norm": plain("blk.#.post_ffw_norm"),
+}
+_GEMMA_NAMES = {
+    **_NAMES,
+    **{name: Names(names.modules, Layout.ONE_ADDED) for name, names in (_NORMS | _OUT_NORMS).items()},
+}
+# Layers of the largest Gemma 2 and 3, whose scores are scaled by the head size that hidden_size / heads would give.
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 _ARCHITECTURES = {
     "llama": _llama_like("llama", _PAIRED_NAMES),
     "qwen2": _llama_like("qwen2"),
     "qwen3": _llama_like("qwen3"),
-    "gemma": _llama_like(
-        "gemma",
-        {**_NAMES, **{norm: Names(_NAMES[norm].modules, Layout.ONE_ADDED) for norm in _GEMMA_NORMS}},
-        hidden_act="gelu_pytorch_tanh",
-    ),
+    "gemma": _llama_like("gemma", _GEMMA_NAMES, hidden_act="gelu_pytorch_tanh"),
+    "gemma2": _llama_like("gemma2", _GEMMA_NAMES),
+    "gemma3": _llama_like("gemma3_text", _GEMMA_NAMES),
     "olmo2": _llama_like(
         "olmo2",
         {
@@ -124,7 +132,7 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
     architecture = _ARCHITECTURES[name]
     with parsing(file.path):
         values = _config_values(file, name, architecture)
-    has_window = name == "llama" and values["sliding_window"] is not None  # Mistral, which llama.cpp calls llama
+    has_window = name == "llama" and "sliding_window" in values  # Mistral, which llama.cpp calls llama
     family = replace(
         FAMILIES["mistral" if has_window else architecture.model_type],
         names=architecture.names,
@@ -153,9 +161,25 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
         values |= _rotary_values(file, found, head_dim, is_partial=architecture.keys is _NEOX_KEYS)
         if _LLAMA_KEYS.items() <= architecture.keys.items():
             values |= {"num_key_value_heads": kv_heads or num_heads, "head_dim": head_dim}
-            values |= {"sliding_window": found.pop("attention.sliding_window", None)}
+            if "attention.sliding_window" in found:
+                values["sliding_window"] = found.pop("attention.sliding_window")
+            if name in _LARGEST_GEMMA:
+                values |= _gemma_values(name, found, values)
     values |= _biases(file, architecture.model_type)
     return {**values, **found}  # an unknown key is rejected by its name
+
+
+def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config values of Gemma 2 and 3 that a file does not hold, and remove the keys that are read."""
+    size = values["head_dim"]
+    if values["num_hidden_layers"] == _LARGEST_GEMMA[name]:
+        size = values["hidden_size"] / values["num_attention_heads"]
+    if name == "gemma2":
+        return {"query_pre_attn_scalar": size}
+    local = {"rope_theta": found.pop("rope.freq_base_swa", DEFAULT_THETA)}
+    ropes = {"full_attention": values["rope_parameters"], "sliding_attention": local}
+    pattern = found.pop("attention.sliding_window_pattern", None)
+    return {"query_pre_attn_scalar": size, "rope_parameters": ropes, "sliding_window_pattern": pattern}
 
 
 def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, RopeScaling
+from model.config_enums import MlpKind, NormPlacement, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.table import FAMILIES
@@ -132,6 +132,20 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     yield {**sizes, **window}
     yield {**sizes, **window, "layer_types": types}
     yield {**sizes, **biases, **window, "use_sliding_window": True, "layer_types": types}
+    if config.norm_placement is not NormPlacement.BOTH:
+        return
+    caps = {"attn_logit_softcapping": config.score_soft_cap, "final_logit_softcapping": config.logit_soft_cap}
+    size = float(f"{1 / config.effective_score_scale / config.effective_score_scale:.12g}")
+    gemma: dict[str, Any] = {
+        "hidden_activation": activation,
+        "attention_bias": config.attention_bias,
+        **window,
+        "layer_types": types,
+    }
+    sizes |= {**gemma, **caps, "query_pre_attn_scalar": int(size) if size.is_integer() else size}
+    yield sizes
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    yield {**sizes, "rope_parameters": {"full_attention": sizes["rope_parameters"], "sliding_attention": local}}
 
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -154,7 +154,8 @@ def _check_index(directory: Path, index: Mapping[str, str], found: Iterable[Tens
 def _short_name(family: ModelFamily | None, name: str) -> str:
     if family is None:
         return name
-    short = name.removeprefix(family.prefix)
+    prefixes = (family.prefix, *family.other_prefixes)
+    short = name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
     return family.aliases.get(short, short)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from model.config import ModelConfig
-from model.config_enums import AttentionKind, NormKind, PositionKind, QkNormScope
+from model.config_enums import AttentionKind, NormKind, NormPlacement, PositionKind, QkNormScope
 
 _FIELD_OF_LETTER = {
     "V": "vocab_size",
@@ -195,7 +195,10 @@ def _parts(config: ModelConfig) -> Iterator[PartCount]:
             yield PartCount("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
         yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
     norm = 2 * at.d if config.norm is NormKind.LAYER_NORM and config.norm_bias else at.d
-    for name, module in (("of attention", "attention_norm"), ("of the mlp", "mlp_norm"), ("final", "final_norm")):
+    norms = {"of attention": "attention_norm", "of the mlp": "mlp_norm"}
+    if config.norm_placement is NormPlacement.BOTH:
+        norms |= {"after attention": "attention_out_norm", "after the mlp": "mlp_out_norm"}
+    for name, module in (*norms.items(), ("final", "final_norm")):
         tensors = (f"{module}.weight", f"{module}.bias")
         yield PartCount("norms", name, norm, tensors, is_outside=name == "final")
     tied = "the token embedding does both" if config.tie_embeddings else ""

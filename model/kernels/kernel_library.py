@@ -76,7 +76,7 @@ class AttentionCall(ctypes.Structure):
         *((name, _INT) for name in ("q_stride", "k_stride", "v_stride", "num_heads", "num_kv_heads", "head_size")),
         *((name, _INT) for name in ("window", "bias_length", "bias_stride", "threads")),
         *((name, _POINTER) for name in ("bias", "key_scales", "value_scales")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
     )
 
 
@@ -95,8 +95,9 @@ class LayerWeights(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "out", "up", "down")),
         *((name, _POINTER) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
-        *((name, _POINTER) for name in ("query_norm", "key_norm")),
-        ("rotated", _INT),
+        *((name, _POINTER) for name in ("attention_out_norm", "attention_out_norm_bias")),
+        *((name, _POINTER) for name in ("mlp_out_norm", "mlp_out_norm_bias", "query_norm", "key_norm")),
+        ("rotation", _INT),
     )
 
 
@@ -104,9 +105,10 @@ class Shape(ctypes.Structure):
     """Layer sizes, and kinds of norm and activation, that all layers of a model share, as the kernels read them."""
 
     _fields_ = (
-        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "norm_scope")),
-        *((name, _INT) for name in ("numbers", "norm", "activation", "gated", "norms_outputs", "is_parallel")),
-        ("eps", ctypes.c_float),
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp")),
+        *((name, _INT) for name in ("rotated", "num_rotations", "norm_scope", "numbers", "norm", "activation")),
+        *((name, _INT) for name in ("gated", "is_parallel")),
+        *((name, ctypes.c_float) for name in ("eps", "logit_soft_cap")),
     )
 
 

@@ -307,18 +307,23 @@ class NativeTransformer:
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
         """Return tables of cosines and sines for `length` positions or more; empty without rotary positions.
 
+        A position has the angles of `rotary`, then those of `local_rotary` if the model has them.
+
         One thread computes the tables. PyTorch's first cosine with two threads can be off by one unit in the last place
         (3 of 40 processes), and the results of a replacement worker would then not be bitwise identical.
         """
-        rotary = self._model.rotary
-        if rotary is not None and length > len(self._rotations[0]):
+        rotaries = [rotary for rotary in (self._model.rotary, self._model.local_rotary) if rotary is not None]
+        if rotaries and length > len(self._rotations[0]):
             half, num_threads = self.config.rotary_size // 2, torch.get_num_threads()
             torch.set_num_threads(1)
             try:
-                cosines, sines = rotary(torch.arange(max(256, 2 * length)))
+                positions = torch.arange(max(256, 2 * length))
+                cosines, sines = (
+                    torch.cat(x, dim=1) for x in zip(*(rotary(positions) for rotary in rotaries), strict=True)
+                )
             finally:
                 torch.set_num_threads(num_threads)
-            self._rotations = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
+            self._rotations = cosines[..., :half].contiguous(), sines[..., :half].contiguous()
         return self._rotations
 
     def _grow_buffers(self, count: int) -> None:
@@ -353,10 +358,19 @@ class NativeTransformer:
             down=self._matrix(mlp.down),
             query_norm=self._norm(attention.query_norm)[0],
             key_norm=self._norm(attention.key_norm)[0],
-            rotated=self.config.rotary_size if self._model.rotary is not None and attention.is_rotated else 0,
+            rotation=int(attention.rotates_locally) if attention.is_rotated else -1,
         )
-        layer.attention_norm, layer.attention_norm_bias = self._norm(block.attention_norm)
-        layer.mlp_norm, layer.mlp_norm_bias = self._norm(block.mlp_norm)
+        attention_norms, mlp_norms = (
+            [block.attention_norm, block.attention_out_norm],
+            [block.mlp_norm, block.mlp_out_norm],
+        )
+        if block.norms_outputs:
+            attention_norms.reverse()
+            mlp_norms.reverse()
+        layer.attention_norm, layer.attention_norm_bias = self._norm(attention_norms[0])
+        layer.attention_out_norm, layer.attention_out_norm_bias = self._norm(attention_norms[1])
+        layer.mlp_norm, layer.mlp_norm_bias = self._norm(mlp_norms[0])
+        layer.mlp_out_norm, layer.mlp_out_norm_bias = self._norm(mlp_norms[1])
         return layer
 
     def _embedding_rows(self, model: Transformer) -> Rows:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, NormPlacement, QkNormScope
+from model.config_enums import MlpKind, NormKind, PositionKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
@@ -59,14 +59,16 @@ def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         mlp=config.mlp_size,
+        rotated=config.rotary_size if config.position is PositionKind.ROTARY else 0,
+        num_rotations=1 if config.local_rope_theta is None else 2,
         norm_scope=int(config.qk_norm_scope is QkNormScope.PROJECTION),
         numbers=NUMBERS[dtype],
         norm=int(config.norm is NormKind.LAYER_NORM),
         activation=_ACTIVATIONS[config.mlp],
         gated=config.mlp.gated,
-        norms_outputs=config.norm_placement is NormPlacement.POST,
         is_parallel=config.parallel_residual,
         eps=config.norm_eps,
+        logit_soft_cap=config.logit_soft_cap or 0,
     )
 
 

@@ -7,13 +7,15 @@ Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query 
 D head dimension, V vocabulary.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.backends import AttentionBackend
 from model.attention.kv_cache import KVCache
-from model.attention.metadata import AttentionForm, AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata, soft_cap
 from model.attention.score_biases import SCORE_BIASES, relative_positions
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope
@@ -41,13 +43,19 @@ class Attention(nn.Module):
         if config.qk_norm_scope is QkNormScope.HEAD:
             query = key = config.head_dim
         self.norm_size = (-1, query), (-1, key)
-        self.query_norm = RMSNorm(query, config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(key, config.norm_eps) if config.qk_norm else None
+        offset = config.norm_unit_offset
+        self.query_norm = RMSNorm(query, config.norm_eps, unit_offset=offset) if config.qk_norm else None
+        self.key_norm = RMSNorm(key, config.norm_eps, unit_offset=offset) if config.qk_norm else None
         self.bias = SCORE_BIASES[config.position](config, table) if config.position in SCORE_BIASES else None
         self.form = AttentionForm(
-            layer=layer, scale=config.effective_score_scale, window=config.window(layer), bias=self.bias
+            layer=layer,
+            scale=config.effective_score_scale,
+            window=config.window(layer),
+            bias=self.bias,
+            soft_cap=config.score_soft_cap,
         )
         self.is_rotated = layer not in config.unrotated_layers
+        self.rotates_locally = config.local_rope_theta is not None and self.form.window is not None
         self.backend = backend
         self.rotate_pair = rotate_each
 
@@ -84,8 +92,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
-    With post-norm (OLMo 2) the outputs of attention and MLP are normed, not their inputs. In a parallel block
-    (GPT-NeoX) attention and MLP read the same x. `dropout` is the dropout rate of both outputs in training.
+    With post-norm (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a
+    parallel block (GPT-NeoX) attention and MLP read the same x. `dropout` is the dropout rate of both outputs in
+    training.
     """
 
     dropout = 0.0
@@ -95,6 +104,9 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = Attention(config, backend, layer, table)
         self.mlp_norm = make_norm(config, config.hidden_size)
+        has_both = config.norm_placement is NormPlacement.BOTH
+        self.attention_out_norm = make_norm(config, config.hidden_size) if has_both else None
+        self.mlp_out_norm = make_norm(config, config.hidden_size) if has_both else None
         self.mlp = make_mlp(config)
         self.norms_outputs = config.norm_placement is NormPlacement.POST
         self.is_parallel = config.parallel_residual
@@ -114,8 +126,13 @@ class Block(nn.Module):
             x_TE = x_TE + self._drop(self.mlp_norm(self.mlp(x_TE)))
             return x_TE
         attended_TE = self.attention(self.attention_norm(x_TE), rotation, metadata=metadata, kv_cache=kv_cache)
+        if self.attention_out_norm is not None:
+            attended_TE = self.attention_out_norm(attended_TE)
         added_TE = x_TE + self._drop(attended_TE)
-        x_TE = added_TE + self._drop(self.mlp(self.mlp_norm(x_TE if self.is_parallel else added_TE)))
+        out_TE = self.mlp(self.mlp_norm(x_TE if self.is_parallel else added_TE))
+        if self.mlp_out_norm is not None:
+            out_TE = self.mlp_out_norm(out_TE)
+        x_TE = added_TE + self._drop(out_TE)
         return x_TE
 
     def _drop(self, x_TE: Tensor) -> Tensor:
@@ -132,6 +149,7 @@ class Transformer(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding: nn.Embedding | SinusoidalPositions | None = None
         self.rotary: RotaryPositions | None = None
+        self.local_rotary: RotaryPositions | None = None  # of layers with a window; None: the same as `rotary`
         match config.position:
             case PositionKind.LEARNED:
                 self.position_embedding = nn.Embedding(config.max_context_length, config.hidden_size)
@@ -140,6 +158,8 @@ class Transformer(nn.Module):
             case PositionKind.ROTARY:
                 form = config.rotary_size, config.rope_theta, config.rope_scaling
                 self.rotary = RotaryPositions(*form, max_context_length=config.max_context_length)
+                if config.local_rope_theta is not None:
+                    self.local_rotary = RotaryPositions(config.rotary_size, config.local_rope_theta, None)
         self.relative_positions = relative_positions(config)
         self.layers = nn.ModuleList(
             Block(config, attention, layer, self.relative_positions) for layer in range(config.num_layers)
@@ -168,8 +188,10 @@ class Transformer(nn.Module):
             raise ValueError("give a KV-cache and metadata with slot_mapping_T and block_tables_BN, or neither of them")
         x_TE = self.embed(token_ids_T, metadata.positions_T)
         rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
+        local_rotation = None if self.local_rotary is None else self.local_rotary(metadata.positions_T)
         for layer in self.layers:
-            x_TE = layer(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
+            own_rotation = local_rotation if cast(Block, layer).attention.rotates_locally else rotation
+            x_TE = layer(x_TE, own_rotation, metadata=metadata, kv_cache=kv_cache)
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
@@ -177,7 +199,10 @@ class Transformer(nn.Module):
         x_RE = self.final_norm(x_RE)
         head = self.lm_head
         logits_RV: Tensor = functional.linear(x_RE, self.token_embedding.weight) if head is None else head(x_RE)
-        return logits_RV.float() if self.config.logit_divisor == 1.0 else logits_RV.float() / self.config.logit_divisor
+        logits_RV = (
+            logits_RV.float() if self.config.logit_divisor == 1.0 else logits_RV.float() / self.config.logit_divisor
+        )
+        return logits_RV if self.config.logit_soft_cap is None else soft_cap(logits_RV, self.config.logit_soft_cap)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the sum of token and position embeddings (if any): (tokens, hidden size) in the model's dtype."""
@@ -206,8 +231,7 @@ def initialize_parameter(name: str, parameter: Tensor, config: ModelConfig, gene
     if name.endswith(".bias"):
         return parameter.zero_()
     if parameter.ndim == 1:
-        is_offset = config.norm_unit_offset and "query_norm" not in name and "key_norm" not in name
-        return parameter.fill_(0.0 if is_offset else 1.0)
+        return parameter.fill_(0.0 if config.norm_unit_offset else 1.0)
     if not name.startswith(("layers.", "lm_head.")):
         return parameter.normal_(0.0, 0.02, generator=generator)
     scale = (2 * config.num_layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0

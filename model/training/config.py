@@ -96,6 +96,7 @@ class TrainConfig:
             self.model.attention is not AttentionKind.AVERAGE
             and self.model.sliding_window is None
             and self.model.position not in SCORED_POSITIONS
+            and self.model.score_soft_cap is None
         )
         requirements = {
             f"name must consist of letters, digits, '-', '_' and '.', not start with '.', and have at most "
@@ -106,8 +107,9 @@ class TrainConfig:
                 self.warmup_steps + self.decay_steps <= self.steps
             ),
             "chat_steps must be less than steps": self.chat_steps < self.steps,
-            "mask_documents does not support a sliding_window, attention = 'average' or positions that change "
-            "attention scores: set mask_documents = false": has_only_plain_attention or not self.mask_documents,
+            "mask_documents does not support a sliding_window, attention = 'average', a score_soft_cap or positions "
+            "that change attention scores: set mask_documents = false": has_only_plain_attention
+            or not self.mask_documents,
             "no source is trained on: set repeats > 0 for at least one source": any(s.repeats for s in self.sources),
             "chat_steps needs a chat source: set chat_repeats > 0 for at least one source": (
                 not self.chat_steps or any(source.chat_repeats for source in self.sources)

@@ -70,6 +70,7 @@ def main(settings: InspectSettings) -> int:
     files = "files, all hashes correct" if manifest.family is None else "files, not verified: no hashes known"
     sections: dict[str, Rows] = {
         f"{manifest.name} ({manifest.directory})": _choices(manifest.config),
+        "not served": (("", text) for text in [manifest.left_out] if text),
         "parameters": _parameter_rows(manifest.config),
         "memory": _memory_rows(manifest),
         "tokens": _token_rows(manifest, tokenizer),

@@ -135,6 +135,8 @@ def build_engine(
     keep_freed_memory()
     length = context_length(settings, manifest.config)
     manifest = dataclasses.replace(manifest, config=manifest.config.for_context(length))
+    if manifest.left_out:
+        logger.warning("%s has parts that are not served: %s", manifest.name, manifest.left_out)
     resolved = _resolve(settings, manifest)
     torch.set_num_threads(resolved.threads)
     device, dtype = resolved.context.device, resolved.context.dtype

@@ -42,7 +42,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
-_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -55,6 +55,19 @@ _MULTIPLIERS = {
     "attention_multiplier": 0.15,
     "logits_scaling": 6.0,
 }
+_GEMMA = _SIZES | _GQA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _GPT2),
     "llama": ("Llama", _SIZES),
@@ -63,12 +76,21 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", _SIZES | _GQA | {"head_dim": 16}),
     "gpt_neox": ("GPTNeoX", _SIZES),
     "gemma": ("Gemma", _SIZES | {"num_key_value_heads": 1, "head_dim": 16}),
+    "gemma2": ("Gemma2", _GEMMA),
+    "gemma3_text": ("Gemma3Text", _GEMMA),
+    "gemma3": ("Gemma3", {"text_config": _GEMMA | _NO_IDS, "vision_config": _VISION, "image_token_index": 299}),
     "olmo2": ("Olmo2", _SIZES),
     "smollm3": ("SmolLM3", _SIZES | _GQA),
     "phi3": ("Phi3", _SIZES | _GQA),
     "granite": ("Granite", _SIZES | _GQA | _MULTIPLIERS),
     "stablelm": ("StableLm", _SIZES | _GQA),
     "starcoder2": ("Starcoder2", _SIZES | _GQA),
+}
+
+HEADS = {
+    "gpt2": "GPT2LMHeadModel",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 
 
@@ -85,12 +107,15 @@ class Case:
         A wider spread of the weights makes the probabilities sharper and amplifies rounding errors.
         """
         name, sizes = CLASSES[self.family]
-        config = getattr(transformers, f"{name}Config")(**(_NO_IDS | sizes | self.changes | changes))
-        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        if "text_config" in sizes:
+            values = sizes | {"text_config": sizes["text_config"] | self.changes | changes}
+        else:
+            values = _NO_IDS | sizes | self.changes | changes
+        config = getattr(transformers, f"{name}Config")(**values)
         config._attn_implementation = "eager"
-        model = getattr(transformers, name + head)(config).eval()
+        model = getattr(transformers, HEADS.get(self.family, f"{name}ForCausalLM"))(config).eval()
         generator = torch.Generator().manual_seed(seed)
-        offset = 0.0 if self.family == "gemma" else 1.0
+        offset = 0.0 if self.family.startswith("gemma") else 1.0
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 parameter.normal_(0.0, spread, generator=generator)
@@ -114,7 +139,7 @@ CASES: dict[str, Case] = {
     "llama gelu": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),
     "mistral without window": Case("mistral", {"sliding_window": None}),
-    "mistral layer types": Case("mistral", {"sliding_window": WINDOW, "layer_types": _TYPES}),
+    "mistral layer types": Case("mistral", {"sliding_window": WINDOW, "layer_types": TYPES}),
     "mistral full layer types": Case("mistral", {"sliding_window": WINDOW, "layer_types": ["full_attention"] * LAYERS}),
     "mistral mha tied": Case(
         "mistral", {"sliding_window": WINDOW, "num_key_value_heads": 4, "tie_word_embeddings": True}
@@ -124,7 +149,7 @@ CASES: dict[str, Case] = {
     "qwen2 upper windows": Case(
         "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     ),
-    "qwen2 layer types": Case("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _TYPES}),
+    "qwen2 layer types": Case("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": TYPES}),
     "qwen2 no window used": Case("qwen2", {"use_sliding_window": False, "sliding_window": WINDOW}),
     "qwen3": Case("qwen3"),
     "qwen3 tied biased": Case("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -141,6 +166,26 @@ CASES: dict[str, Case] = {
     "gemma mha biased": Case("gemma", {"num_key_value_heads": 4, "attention_bias": True}),
     "gemma untied": Case("gemma", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
     "gemma old gelu": Case("gemma", {"hidden_act": "gelu"}),
+    "gemma2": Case("gemma2"),
+    "gemma2 without caps and windows": Case(
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention"] * LAYERS,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "gemma2 low caps": Case("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2 untied biased": Case("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2 scaled by head size": Case(
+        "gemma2", {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    ),
+    "gemma3": Case("gemma3_text", {"rope_parameters": GEMMA_ROPES, "layer_types": TYPES}),
+    "gemma3 all windows": Case("gemma3_text", {"query_pre_attn_scalar": 16}),
+    "gemma3 without windows": Case("gemma3_text", {"layer_types": ["full_attention"] * LAYERS}),
+    "gemma3 low cap": Case("gemma3_text", {"final_logit_softcapping": 3.0}),
+    "gemma3 multimodal": Case("gemma3", {"rope_parameters": GEMMA_ROPES, "layer_types": TYPES}),
     "olmo2": Case("olmo2"),
     "olmo2 gqa tied biased": Case("olmo2", {**_GQA, "tie_word_embeddings": True, "attention_bias": True}),
     "olmo2 llama3": Case("olmo2", {**_GQA, "rope_parameters": _LLAMA3}),

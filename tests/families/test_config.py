@@ -95,6 +95,26 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "max_position_embeddings": 512,
         },
     ),
+    "two ropes": (
+        "gemma3_text",
+        {"rope_theta": 5e5, "rope_local_base_freq": 100, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+    ),
+    "period of windows": (
+        "gemma3_text",
+        {"num_hidden_layers": 4, "sliding_window_pattern": 2},
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "text_config": (
+        "gemma3",
+        {"tie_word_embeddings": False, "text_config": {"hidden_size": 64}, "vision_config": {"depth": 2}},
+        {"tie_word_embeddings": False, "text_config": {"hidden_size": 64, "tie_word_embeddings": False}},
+    ),
     "both, agreeing": (
         "qwen2",
         {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
@@ -156,6 +176,42 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gemma", "final_logit_softcapping": 30.0},
         "final_logit_softcapping=30.0: not implemented",
     ),
+    "soft cap that transformers does not compute": (
+        {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping=50.0: not implemented",
+    ),
+    "period of gemma2": (
+        {"model_type": "gemma2", "sliding_window_pattern": 3},
+        "sliding_window_pattern=3.0: this family ignores this key and uses 2; set layer_types instead",
+    ),
+    "rope of gemma3 without kinds of layers": (
+        {"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 5.0}},
+        "rope_parameters=.'rope_theta': 5.0.: expected an object with the keys full_attention and sliding_attention",
+    ),
+    "scaled windows": (
+        {
+            "model_type": "gemma3_text",
+            "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        },
+        "scaling in layers with a window is not implemented",
+    ),
+    "yarn in gemma3": (
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "full_attention rope_scaling.rope_type='yarn': supported are",
+    ),
+    "activation of gemma2": (
+        {"model_type": "gemma2", "hidden_act": "silu"},
+        "hidden_act='silu': hidden_activation has another value",
+    ),
+    "unknown key of a language model": (
+        {"model_type": "gemma3", "text_config": {"use_magic": True}},
+        "text_config.use_magic=True: unknown key",
+    ),
+    "two heads": (
+        {"model_type": "gemma3", "text_config": {"tie_word_embeddings": False}},
+        "tie_word_embeddings=True: text_config has another value",
+    ),
+    "text_config is a word": ({"model_type": "gemma3", "text_config": "small"}, "text_config='small': expected a JSON"),
     "own code": ({"auto_map": {"AutoModel": "x.Y"}}, "code in a checkpoint is never run"),
     "biases of mistral": ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True: not implemented"),
     "biases of qwen2": ({"model_type": "qwen2", "attention_bias": False}, "Qwen2 has biases of q, k and v"),

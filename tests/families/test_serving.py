@@ -17,7 +17,7 @@ from model.tokenizer.files import load_tokenizer
 from service.engine.engine import complete_batch
 from service.protocol.logprobs import format_token_name
 from tests.e2e.process import serving
-from tests.families.models import LONGROPE, WINDOW, Case, load, read_by_library
+from tests.families.models import GEMMA_ROPES, LONGROPE, TYPES, WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
@@ -48,6 +48,12 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "qwen3": (Case("qwen3", {"tie_word_embeddings": True}), write_byte_level),
     "gpt_neox": (Case("gpt_neox"), write_byte_level),
     "gemma": (Case("gemma"), write_sentence_piece),
+    # With norms of all outputs, a small random model whose head is tied repeats its input.
+    "gemma2": (Case("gemma2", {"tie_word_embeddings": False}), write_sentence_piece),
+    "gemma3": (
+        Case("gemma3_text", {"tie_word_embeddings": False, "rope_parameters": GEMMA_ROPES, "layer_types": TYPES}),
+        write_sentence_piece,
+    ),
     "olmo2": (Case("olmo2"), write_byte_level),
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),

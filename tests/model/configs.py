@@ -41,6 +41,7 @@ MULTI_HEAD = {"num_kv_heads": 4, "qk_norm": False}
 NEOX = {"parallel_residual": True, "norm": "layer_norm", "mlp": "gelu_exact", "mlp_bias": True, "attention_bias": True}
 RELATIVE = {"position": "relative_bias", "num_relative_buckets": 8, "max_relative_distance": 24}
 DISENTANGLED = {"position": "disentangled", "max_relative_distance": 9, "qk_norm": False}
+GEMMA = {"mlp": "geglu", "norm_unit_offset": True, "embedding_scale": 32**0.5, "norm_placement": "both"}
 LLAMA3 = {
     "kind": "llama3",
     "factor": 8.0,
@@ -78,6 +79,24 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "window-average": {"position": "none", "attention": "average", "qk_norm": False, "sliding_window": 3},
     "neox": {**NEOX, **MULTI_HEAD, "rotary_dim": 2, "tie_embeddings": False},
     "gemma": {"mlp": "geglu", "norm_unit_offset": True, "embedding_scale": 32**0.5, "qk_norm": False},
+    "gemma2": {
+        **GEMMA,
+        "score_scale": 0.2,
+        "score_soft_cap": 2.0,
+        "logit_soft_cap": 3.0,
+        "sliding_window": 7,
+        "global_layers": [1],
+        "qk_norm": False,
+    },
+    "gemma3": {
+        **GEMMA,
+        "rope_theta": 1e6,
+        "local_rope_theta": 500.0,
+        "rope_scaling": {"kind": "linear", "factor": 8.0},
+        "sliding_window": 7,
+        "global_layers": [1],
+        "head_dim": 16,
+    },
     "olmo2": {"norm_placement": "post", "qk_norm_scope": "projection"},
     "smollm3": {"unrotated_layers": [1], "qk_norm": False},
     "phi3": {"rope_scaling": LONGROPE, "rotary_dim": 6, "qk_norm": False},

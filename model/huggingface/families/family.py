@@ -50,6 +50,8 @@ class ModelFamily:
     prefix: beginning of tensor names, except the head's. Checkpoints of the bare model (without the head) lack it.
     ignored_tensors: regular expressions of tensor names to skip: constants in old files (masks, rotary frequencies).
     aliases: alternative tensor name found in real files -> usual name, which follows from `names`.
+    other_prefixes: alternatives to `prefix` found in real files.
+    left_out: part of the checkpoint that is not served, for users; empty: nothing.
     """
 
     model_type: str
@@ -59,6 +61,8 @@ class ModelFamily:
     prefix: str
     ignored_tensors: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    other_prefixes: tuple[str, ...] = ()
+    left_out: str = ""
 
 
 def plain(module: str) -> Names:

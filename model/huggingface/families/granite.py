@@ -8,7 +8,7 @@ r, and every epsilon by r².
 from collections.abc import Mapping
 from typing import Any
 
-from model.huggingface.families.llama_like import llama_like_family
+from model.huggingface.families.llama_like import derived_family
 from model.huggingface.families.reader import ConfigReader
 
 
@@ -23,4 +23,4 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
     }
 
 
-GRANITE = llama_like_family("granite", "Granite", _read_own_fields)
+GRANITE = derived_family("granite", "Granite", _read_own_fields)

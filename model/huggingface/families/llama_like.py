@@ -1,9 +1,9 @@
-"""Llama, and families defined by their differences from Llama: Mistral, Qwen2, Qwen3, Gemma, OLMo 2.
+"""Llama, and families defined by their differences from Llama: Mistral, Qwen2, Qwen3, OLMo 2.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, Q
 from model.huggingface.families.family import ModelFamily, Names, concatenated, plain
 from model.huggingface.families.reader import ConfigReader, read_rope
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": MlpKind.SWIGLU,
     "swish": MlpKind.SWIGLU,
     "gelu_pytorch_tanh": MlpKind.GEGLU,
@@ -52,14 +52,15 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def llama_like_family(
+def derived_family(
     model_type: str,
     class_prefix: str,
     read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
     *,
     renamed: Mapping[str, Names] | None = None,
-    activations: Mapping[str, MlpKind] = _ACTIVATIONS,
-    rope: Mapping[str, Any] | None = None,
+    activations: Mapping[str, MlpKind] = ACTIVATIONS,
+    activation_key: str = "hidden_act",
+    read_ropes: Callable[[ConfigReader, int, int], dict[str, Any]] | None = None,
     **defaults: Any,
 ) -> ModelFamily:
     """Return a model family with Llama's layers.
@@ -68,8 +69,9 @@ def llama_like_family(
         class_prefix: beginning of the names of the family's `transformers` classes.
         read_own_fields: function of the reader and Llama's ModelConfig fields; returns the fields that differ.
         renamed: checkpoint names of modules where they differ from Llama's, by the name in Kvasir's model.
-        activations: supported values of `hidden_act` in config.json, the default first.
-        rope: keyword arguments of `read_rope`.
+        activations: supported values of `activation_key` in config.json, the default first.
+        read_ropes: function of the reader, the number of positions and the size of heads; returns the ModelConfig
+            fields of the rotary embeddings. None: `read_one_rope`, for all layers.
         defaults: values for absent keys of config.json, where they differ from Llama's.
     """
     return ModelFamily(
@@ -80,7 +82,8 @@ def llama_like_family(
             _read_config,
             defaults={**_DEFAULTS, **defaults},
             activations=activations,
-            rope=rope or {},
+            activation_key=activation_key,
+            read_ropes=read_ropes or read_one_rope,
             read_own_fields=read_own_fields,
         ),
         names={**_NAMES, **(renamed or {})},
@@ -94,7 +97,8 @@ def _read_config(
     *,
     defaults: Mapping[str, Any],
     activations: Mapping[str, MlpKind],
-    rope: Mapping[str, Any],
+    activation_key: str,
+    read_ropes: Callable[[ConfigReader, int, int], dict[str, Any]],
     read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
 ) -> ModelConfig:
     def size(name: str) -> int:
@@ -104,7 +108,6 @@ def _read_config(
     kv_heads = reader.optional_size("num_key_value_heads", defaults["num_key_value_heads"])
     head_dim = reader.optional_size("head_dim", defaults["head_dim"])
     head_dim = size_of_heads(reader, width, heads) if head_dim is None else head_dim
-    rotary = read_rope(reader, max_positions=positions, **rope)
     fields = {
         "vocab_size": size("vocab_size"),
         "max_context_length": positions,
@@ -115,18 +118,22 @@ def _read_config(
         "head_dim": head_dim,
         "mlp_size": size("intermediate_size"),
         "position": PositionKind.ROTARY,
-        "rope_theta": rotary.theta,
-        "rope_scaling": rotary.scaling,
-        "rotary_dim": rotary.dim(head_dim),
+        **read_ropes(reader, positions, head_dim),
         "norm": NormKind.RMS_NORM,
         "norm_eps": reader.number("rms_norm_eps", defaults["rms_norm_eps"]),
-        "mlp": reader.choice("hidden_act", next(iter(activations)), activations),
+        "mlp": reader.choice(activation_key, next(iter(activations)), activations),
         "attention_bias": False,
         "mlp_bias": False,
         "qk_norm": False,
         "tie_embeddings": reader.flag("tie_word_embeddings", defaults["tie_word_embeddings"]),
     }
     return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
+
+
+def read_one_rope(reader: ConfigReader, positions: int, head_dim: int, **options: Any) -> dict[str, Any]:
+    """Return the fields of a rotary embedding that all layers share. options: keyword arguments of `read_rope`."""
+    rope = read_rope(reader, max_positions=positions, **options)
+    return {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "rotary_dim": rope.dim(head_dim)}
 
 
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
@@ -148,20 +155,22 @@ def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str
         first = 28
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         reader.reject("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
-    return read_layer_types(reader, window, [layer >= first for layer in range(num_layers)])
+    return read_layer_types(reader, num_layers, window=window, slides=lambda layer: layer >= first)
 
 
-def read_layer_types(reader: ConfigReader, window: int | None, slides: Sequence[bool]) -> dict[str, Any]:
+def read_layer_types(
+    reader: ConfigReader, num_layers: int, *, window: int | None, slides: Callable[[int], bool]
+) -> dict[str, Any]:
     """Return the sliding-window fields of ModelConfig: the window, and the layers without a window.
 
     Args:
         window: the size of the window in tokens; None: no window.
-        slides: whether each layer has the window, if there is one; used only if the config has no `layer_types`.
+        slides: returns whether a layer has the window; used only if the config has no `layer_types`.
     """
-    known, num_layers = ("full_attention", "sliding_attention"), len(slides)
+    known = ("full_attention", "sliding_attention")
     types = reader.value("layer_types")
     if types is None:
-        types = [known[window is not None and has_window] for has_window in slides]
+        types = [known[window is not None and slides(layer)] for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
         reader.reject(
             "layer_types", types, f"expected a list of {num_layers}, each {' or '.join(known)}; correct the config"
@@ -182,7 +191,7 @@ def _read_llama(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
 
 def _read_mistral(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     window = reader.optional_size("sliding_window", 4096)
-    return read_layer_types(reader, window, [True] * fields["num_layers"])
+    return read_layer_types(reader, fields["num_layers"], window=window, slides=lambda _: True)
 
 
 def _read_qwen2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,18 +204,6 @@ def _read_qwen2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
 def _read_qwen3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     bias, windows = reader.flag("attention_bias", False), _read_upper_layer_windows(reader, fields["num_layers"])
     return {"attention_bias": bias, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD, **windows}
-
-
-def _read_gemma(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    other = reader.value("hidden_activation")
-    if other is not None and (other != "gelu_pytorch_tanh" or fields["mlp"] is not MlpKind.GEGLU):
-        reader.reject("hidden_activation", other, "hidden_act has another value; keep the correct one")
-    scale = float(fields["hidden_size"]) ** 0.5
-    return {
-        "attention_bias": reader.flag("attention_bias", False),
-        "norm_unit_offset": True,
-        "embedding_scale": scale,
-    }
 
 
 def _read_olmo2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,9 +219,9 @@ _QWEN_SIZES: Mapping[str, Any] = {
 }
 LLAMA_LIKE = (
     # Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783): rotary embedding, RMS norm, SwiGLU, grouped-query attention.
-    llama_like_family("llama", "Llama", _read_llama),
+    derived_family("llama", "Llama", _read_llama),
     # Mistral 7B (arXiv 2310.06825): a sliding window in every layer, unless `sliding_window` is null.
-    llama_like_family(
+    derived_family(
         "mistral",
         "Mistral",
         _read_mistral,
@@ -233,28 +230,11 @@ LLAMA_LIKE = (
         max_position_embeddings=4096 * 32,
     ),
     # Qwen2 (arXiv 2407.10671) and Qwen2.5: biases of q, k and v, and optional windows in the upper layers.
-    llama_like_family("qwen2", "Qwen2", _read_qwen2, **_QWEN_SIZES),
+    derived_family("qwen2", "Qwen2", _read_qwen2, **_QWEN_SIZES),
     # Qwen3 (arXiv 2505.09388): q and k normalized per head before rotation, and an explicit head size.
-    llama_like_family("qwen3", "Qwen3", _read_qwen3, **_QWEN_SIZES, head_dim=128),
-    # Gemma 1 (arXiv 2403.08295): a scaled embedding, GeGLU, norms of 1 + weight, and an explicit head size.
-    llama_like_family(
-        "gemma",
-        "Gemma",
-        _read_gemma,
-        # Released configs have "gelu" but mean the tanh approximation; the transformers library corrects this too.
-        activations={"gelu_pytorch_tanh": MlpKind.GEGLU, "gelu": MlpKind.GEGLU, **_ACTIVATIONS},
-        vocab_size=256000,
-        hidden_size=3072,
-        intermediate_size=24576,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=256,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    ),
+    derived_family("qwen3", "Qwen3", _read_qwen3, **_QWEN_SIZES, head_dim=128),
     # OLMo 2 (arXiv 2501.00656): norms after attention and MLP, and q and k normalized over all heads together.
-    llama_like_family(
+    derived_family(
         "olmo2",
         "Olmo2",
         _read_olmo2,

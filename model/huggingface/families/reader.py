@@ -25,6 +25,7 @@ _HARMLESS_KEYS = """
     pretraining_tp tokenizer_class prefix gradient_checkpointing unsloth_version unsloth_fixed model_max_length
     tie_last_hidden_states transformers.js_config max_length min_length do_sample early_stopping num_beams
     num_beam_groups temperature diversity_penalty top_k top_p typical_p repetition_penalty length_penalty
+    cache_implementation _sliding_window_pattern
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens reorder_and_upcast_attn
@@ -121,6 +122,13 @@ class ConfigReader:
         value = self._unread.pop(name, default)
         check_number(name, value)
         return float(value)
+
+    def optional_number(self, name: str, default: float | None) -> float | None:
+        """Return the value of a key that must be a positive number or null."""
+        value = self._unread.pop(name, default)
+        if value is not None:
+            check_number(name, value)
+        return None if value is None else float(value)
 
     def check_ignored(self, name: str, value: float, source: str) -> None:
         """Reject the ignored key `name` unless it equals `value`, which the family reads from the key `source`."""

@@ -1,9 +1,10 @@
 """SmolLM3: Llama's layers, of which every fourth has no positions (NoPE, arXiv 2305.19466)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from model.huggingface.families.llama_like import llama_like_family, read_layer_types
+from model.huggingface.families.llama_like import derived_family, read_layer_types, read_one_rope
 from model.huggingface.families.reader import ConfigReader
 
 
@@ -20,19 +21,20 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
     window = reader.optional_size("sliding_window", None)
     if not reader.flag("use_sliding_window", False):
         window = None
+    windows = read_layer_types(reader, len(layers), window=window, slides=lambda layer: layer in unrotated)
     biases = {key: reader.flag(key, False) for key in ("attention_bias", "mlp_bias")}
     return {
         "unrotated_layers": unrotated,
         **biases,
-        **read_layer_types(reader, window, [not flag for flag in rotated[: len(layers)]]),
+        **windows,
     }
 
 
-SMOLLM3 = llama_like_family(
+SMOLLM3 = derived_family(
     "smollm3",
     "SmolLM3",
     _read_own_fields,
-    rope={"theta": 2_000_000.0},
+    read_ropes=partial(read_one_rope, theta=2_000_000.0),
     vocab_size=128256,
     hidden_size=2048,
     num_hidden_layers=36,

@@ -1,10 +1,11 @@
 """StableLM 3B and StableLM 2 (arXiv 2402.17834): Llama's layers with layer norms and partial rotary positions."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from model.config_enums import NormKind
-from model.huggingface.families.llama_like import llama_like_family
+from model.huggingface.families.llama_like import derived_family, read_one_rope
 from model.huggingface.families.reader import ConfigReader
 
 
@@ -20,11 +21,11 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
     }
 
 
-STABLELM = llama_like_family(
+STABLELM = derived_family(
     "stablelm",
     "StableLm",
     _read_own_fields,
-    rope={"partial_names": ("partial_rotary_factor",), "partial": 0.25},
+    read_ropes=partial(read_one_rope, partial_names=("partial_rotary_factor",), partial=0.25),
     vocab_size=50304,
     hidden_size=2560,
     intermediate_size=6912,

@@ -5,7 +5,7 @@ from typing import Any
 
 from model.config_enums import MlpKind, NormKind
 from model.huggingface.families.family import plain
-from model.huggingface.families.llama_like import llama_like_family
+from model.huggingface.families.llama_like import derived_family
 from model.huggingface.families.reader import ConfigReader
 
 
@@ -20,7 +20,7 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
     }
 
 
-STARCODER2 = llama_like_family(
+STARCODER2 = derived_family(
     "starcoder2",
     "Starcoder2",
     _read_own_fields,

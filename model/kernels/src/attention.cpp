@@ -474,7 +474,8 @@ private:
                               Softmax* softmax) const {
         const Task& task = *tile.task;
         const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
-        const float scale = call.scale * LOG2_E;
+        const bool is_capped = call.soft_cap > 0;
+        const float scale = is_capped ? LOG2_E : call.scale * LOG2_E;
         float key_scales[TILE], value_scales[TILE];
         if constexpr (HAS_SCALES) {
             load_scales(call.key_scales, tile, task.first_head + head, key_scales);
@@ -488,6 +489,9 @@ private:
              ++row, products += TILE, weights += TILE / A::PER_TERM, ++softmax, ++factors) {
             for (int at = 0; HAS_SCALES && at < num_groups * LANES; at += LANES) {
                 store(products + at, mul(load(products + at), load(key_scales + at)));
+            }
+            for (int at = 0; is_capped && at < num_groups * LANES; at += LANES) {
+                store(products + at, soft_cap(load(products + at), call.scale / call.soft_cap, call.soft_cap));
             }
             int first = 0, end = TILE;
             if (is_whole) {

@@ -46,7 +46,8 @@ struct AttentionBatch {
 // Arguments of attention for one layer. Strides are the distances between tokens, in numbers; out and the cache are
 // contiguous. window: number of positions that a token sees, its own included; 0: no limit. bias: null, or bias_stride
 // floats for each query head: [bias_length - 1 - d] is added to the score of a key d positions back. Biases are
-// multiplied by log2(e), because weights are computed as powers of two. key_scales, value_scales: scales of an int8
+// multiplied by log2(e), because weights are computed as powers of two. soft_cap: bound of the scaled products, as in
+// `soft_cap` of lanes.h; 0: no bound. key_scales, value_scales: scales of an int8
 // cache, one for each key or value: [block][key/value head][offset in the block].
 struct AttentionCall {
     const void *q, *k, *v;
@@ -54,7 +55,7 @@ struct AttentionCall {
     int64_t q_stride, k_stride, v_stride, num_heads, num_kv_heads, head_size, window, bias_length, bias_stride, threads;
     const float* bias;
     float *key_scales, *value_scales;
-    float scale;
+    float scale, soft_cap;
 };
 
 using AttentionKernel = void (*)(const AttentionBatch* batch, const AttentionCall* call);

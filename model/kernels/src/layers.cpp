@@ -6,24 +6,28 @@
 namespace kvasir {
 namespace {
 
-// Weights of one layer; null if the layer has no such weights. Norm weights include their offset. rotated: dimensions of
-// a head with rotary embedding.
+// Weights of one layer; null if the layer has no such weights. Norm weights include their offset. The out norms are of
+// the outputs of attention and MLP; a layer has both or neither. rotation: index of the layer's angles in `Rows`; -1: the
+// layer is not rotated.
 struct LayerWeights {
     Matrix qkv, out, up, down;
-    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
-    int64_t rotated;
+    const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;
+    const float *attention_out_norm, *attention_out_norm_bias, *mlp_out_norm, *mlp_out_norm_bias;
+    const float *query_norm, *key_norm;
+    int64_t rotation;
 };
 
-// Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). norm_scope, of
-// query and key norms: 0 for each head, 1 for all heads.
+// Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). rotated:
+// dimensions of a head with rotary embedding. num_rotations: rotary embeddings with different angles. norm_scope, of
+// query and key norms: 0 for each head, 1 for all heads. logit_soft_cap: bound of the logits; 0: no bound.
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, mlp;
-    int64_t norm_scope;
+    int64_t rotated, num_rotations, norm_scope;
     Numbers numbers;
     Norm norm;
     Activation activation;
-    int64_t gated, norms_outputs, is_parallel;
-    float eps;
+    int64_t gated, is_parallel;
+    float eps, logit_soft_cap;
 };
 
 // Rows of one step, in buffers that Python owns. Row strides are sizes rounded up by `padded`.
@@ -35,7 +39,7 @@ struct Rows {
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
     void* narrow;     // inputs of an int8 matrix, or groups of inputs of a grouped matrix
     float* scales;    // scale of each row of an int8 input
-    const float *cosines, *sines;  // LayerWeights::rotated / 2 numbers for every position
+    const float *cosines, *sines;  // for every position, rotated / 2 numbers of each rotary embedding
     const int64_t* positions;      // position of every row
     const void* embedding;         // `hidden` numbers for every token id, or null
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
@@ -79,38 +83,41 @@ class Step {
     // Computes x += out(mixed), x += mlp(norm(x)), or another arrangement of `model.nn.transformer.Block`.
     void finish(const LayerWeights& layer, const void* mixed) const {
         const int64_t width = shape.heads * shape.head_dim;
-        const bool adds = !shape.norms_outputs && !shape.is_parallel;
+        const bool norms_outputs = layer.attention_out_norm != nullptr;
+        const bool adds = !norms_outputs && !shape.is_parallel;
         add_product(layer.out, convert_inputs(layer.out, static_cast<const Number*>(mixed), width, width),
                     adds ? rows.x : rows.added, adds);
-        if (shape.norms_outputs) {
-            add_normed(layer.attention_norm, layer.attention_norm_bias);
-            mlp(layer, nullptr, nullptr, rows.added, false);
-            add_normed(layer.mlp_norm, layer.mlp_norm_bias);
+        if (norms_outputs) add_normed(layer.attention_out_norm, layer.attention_out_norm_bias);
+        mlp(layer, adds ? rows.x : rows.added, !norms_outputs);
+        if (norms_outputs) {
+            add_normed(layer.mlp_out_norm, layer.mlp_out_norm_bias);
         } else {
-            mlp(layer, layer.mlp_norm, layer.mlp_norm_bias, adds ? rows.x : rows.added, true);
             if (shape.is_parallel) each_row([&](int64_t row) { add_row(row); });
         }
     }
 
     // Computes queries, keys and values from the norm of x, then their norms and rotary embedding.
     void begin(const LayerWeights& layer) const {
-        const bool is_normed = !shape.norms_outputs;
         const Matrix& matrix = layer.qkv;
         auto* qkv = static_cast<Number*>(rows.qkv);
-        store_product(matrix, norm_inputs(matrix, is_normed ? layer.attention_norm : nullptr,
-                                          is_normed ? layer.attention_norm_bias : nullptr), qkv);
+        store_product(matrix, norm_inputs(matrix, layer.attention_norm, layer.attention_norm_bias), qkv);
         const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
-        if (layer.query_norm == nullptr && layer.rotated == 0) return;
+        if (layer.query_norm == nullptr && (shape.rotated == 0 || layer.rotation < 0)) return;
         each_row([&](int64_t row) {
             Number* heads = qkv + row * matrix.outputs;
-            norm_and_rotate(heads, query, layer.query_norm, layer.rotated, row);
-            norm_and_rotate(heads + query, key, layer.key_norm, layer.rotated, row);
+            norm_and_rotate(heads, query, layer.query_norm, row, layer.rotation);
+            norm_and_rotate(heads + query, key, layer.key_norm, row, layer.rotation);
         });
     }
 
     // Computes the logits of the rows of x: float32, head.outputs a row.
     void logits(const Matrix& head, const float* norm, const float* bias, float* out) const {
-        store_product(head, norm_inputs(head, norm, bias), out);
+        const float cap = shape.logit_soft_cap;
+        if (cap == 0.f) return store_product(head, norm_inputs(head, norm, bias), out);
+        product(head, norm_inputs(head, norm, bias), [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+            float* at = out + row * head.outputs + output;
+            for (int b = 0; b < blocks; ++b) store(at + b * LANES, soft_cap(results[b], 1.f / cap, cap));
+        });
     }
 
     // Sets ids to the index of each row's highest logit among the first `size`; -1 if a logit, or a number of x, is NaN
@@ -210,9 +217,9 @@ class Step {
         });
     }
 
-    // Computes the MLP of the norm of x, or of x if norm is null, and writes or adds it to rows of floats.
-    void mlp(const LayerWeights& layer, const float* norm, const float* bias, float* to, bool adds) const {
-        const Inputs inputs = norm_inputs(layer.up, norm, bias);
+    // Computes the MLP of the norm of x, or of x if the layer has no such norm, and writes or adds it to rows of floats.
+    void mlp(const LayerWeights& layer, float* to, bool adds) const {
+        const Inputs inputs = norm_inputs(layer.up, layer.mlp_norm, layer.mlp_norm_bias);
         // Hidden values go after the inputs, which the product still reads.
         Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(shape.mlp);
@@ -243,14 +250,15 @@ class Step {
     }
 
     // Applies norm and rotary embedding to the heads of one row.
-    void norm_and_rotate(Number* heads, int64_t size, const float* norm, int64_t rotated, int64_t row) const {
+    void norm_and_rotate(Number* heads, int64_t size, const float* norm, int64_t row, int64_t rotation) const {
         static thread_local float values[MAX_WIDTH];
         convert(heads, size, values);
         const int64_t step = shape.norm_scope == 0 ? shape.head_dim : size;
         for (int64_t at = 0; norm != nullptr && at < size; at += step) {
             normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
         }
-        const int64_t half = rotated / 2, angles = half > 0 ? rows.positions[row] * half : 0;
+        const int64_t half = rotation < 0 ? 0 : shape.rotated / 2;
+        const int64_t angles = half > 0 ? (rows.positions[row] * shape.num_rotations + rotation) * half : 0;
         for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
             rotate(values + at, half, rows.cosines + angles, rows.sines + angles);
         }

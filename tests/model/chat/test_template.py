@@ -97,6 +97,20 @@ def test_templates_reject_some_conversations_and_render_others() -> None:
     assert len(outcomes) > 5
 
 
+def test_gemma_3_begins_the_first_user_turn_with_the_system_message() -> None:
+    template = ChatTemplate(source=TEMPLATES["gemma-3"], origin="", special_tokens={"bos_token": "<bos>"})
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hi "},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+    ]
+    assert template.render(turns) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
+        "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
 def test_the_plain_template_writes_the_texts_and_no_roles() -> None:
     template = ChatTemplate(source=PLAIN_SOURCE, origin="plain")
     messages = [{"role": "system", "content": "Once"}, {"role": "user", "content": "upon"}]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.families.models import transformers
 
-ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox"}
+ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3"}
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -37,7 +37,12 @@ _LAYER_NAMES = {
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
 }
-_OLMO2_NAMES = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_OUT_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_OTHER_NAMES = {
+    "olmo2": _OUT_NORMS,
+    "gemma2": _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
+    "gemma3_text": _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
+}
 _NAMES = {
     "embed_tokens": "token_embd",
     "wte": "token_embd",
@@ -140,6 +145,10 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
     rope = config.rope_parameters
+    if family == "gemma3_text":
+        rope = rope["full_attention"]
+        if (local := config.rope_parameters["sliding_attention"]["rope_theta"]) != 10000.0:
+            writer.add_float32("gemma3.rope.freq_base_swa", local)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] == "linear":
@@ -158,8 +167,13 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if family == "mistral" and config.sliding_window:
+    if family in ("mistral", "gemma2", "gemma3_text") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if family in ("gemma2", "gemma3_text"):
+        if config.attn_logit_softcapping is not None:
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        if config.final_logit_softcapping is not None:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if family == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -201,14 +215,14 @@ def _gguf_name(family: str, name: str) -> tuple[str, str]:
     if part in _NAMES:
         return _NAMES[part], kind
     _, layer, inner = part.split(".", 2)
-    names = _LAYER_NAMES | _OLMO2_NAMES if family == "olmo2" else _LAYER_NAMES
+    names = _LAYER_NAMES | _OTHER_NAMES.get(family, {})
     return f"blk.{layer}.{names[inner]}", kind
 
 
 def _as_stored(config: Any, name: str, kind: str, tensor: Tensor) -> Tensor:
     """Return a tensor in the order of rows and with the numbers of GGUF."""
     family, part = config.model_type, name.split(".")[-1]
-    if family == "gemma" and part.endswith("norm"):
+    if family.startswith("gemma") and part.endswith("norm"):
         return tensor + 1
     if family == "gpt2" and kind == "weight" and tensor.dim() == 2 and name.startswith("blk"):
         return tensor.T.contiguous()
@@ -233,7 +247,8 @@ def as_file(path: Path, model: transformers.PreTrainedModel) -> transformers.Pre
             continue
         # The inverse of a permutation: where `_as_stored` puts each row.
         order = torch.arange(tensor.numel()).view(tensor.shape)
-        places = _as_stored(config, new, kind, order) if config.model_type != "gemma" else order
-        numbers = torch.from_numpy(np.array(stored)).float() - float(config.model_type == "gemma" and "norm" in new)
+        is_gemma = config.model_type.startswith("gemma")
+        places = order if is_gemma else _as_stored(config, new, kind, order)
+        numbers = torch.from_numpy(np.array(stored)).float() - float(is_gemma and "norm" in new)
         tensor.view(-1)[places.reshape(-1)] = numbers.reshape(-1)
     return model

@@ -14,7 +14,7 @@ from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.files import CheckpointError
 from model.nn.linear import GroupedLinear
 from model.nn.transformer import Transformer
-from tests.families.models import CASES, load
+from tests.families.models import CASES, GEMMA_ROPES, load
 from tests.families.test_parity import LENGTHS, TOLERANCE, difference, texts
 from tests.model.gguf.files import write_with_package
 from tests.model.gguf.models import as_file, write_model
@@ -25,7 +25,8 @@ EXPRESSIBLE = (
     *("gpt2", "gpt2 untied", "llama mha", "llama gqa tied", "llama mqa biased", "llama wide heads", "llama linear"),
     *("llama llama3", "mistral", "mistral without window", "qwen2", "qwen2 mha tied", "qwen3", "qwen3 tied biased"),
     *("gpt_neox", "gpt_neox sequential", "gpt_neox half rotary", "gpt_neox whole rotary", "gpt_neox linear"),
-    *("gpt_neox tied unbiased", "gemma", "gemma mha biased", "olmo2", "olmo2 gqa tied biased", "olmo2 llama3"),
+    *("gpt_neox tied unbiased", "gemma", "gemma mha biased", "gemma2 scaled by head size", "gemma3 all windows"),
+    *("olmo2", "olmo2 gqa tied biased", "olmo2 llama3"),
     *("smollm3 four layers", "phi3", "phi3 windows", "phi3 partial tied", "phi3 longrope beyond"),
     *("phi3 longrope partial", "granite", "granite tied biased", "granite without multipliers"),
 )
@@ -138,6 +139,25 @@ def test_one_value_for_every_layer_is_read(tmp_path: Path) -> None:
     changed = {"llama.feed_forward_length": [48, 48, 48], "llama.attention.head_count_kv": [4] * 3}
     path = write_model(tmp_path / "n.gguf", CASES["llama mha"].build(), changes=changed)
     assert read_manifest(path).config == before
+
+
+@pytest.mark.parametrize(("num_layers", "period"), [(7, None), (4, 2)])
+def test_layers_of_gemma3_without_a_window_follow_the_period(
+    tmp_path: Path, num_layers: int, period: int | None
+) -> None:
+    own = {} if period is None else {"sliding_window_pattern": period}
+    model = CASES["gemma3 all windows"].build(num_hidden_layers=num_layers, rope_parameters=GEMMA_ROPES, **own)
+    changes = {"gemma3.attention.sliding_window_pattern": period}
+    assert_parity(load(write_model(tmp_path / "m.gguf", model, changes=changes)), model)
+
+
+@pytest.mark.parametrize(("case", "num_layers"), [("gemma2 scaled by head size", 46), ("gemma3 all windows", 62)])
+def test_scores_of_the_largest_gemma_are_scaled_by_hidden_size_over_heads(
+    tmp_path: Path, case: str, num_layers: int
+) -> None:
+    for layers, scale in ((num_layers, 8**-0.5), (num_layers - 1, None)):
+        path = write_model(tmp_path / f"{layers}.gguf", CASES[case].build(num_hidden_layers=layers))
+        assert read_manifest(path).config.score_scale == scale
 
 
 def test_a_scaling_that_is_not_llama3s_is_rejected(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""Gemma 3, with and without a vision tower, which is not served.
+
+Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from model.config import ModelConfig
+from model.config_enums import QkNormScope
+from model.huggingface.families.family import convert_config
+from model.huggingface.families.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, newer_fields
+from model.huggingface.families.llama_like import derived_family
+from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader, read_rope
+
+_GLOBAL_THETA = 1_000_000.0
+_ROPE_KEYS = ("full_attention", "sliding_attention")
+_VISION_KEYS = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+
+
+def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    period = reader.optional_size("sliding_window_pattern", 6)
+    own = newer_fields(reader, fields, period=period or 6, logit_cap=None)
+    if "sliding_window" not in own:
+        own["local_rope_theta"] = None
+    return {**own, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD}
+
+
+def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
+    """Return the fields of Gemma 3's two rotary embeddings. Only that of the layers without a window may be scaled.
+
+    Old files have rope_theta, rope_scaling and rope_local_base_freq; new files have rope_parameters by kind of layer.
+    """
+    given = reader.value("rope_parameters")
+    by_kind = {} if given is None else given
+    if not isinstance(by_kind, Mapping) or by_kind.keys() - set(_ROPE_KEYS):
+        reader.reject("rope_parameters", given, f"expected an object with the keys {' and '.join(_ROPE_KEYS)}")
+    old_keys: tuple[tuple[str, ...], ...] = (("rope_theta", "rope_scaling"), ("rope_local_base_freq",))
+    ropes = []
+    for kind, keys, theta in zip(_ROPE_KEYS, old_keys, (_GLOBAL_THETA, DEFAULT_THETA), strict=True):
+        values = {key: reader.value(key) for key in keys} | {"rope_parameters": by_kind.get(kind)}
+        inner = ConfigReader(reader.path, values, prefix=f"{kind} ")
+        ropes.append(read_rope(inner, max_positions=positions, theta_names=keys[:1], theta=theta))
+    full, local = ropes
+    if local.scaling is not None:
+        reader.reject("rope_parameters", given, "scaling in layers with a window is not implemented")
+    return {"rope_theta": full.theta, "rope_scaling": full.scaling, "local_rope_theta": local.theta}
+
+
+def _read_multimodal(reader: ConfigReader) -> ModelConfig:
+    """Return the config of the language model in a config.json with a vision tower."""
+    given = reader.value("text_config")
+    text = {} if given is None else given
+    if not isinstance(text, Mapping):
+        reader.reject("text_config", given, "expected a JSON object; correct the config")
+    for key in _VISION_KEYS:
+        reader.value(key)
+    tied = reader.flag("tie_word_embeddings", True)
+    inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **text}, prefix="text_config.")
+    config = convert_config(_GEMMA3_TEXT, inner)
+    if config.tie_embeddings != tied:
+        reader.reject("tie_word_embeddings", tied, "text_config has another value; keep the correct one")
+    return config
+
+
+# Gemma 3 (arXiv 2503.19786): q and k normed per head, a window in five of six layers with an own rotary base.
+_GEMMA3_TEXT = replace(
+    derived_family(
+        "gemma3_text",
+        "Gemma3Text",
+        _read_gemma3,
+        renamed=OUT_NORMS,
+        activations=TANH_ACTIVATIONS,
+        activation_key="hidden_activation",
+        read_ropes=_read_ropes,
+        **{**GEMMA2_SIZES, "vocab_size": 262208, "max_position_embeddings": 131072},
+    ),
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
+)
+GEMMA3 = (
+    _GEMMA3_TEXT,
+    replace(
+        _GEMMA3_TEXT,
+        model_type="gemma3",
+        architectures=("Gemma3ForConditionalGeneration", "Gemma3Model"),
+        read_config=_read_multimodal,
+        prefix="language_model.model.",
+        other_prefixes=("model.language_model.",),
+        aliases={"language_model.lm_head.weight": "lm_head.weight"},
+        ignored_tensors=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+        left_out="the vision tower; only the language model is loaded, and images in requests are rejected",
+    ),
+)
