@@ -62,6 +62,17 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({**RELATIVE, "num_relative_buckets": 1}, "num_relative_buckets must be at least 2"),
         ({**RELATIVE, "max_relative_distance": 4}, "max_relative_distance more than num_relative_buckets"),
         ({"attention": "average"}, "attention=average has no scores"),
+        (
+            {"attention": "average", "position": "none", "qk_norm": False, "score_soft_cap": 5.0},
+            "has no scores; remove qk_norm, score_scale and score_soft_cap",
+        ),
+        ({"score_soft_cap": 0}, "score_soft_cap must be a positive number"),
+        ({"local_rope_theta": 500.0}, "local_rope_theta needs rotary positions and a sliding_window"),
+        (
+            {"position": "none", "sliding_window": 7, "local_rope_theta": 500.0},
+            "local_rope_theta needs rotary positions and a sliding_window",
+        ),
+        ({"parallel_residual": True, "norm_placement": "both"}, "parallel_residual needs norm_placement=pre"),
         ({"norm": "layer_norm", "norm_unit_offset": True}, "norm_unit_offset needs norm=rms_norm"),
         ({"norm_bias": False}, "norm_bias=false needs norm=layer_norm"),
         ({"parallel_residual": True, "norm_placement": "post"}, "parallel_residual needs norm_placement=pre"),

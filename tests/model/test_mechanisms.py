@@ -1,6 +1,9 @@
 """Each mechanism against an independent source: its formula, PyTorch, or transformers."""
 
+import dataclasses
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +113,36 @@ def test_a_window_hides_positions_further_back() -> None:
     seen = (distances(20)[0] >= 0) & (distances(20)[0] < 7)
     assert torch.equal(weights_HQS > 0, seen.expand(4, -1, -1))
     torch.testing.assert_close(weights_HQS.sum(-1), torch.ones(4, 20))
+
+
+def test_a_soft_cap_bounds_the_scores_before_the_softmax() -> None:
+    q_QHD, k_SKD = 5 * torch.randn(6, 2, 8), 5 * torch.randn(6, 2, 8)
+    weights_HQS = attention_weights(q_QHD, k_SKD, AttentionForm(layer=0, scale=0.5, window=None, bias=None, soft_cap=2))
+    for head in range(2):
+        scores = [[2 * math.tanh(float(q @ k) * 0.5 / 2) for k in k_SKD[:, head]] for q in q_QHD[:, head]]
+        masked = torch.tensor(scores).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+        torch.testing.assert_close(weights_HQS[head], masked.softmax(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_layers_with_a_window_may_have_rotary_positions_of_their_own() -> None:
+    """With equal bases the model is that with one embedding; a scaling is of the other layers alone."""
+    config, ids = VARIANTS["window-one-layer"], torch.arange(20)
+    scaled = RopeScaling(kind=RopeScalingKind.LINEAR, factor=4.0)
+    cases: dict[str, dict[str, Any]] = {
+        "one": {},
+        "equal": {"local_rope_theta": config.rope_theta},
+        "local": {"local_rope_theta": 50.0},
+        "scaled": {"local_rope_theta": config.rope_theta, "rope_scaling": scaled},
+        "all scaled": {"rope_scaling": scaled},
+    }
+    logits = {}
+    for name, changes in cases.items():
+        model = build(dataclasses.replace(config, **changes))
+        logits[name] = model(ids, AttentionMetadata.uncached((20,)), None)
+    assert torch.equal(logits["equal"], logits["one"])
+    others = [logits[name] for name in ("equal", "local", "scaled", "all scaled")]
+    for first, second in itertools.combinations(others, 2):
+        assert float((first - second).abs().max()) > 1e-3
 
 
 def test_a_windows_reach_grows_with_depth() -> None:
