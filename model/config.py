@@ -17,6 +17,7 @@ from model.config_enums import (
     PositionKind,
     QkNormScope,
     RopeScaling,
+    RopeScalingKind,
     check_keys,
     check_member,
     check_number,
@@ -25,6 +26,7 @@ from model.config_enums import (
 
 # Ten times the deepest models' layers. A limit is needed because every layer's tensors are listed before any is read.
 MAX_LAYERS = 10_000
+_LAYER_LISTS = ("global_layers", "unrotated_layers")  # fields that are lists of layer numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,8 @@ class ModelConfig:
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     embedding_scale: factor of the token embedding (Gemma).
+    unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
+    logit_divisor: divisor of all logits (Granite).
     """
 
     vocab_size: int
@@ -84,16 +88,19 @@ class ModelConfig:
     norm_unit_offset: bool = False
     parallel_residual: bool = False
     embedding_scale: float = 1.0
+    unrotated_layers: tuple[int, ...] = ()
+    logit_divisor: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, Mapping):
             object.__setattr__(self, "rope_scaling", RopeScaling.from_dict(self.rope_scaling))
         elif self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise ValueError(f"rope_scaling must be an object with kind and factor, not {self.rope_scaling!r}")
-        layers = self.global_layers
-        if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
-            raise ValueError(f"global_layers must be a list of layer numbers, not {layers!r}")
-        object.__setattr__(self, "global_layers", tuple(self.global_layers))
+        for name in _LAYER_LISTS:
+            layers = getattr(self, name)
+            if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
+                raise ValueError(f"{name} must be a list of layer numbers, not {layers!r}")
+            object.__setattr__(self, name, tuple(layers))
         for field in dataclasses.fields(self):
             self._check_type(field.name, field.type)
         check_size("num_layers", self.num_layers, MAX_LAYERS)
@@ -143,15 +150,19 @@ class ModelConfig:
             raise ValueError(
                 "num_relative_buckets must be at least 2, and max_relative_distance more than num_relative_buckets // 2"
             )
-        known = [layer for layer in dict.fromkeys(self.global_layers) if 0 <= layer < self.num_layers]
-        if len(known) != len(self.global_layers):
-            raise ValueError(
-                f"global_layers must be layers from 0 to {self.num_layers - 1}, each once, not {self.global_layers}"
-            )
+        for name in _LAYER_LISTS:
+            layers = getattr(self, name)
+            if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
+                raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
+        scaling = self.rope_scaling
+        for divisors in (None, None) if scaling is None else (scaling.short_divisors, scaling.long_divisors):
+            if divisors is not None and len(divisors) != self.rotary_size // 2:
+                raise ValueError(f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies")
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
             ("rope_scaling", self.rope_scaling is not None, rotary, "position=rotary"),
+            ("unrotated_layers", self.unrotated_layers, rotary, "position=rotary"),
             (
                 "local_rope_theta",
                 has_local_theta,
@@ -205,6 +216,12 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Return the number of positions that a token of a layer sees, itself included; None for all."""
         return None if layer in self.global_layers else self.sliding_window
+
+    def for_context(self, length: int) -> Self:
+        """Return the config for contexts of at most `length` tokens, on which the frequencies of LongRoPE depend."""
+        if self.rope_scaling is None or self.rope_scaling.kind is not RopeScalingKind.LONGROPE:
+            return self
+        return dataclasses.replace(self, max_context_length=length)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the bytes of KV-cache per token of context: keys and values of all layers.
@@ -267,7 +284,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as a JSON-ready dictionary, from which `from_dict` makes an equal config."""
-        return {**dataclasses.asdict(self), "global_layers": list(self.global_layers)}
+        return {**dataclasses.asdict(self), **{name: list(getattr(self, name)) for name in _LAYER_LISTS}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -1,6 +1,7 @@
 """Enums of the choices in a `ModelConfig`, its rotary scaling, and checks of field values. Torch-free."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,38 +74,89 @@ class RopeScalingKind(StrEnum):
 
     LINEAR = "linear"  # every frequency divided by the factor
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (Llama 3.1)
+    LONGROPE = "longrope"  # a divisor for each frequency, one list for the original context and one beyond (Phi-3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of rotary frequencies. Kind llama3 needs all fields, other kinds `factor` alone, else ValueError."""
+    """Scaling of rotary frequencies. Raises ValueError if a field of the kind is missing, or one of another kind given.
+
+    attention_factor: factor of cosines and sines, of kind longrope; None: see `rotation_factor`.
+    short_divisors, long_divisors: divisor of each frequency, for contexts up to `original_context_length` and beyond.
+    """
 
     kind: RopeScalingKind
     factor: float
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_context_length: int | None = None
+    attention_factor: float | None = None
+    short_divisors: tuple[float, ...] | None = None
+    long_divisors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", check_member("rope_scaling kind", self.kind, RopeScalingKind))
         check_number("rope_scaling factor", self.factor)
-        of_llama3 = (self.low_freq_factor, self.high_freq_factor, self.original_context_length)
-        if self.kind is not RopeScalingKind.LLAMA3:
-            if any(value is not None for value in of_llama3):
-                raise ValueError(f"rope_scaling of kind {self.kind} has no parameter except factor; remove the others")
-            return
-        for name in ("low_freq_factor", "high_freq_factor", "original_context_length"):
+        numbers, lists, optional = _FIELDS_OF_SCALING[self.kind]
+        for name in numbers:
             check_number(f"rope_scaling {name}", getattr(self, name))
-        assert self.low_freq_factor is not None
-        assert self.high_freq_factor is not None
-        if self.low_freq_factor >= self.high_freq_factor:
+        for name in lists:
+            object.__setattr__(self, name, _checked_numbers(f"rope_scaling {name}", getattr(self, name)))
+        for field in dataclasses.fields(self)[2:]:
+            if getattr(self, field.name) is not None and field.name not in numbers + lists + optional:
+                known = ", ".join(("factor", *numbers, *lists, *optional))
+                raise ValueError(
+                    f"rope_scaling of kind {self.kind} has no parameter except {known}; remove {field.name}"
+                )
+        if self.attention_factor is not None:
+            check_number("rope_scaling attention_factor", self.attention_factor)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
             raise ValueError("in rope_scaling low_freq_factor must be less than high_freq_factor")
+
+    def divisors(self, max_context_length: int) -> tuple[float, ...] | None:
+        """Return LongRoPE's divisor of each frequency (arXiv 2402.13753), for a model that serves this context length.
+
+        The context that is served decides, not a sequence's length: the rotated keys of a growing sequence are cached.
+        """
+        is_long = self.original_context_length is not None and max_context_length > self.original_context_length
+        return self.long_divisors if is_long else self.short_divisors
+
+    @property
+    def rotation_factor(self) -> float:
+        """Return the factor of cosines and sines: that of LongRoPE (arXiv 2402.13753, section 3.3), else 1."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind is not RopeScalingKind.LONGROPE or self.factor <= 1.0 or self.original_context_length is None:
+            return 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_context_length))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make a `RopeScaling` from a dictionary. Raises ValueError for unknown or missing keys, and invalid values."""
         check_keys(cls, values, "rope_scaling")
         return cls(**values)
+
+
+# Numbers, lists of numbers and optional numbers that each kind of scaling has besides `factor`.
+_FIELDS_OF_SCALING: Mapping[RopeScalingKind, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    RopeScalingKind.LINEAR: ((), (), ()),
+    RopeScalingKind.LLAMA3: (("low_freq_factor", "high_freq_factor", "original_context_length"), (), ()),
+    RopeScalingKind.LONGROPE: (
+        ("original_context_length",),
+        ("short_divisors", "long_divisors"),
+        ("attention_factor",),
+    ),
+}
+
+
+def _checked_numbers(name: str, values: object) -> tuple[float, ...]:
+    """Return a list of positive numbers as a tuple of floats. Raises ValueError for anything else."""
+    if not isinstance(values, (list, tuple)) or not values:
+        raise ValueError(f"{name} must be a list of positive numbers, not {values!r:.80}")
+    for value in values:
+        check_number(name, value)
+    return tuple(map(float, values))
 
 
 def check_keys(kind: type, values: Mapping[str, Any], name: str) -> None:

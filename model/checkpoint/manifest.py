@@ -63,6 +63,7 @@ class Manifest:
     index: tensor name -> name of its weight file, from model.safetensors.index.json; empty without this file.
     quantization: encoding of quantized matrices; None: no matrix is quantized.
     training: facts about the training run; empty for a Hugging Face directory.
+    config_warnings: warnings about keys of config.json that are ignored.
     """
 
     directory: Path
@@ -73,6 +74,7 @@ class Manifest:
     family: ModelFamily | None = None
     index: Mapping[str, str] = field(default_factory=dict)
     quantization: StoredQuantization | None = None
+    config_warnings: tuple[str, ...] = ()
 
     @property
     def left_out(self) -> str:
@@ -170,7 +172,8 @@ def read_manifest(directory: Path | str) -> Manifest:
     if "model_type" not in values and "architectures" not in values:
         return _read_native(directory)  # raises: manifest.json is missing
     quantization = read_quantization(directory / CONFIG_FILE, values.pop(QUANTIZATION_KEY, None))
-    family, config = read_family_config(directory / CONFIG_FILE, values)
+    warnings: list[str] = []
+    family, config = read_family_config(directory / CONFIG_FILE, values, warnings)
     if quantization is not None and any(names.layout is Layout.TRANSPOSED for names in family.names.values()):
         raise CheckpointError(
             f"{directory / CONFIG_FILE}: quantized {family.model_type} models are not supported; "
@@ -189,6 +192,7 @@ def read_manifest(directory: Path | str) -> Manifest:
         family=family,
         index=index,
         quantization=quantization,
+        config_warnings=tuple(warnings),
     )
 
 

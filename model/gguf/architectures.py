@@ -12,15 +12,10 @@ from typing import Any
 from model.config import ModelConfig
 from model.gguf.container import GgufFile
 from model.huggingface.families.family import Layout, ModelFamily, Names, convert_config, plain
-from model.huggingface.families.gemma import GEMMA
-from model.huggingface.families.gemma3 import GEMMA3
-from model.huggingface.families.gpt import GPT2, GPT_NEOX
-from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader
+from model.huggingface.families.table import FAMILIES
 from model.io.files import CheckpointError, parsing, reading
-from model.io.safetensors_header import TensorHeader
 
-_FAMILIES = {family.model_type: family for family in (GPT2, GPT_NEOX, *LLAMA_LIKE, *GEMMA, *GEMMA3)}
 _QKV = ("blk.#.attn_q", "blk.#.attn_k", "blk.#.attn_v")
 _NAMES = {
     "token_embedding": plain("token_embd"),
@@ -38,7 +33,8 @@ _NAMES = {
     "lm_head": plain("output"),
 }
 _ROTARY_FACTORS = "rope_freqs.weight"  # the scaling of Llama 3: a divisor of each rotary frequency
-_COMPUTED_TENSORS = (r"rope_freqs\.weight", r"blk\.\d+\.attn_rot_embd\.weight")
+_LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+_COMPUTED_TENSORS = (r"rope_freqs\.weight", r"rope_factors_(short|long)\.weight", r"blk\.\d+\.attn_rot_embd\.weight")
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -47,6 +43,13 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _LLAMA_KEYS = {**_SIZES, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_GRANITE_KEYS = {
+    **_LLAMA_KEYS,
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _NEOX_KEYS = {
     **_SIZES,
     "attention.layer_norm_epsilon": "layer_norm_eps",
@@ -61,7 +64,7 @@ _GPT2_KEYS = {
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
 # Keys that do not change the logits, or repeat what the tensors' shapes say.
-_UNUSED_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length")
+_UNUSED_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 _LLAMA3_LENGTHS = [2**exponent for exponent in range(5, 21)]
 
 
@@ -82,6 +85,7 @@ def _llama_like(model_type: str, names: Mapping[str, Names] = _NAMES, **values: 
     return _Architecture(model_type=model_type, keys=_LLAMA_KEYS, names=names, values=values)
 
 
+_PAIRED_NAMES = {**_NAMES, "layers.#.attention.qkv": Names(_QKV, Layout.ROTARY_PAIRS)}
 _GPT_NAMES = {**_NAMES, "layers.#.attention.qkv": plain("blk.#.attn_qkv")}
 _NORMS = {name: names for name, names in _NAMES.items() if name.endswith("_norm")}
 _OUT_NORMS = {
@@ -95,7 +99,7 @@ _GEMMA_NAMES = {
 # Layers of the largest Gemma 2 and 3, whose scores are scaled by the head size that hidden_size / heads would give.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 _ARCHITECTURES = {
-    "llama": _llama_like("llama", {**_NAMES, "layers.#.attention.qkv": Names(_QKV, Layout.ROTARY_PAIRS)}),
+    "llama": _llama_like("llama", _PAIRED_NAMES),
     "qwen2": _llama_like("qwen2"),
     "qwen3": _llama_like("qwen3"),
     "gemma": _llama_like("gemma", _GEMMA_NAMES, hidden_act="gelu_pytorch_tanh"),
@@ -109,6 +113,9 @@ _ARCHITECTURES = {
             "layers.#.mlp_norm": plain("blk.#.post_ffw_norm"),
         },
     ),
+    "smollm3": _llama_like("smollm3", _PAIRED_NAMES),
+    "phi3": _llama_like("phi3", {**_GPT_NAMES, "layers.#.mlp.gate_up": plain("blk.#.ffn_up")}),
+    "granite": _Architecture(model_type="granite", keys=_GRANITE_KEYS, names=_PAIRED_NAMES, values={}),
     "gpt2": _Architecture(model_type="gpt2", keys=_GPT2_KEYS, names=_GPT_NAMES, values={}),
     "gptneox": _Architecture(model_type="gpt_neox", keys=_NEOX_KEYS, names=_GPT_NAMES, values={}),
 }
@@ -127,7 +134,7 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
         values = _config_values(file, name, architecture)
     has_window = name == "llama" and "sliding_window" in values  # Mistral, which llama.cpp calls llama
     family = replace(
-        _FAMILIES["mistral" if has_window else architecture.model_type],
+        FAMILIES["mistral" if has_window else architecture.model_type],
         names=architecture.names,
         prefix="",
         ignored_tensors=_COMPUTED_TENSORS,
@@ -152,7 +159,7 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
         num_heads = values["num_attention_heads"]
         head_dim = found.pop("attention.key_length", values["hidden_size"] // num_heads)
         values |= _rotary_values(file, found, head_dim, is_partial=architecture.keys is _NEOX_KEYS)
-        if architecture.keys is _LLAMA_KEYS:
+        if _LLAMA_KEYS.items() <= architecture.keys.items():
             values |= {"num_key_value_heads": kv_heads or num_heads, "head_dim": head_dim}
             if "attention.sliding_window" in found:
                 values["sliding_window"] = found.pop("attention.sliding_window")
@@ -199,6 +206,7 @@ def _shortest(value: float) -> float:
 
 def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_partial: bool) -> dict[str, Any]:
     """Return the config values of the rotary embedding, and remove its keys from `found`."""
+    original = found.pop("rope.scaling.original_context_length", None)
     if found.pop("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{file.path}: keys and values have different sizes, which is not implemented")
     rope = {"rope_theta": found.pop("rope.freq_base", DEFAULT_THETA)}
@@ -208,24 +216,34 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
     # One bit more, so that head_dim * share rounded down is the number of the file.
     rope |= {"partial_rotary_factor": share if share == 1 else math.nextafter(share, 2)}
     if not is_partial and _ROTARY_FACTORS in file.tensors:
-        header = file.tensors[_ROTARY_FACTORS]
-        if header.shape != (head_dim // 2,):
-            raise CheckpointError(f"{file.path}: {_ROTARY_FACTORS} has the shape {header.shape}, not {head_dim // 2}")
-        rope |= _llama3_scaling(file, header, float(rope["rope_theta"]))
-    return {"rope_parameters": rope}
+        divisors = _numbers(file, _ROTARY_FACTORS)
+        if len(divisors) != head_dim // 2:
+            raise CheckpointError(
+                f"{file.path}: {_ROTARY_FACTORS} has the shape ({len(divisors)},), not {head_dim // 2}"
+            )
+        rope |= _llama3_scaling(file, divisors, float(rope["rope_theta"]))
+    if any(name not in file.tensors for name in _LONGROPE_FACTORS.values()):
+        return {"rope_parameters": rope}
+    rope |= {"rope_type": "longrope", "attention_factor": found.pop("rope.scaling.attn_factor", None)}
+    rope |= {key: _numbers(file, name) for key, name in _LONGROPE_FACTORS.items()}
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
 
 
-def _llama3_scaling(file: GgufFile, header: TensorHeader, theta: float) -> dict[str, Any]:
+def _numbers(file: GgufFile, name: str) -> list[float]:
+    """Return the numbers of a one-dimensional tensor of type F32."""
+    header = file.tensors[name]
+    if header.dtype != "F32" or len(header.shape) != 1:
+        raise CheckpointError(f"{file.path}: {name} has the type {header.dtype} and shape {header.shape}, not F32")
+    with reading(file.path), file.path.open("rb") as source:
+        source.seek(header.begin)
+        return [_shortest(number) for (number,) in struct.iter_unpack("<f", source.read(4 * header.shape[0]))]
+
+
+def _llama3_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict[str, Any]:
     """Return the parameters of Llama 3's scaling that give the stored divisor of each rotary frequency.
 
     The file does not hold the parameters. All published models have the low and high factors 1 and 4.
     """
-    (num_divisors,) = header.shape
-    if header.dtype != "F32":
-        raise CheckpointError(f"{file.path}: {_ROTARY_FACTORS} has the type {header.dtype}, not F32")
-    with reading(file.path), file.path.open("rb") as source:
-        source.seek(header.begin)
-        divisors = struct.unpack(f"<{num_divisors}f", source.read(4 * num_divisors))
     if all(divisor == 1 for divisor in divisors):
         return {}
     factor = max(divisors)

@@ -1,4 +1,4 @@
-"""Table of the supported model families, and conversion between config.json and ModelConfig in both directions."""
+"""Conversion between config.json of every family and ModelConfig, in both directions."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,16 +8,10 @@ from typing import Any
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormPlacement, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
-from model.huggingface.families.gemma import GEMMA
-from model.huggingface.families.gemma3 import GEMMA3
-from model.huggingface.families.gpt import GPT2, GPT_NEOX
-from model.huggingface.families.llama_like import LLAMA_LIKE
 from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.table import FAMILIES
 from model.io.files import CheckpointError
 
-FAMILIES: Mapping[str, ModelFamily] = {
-    family.model_type: family for family in (GPT2, *LLAMA_LIKE, *GEMMA, *GEMMA3, GPT_NEOX)
-}
 _ACTIVATIONS = {
     MlpKind.SWIGLU: "silu",
     MlpKind.GEGLU: "gelu_pytorch_tanh",
@@ -27,8 +21,12 @@ _ACTIVATIONS = {
 }
 
 
-def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
+def read_family_config(
+    path: Path, values: Mapping[str, Any], warnings: list[str] | None = None
+) -> tuple[ModelFamily, ModelConfig]:
     """Return the model family and the ModelConfig of a Hugging Face config.json; errors name it `path`.
+
+    warnings: list to which warnings about ignored keys are added.
 
     Raises:
         CheckpointError: the model_type, the architecture or the value of a key is not supported.
@@ -44,12 +42,29 @@ def read_family_config(path: Path, values: Mapping[str, Any]) -> tuple[ModelFami
         reader.reject(
             "architectures", architectures, f"{family.model_type} is supported only as {family.architectures[0]}"
         )
-    return family, convert_config(family, reader)
+    auto_map = values.get("auto_map")
+    if auto_map and _has_usual_class(family, auto_map):
+        reader.warn("auto_map", reader.value("auto_map"), f"not run; the model is computed as {family.model_type}")
+    config = convert_config(family, reader)
+    if warnings is not None:
+        warnings += reader.warnings
+    return family, config
 
 
-def hugging_face_config(config: ModelConfig) -> tuple[ModelFamily, dict[str, Any]]:
-    """Return a model family and config.json values that read back as this exact ModelConfig. Raises CheckpointError."""
-    for family in FAMILIES.values():
+def _has_usual_class(family: ModelFamily, auto_map: object) -> bool:
+    """Return whether the language model that `auto_map` names, as module.Class, has a class name of this family."""
+    if not isinstance(auto_map, Mapping):
+        return False
+    name = str(auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoModel"))
+    return name.rpartition(".")[2] in family.architectures
+
+
+def hugging_face_config(config: ModelConfig, first: ModelFamily | None) -> tuple[ModelFamily, dict[str, Any]]:
+    """Return a model family and config.json values that read back as this exact ModelConfig. Raises CheckpointError.
+
+    first: family to try before all others, in the order of the table.
+    """
+    for family in (*(() if first is None else (first,)), *FAMILIES.values()):
         for values in _candidates(family, config):
             named = {"model_type": family.model_type, "architectures": [family.architectures[0]], **values}
             try:
@@ -90,10 +105,31 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     sizes |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.norm_eps}
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     window = {"sliding_window": config.sliding_window}
-    yield {**sizes, **biases}
-    yield {**sizes, **window}
     layers = range(config.num_layers)
     types = ["full_attention" if config.window(layer) is None else "sliding_attention" for layer in layers]
+    if family.model_type == "smollm3":
+        rotated = {"no_rope_layers": [int(layer not in config.unrotated_layers) for layer in layers]}
+        uses_window = config.sliding_window is not None
+        yield {**sizes, **biases, **window, **rotated, "use_sliding_window": uses_window, "layer_types": types}
+        return
+    if family.model_type == "phi3":
+        if config.rope_scaling is not None and config.rope_scaling.original_context_length is not None:
+            sizes["original_max_position_embeddings"] = config.rope_scaling.original_context_length
+        yield {**sizes, **window, "partial_rotary_factor": config.rotary_size / config.head_dim}
+        return
+    if family.model_type == "stablelm":
+        partial = {"partial_rotary_factor": config.rotary_size / config.head_dim}
+        yield {**sizes, **partial, "layer_norm_eps": config.norm_eps, "use_qkv_bias": config.attention_bias}
+        return
+    if family.model_type == "starcoder2":
+        yield {**sizes, **window, "norm_epsilon": config.norm_eps, "use_bias": config.attention_bias}
+        return
+    if family.model_type == "granite":
+        factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
+        yield {**sizes, **biases, **factors, "attention_multiplier": config.effective_score_scale}
+        return
+    yield {**sizes, **biases}
+    yield {**sizes, **window}
     yield {**sizes, **window, "layer_types": types}
     yield {**sizes, **biases, **window, "use_sliding_window": True, "layer_types": types}
     if config.norm_placement is not NormPlacement.BOTH:
@@ -121,5 +157,8 @@ def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
         "low_freq_factor": scaling.low_freq_factor,
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_context_length,
+        "attention_factor": scaling.attention_factor,
+        "short_factor": scaling.short_divisors,
+        "long_factor": scaling.long_divisors,
     }
     return {key: value for key, value in values.items() if value is not None}

@@ -160,7 +160,8 @@ class NativeTransformer:
             vocabulary=self.config.vocab_size,
             head=ctypes.addressof(self._head),
         )
-        self._step.norm, self._step.norm_bias = self._norm(model.final_norm)
+        # Logits are linear in the final norm.
+        self._step.norm, self._step.norm_bias = self._norm(model.final_norm, divisor=self.config.logit_divisor)
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
         self._call_cache: KVCache | None = None  # the cache that `_calls` are for
@@ -357,7 +358,7 @@ class NativeTransformer:
             down=self._matrix(mlp.down),
             query_norm=self._norm(attention.query_norm)[0],
             key_norm=self._norm(attention.key_norm)[0],
-            rotation=int(attention.rotates_locally),
+            rotation=int(attention.rotates_locally) if attention.is_rotated else -1,
         )
         attention_norms, mlp_norms = (
             [block.attention_norm, block.attention_out_norm],
@@ -395,12 +396,13 @@ class NativeTransformer:
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return Matrix(*pointers, packed.inputs, packed.outputs, packed.numbers)
 
-    def _norm(self, norm: RMSNorm | LayerNorm | None) -> tuple[int | None, int | None]:
-        """Return pointers to float32 copies of a norm's weight and bias."""
+    def _norm(self, norm: RMSNorm | LayerNorm | None, *, divisor: float = 1.0) -> tuple[int | None, int | None]:
+        """Return pointers to float32 copies of a norm's weight and bias, divided by `divisor`."""
         if norm is None:
             return None, None
         bias_E = norm.bias if isinstance(norm, LayerNorm) else None
         offset = 1.0 if isinstance(norm, RMSNorm) and norm.unit_offset else 0.0
-        kept = [norm.weight.detach().float() + offset] + ([] if bias_E is None else [bias_E.detach().float()])
+        parts = [norm.weight.detach().float() + offset] + ([] if bias_E is None else [bias_E.detach().float()])
+        kept = [part / divisor for part in parts]
         self._kept += kept
         return kept[0].data_ptr(), None if bias_E is None else kept[1].data_ptr()

@@ -4,6 +4,7 @@ Legend: T packed tokens, S positions, E hidden size, H heads (query or key), D h
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,27 +37,37 @@ class RotaryPositions(nn.Module):
 
     Pair i of the rotated dimensions (i and i + R/2, as in Llama) is rotated by the angle position * theta^(-2i/R). The
     first R dimensions of a head are rotated, the other dimensions are unchanged (partial rotary, GPT-NeoX). Angles are
-    float32 products, as in training.
+    float32 products, as in training. The frequencies of LongRoPE depend on `max_context_length`.
     """
 
     frequencies: Tensor
 
-    def __init__(self, rotary_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(
+        self, rotary_dim: int, theta: float, scaling: RopeScaling | None, *, max_context_length: int = 0
+    ) -> None:
         super().__init__()
-        frequencies = scale_frequencies(_frequencies(rotary_dim, theta), scaling)
+        divisors = None if scaling is None else scaling.divisors(max_context_length)
+        frequencies = scale_frequencies(_frequencies(rotary_dim, theta, divisors), scaling)
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.factor = 1.0 if scaling is None else scaling.rotation_factor
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of each position's rotation angles: two float32 tensors (positions, 1, R)."""
+        """Return cosines and sines of each position's rotation angles: two float32 tensors (positions, 1, R).
+
+        LongRoPE multiplies both by a factor.
+        """
         angles = (positions_T[:, None].float() * self.frequencies).repeat(1, 2)[:, None]
-        return angles.cos(), angles.sin()
+        if self.factor == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.factor, angles.sin() * self.factor
 
 
-def _frequencies(size: int, theta: float) -> Tensor:
-    """Return the frequencies theta^(-j/size) of all even j from 0 to size - 1, float32."""
+def _frequencies(size: int, theta: float, divisors: Sequence[float] | None = None) -> Tensor:
+    """Return the frequencies theta^(-j/size) of all even j from 0 to size - 1, each divided by its divisor; float32."""
     # On the CPU even if the model is built on the meta device: constants are not loaded from the checkpoint.
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
-    return 1.0 / theta**exponents
+    wavelengths = theta**exponents
+    return 1.0 / (wavelengths if divisors is None else torch.tensor(divisors, device="cpu") * wavelengths)
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
@@ -66,8 +77,9 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tenso
     llama3: let r = original context / wavelength. Frequencies with r under `low_freq_factor` are divided by the factor,
     frequencies with r over `high_freq_factor` are unchanged, with a linear ramp in r between: "NTK by parts" of Peng et
     al. 2023 (arXiv 2309.00071), section 3.2.
+    longrope: `RopeScaling.divisors` has scaled them already.
     """
-    if scaling is None:
+    if scaling is None or scaling.kind is RopeScalingKind.LONGROPE:
         return frequencies
     stretched = frequencies / scaling.factor
     if scaling.kind is RopeScalingKind.LINEAR:

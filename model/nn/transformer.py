@@ -54,6 +54,7 @@ class Attention(nn.Module):
             bias=self.bias,
             soft_cap=config.score_soft_cap,
         )
+        self.is_rotated = layer not in config.unrotated_layers
         self.rotates_locally = config.local_rope_theta is not None and self.form.window is not None
         self.backend = backend
         self.rotate_pair = rotate_each
@@ -68,7 +69,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size)."""
         q_THD, k_TKD, v_TKD = self._project(x_TE)
-        if rotation is not None:
+        if rotation is not None and self.is_rotated:
             q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
         mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, form=self.form, metadata=metadata, kv_cache=kv_cache)
         out: Tensor = self.out(mixed_THD.flatten(1))
@@ -155,7 +156,8 @@ class Transformer(nn.Module):
             case PositionKind.SINUSOIDAL:
                 self.position_embedding = SinusoidalPositions(config.hidden_size)
             case PositionKind.ROTARY:
-                self.rotary = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
+                form = config.rotary_size, config.rope_theta, config.rope_scaling
+                self.rotary = RotaryPositions(*form, max_context_length=config.max_context_length)
                 if config.local_rope_theta is not None:
                     self.local_rotary = RotaryPositions(config.rotary_size, config.local_rope_theta, None)
         self.relative_positions = relative_positions(config)
@@ -195,10 +197,11 @@ class Transformer(nn.Module):
     def logits(self, x_RE: Tensor) -> Tensor:
         """Return next-token logits, float32 (rows, vocabulary), for rows of the result of `hidden`."""
         x_RE = self.final_norm(x_RE)
-        if self.lm_head is None:
-            logits_RV = functional.linear(x_RE, self.token_embedding.weight).float()
-        else:
-            logits_RV = self.lm_head(x_RE).float()
+        head = self.lm_head
+        logits_RV: Tensor = functional.linear(x_RE, self.token_embedding.weight) if head is None else head(x_RE)
+        logits_RV = (
+            logits_RV.float() if self.config.logit_divisor == 1.0 else logits_RV.float() / self.config.logit_divisor
+        )
         return logits_RV if self.config.logit_soft_cap is None else soft_cap(logits_RV, self.config.logit_soft_cap)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Command `kvasir eval`: measure the quality of a checkpoint, and report the results as tables and files."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def main(settings: EvalSettings) -> int:
     manifest = read_manifest(settings.checkpoint)
     check_quantize(settings.quantize, manifest)
     length = _context_length(settings, manifest.config)
+    manifest = dataclasses.replace(manifest, config=manifest.config.for_context(length))
     splits = _read_splits(settings)
     pairs = [] if settings.pairs is None else read_pairs(settings.pairs)
     tokenizer = manifest.verify()

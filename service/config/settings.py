@@ -128,6 +128,8 @@ class ServeSettings(ModelSettings):
     """port to listen on"""
     model_name: str | None = option("http", None, min_length=1)
     """name of the model in requests and responses (default: the checkpoint's name)"""
+    strict_config: bool = option("model", False)
+    """reject a checkpoint with unknown keys in config.json, also where the key's value is null, false, 0 or empty"""
     model_alias: Names = option("http", (), metavar="NAME")
     """further name of the model that requests may use; may be repeated"""
     chat_template: str = option("http", "auto", metavar="auto|plain|none|FILE", min_length=1)

@@ -16,7 +16,7 @@ from model.sampling.generation_config import read_generation_config as read_file
 from model.sampling.params import SamplingParams
 from model.tokenizer.bos_eos import read_tokenizer_config
 from model.tokenizer.interface import Tokenizer
-from service.config.settings import ModelSettings, ServeSettings, context_length
+from service.config.settings import ModelSettings, ServeSettings, SettingsError, context_length
 from service.preprocess.chat_format import ChatFormat, read_chat_format
 from service.preprocess.rerank_prompt import RerankPrompt, read_rerank_prompt
 from service.preprocess.template_process import TemplateProcess
@@ -82,7 +82,7 @@ class ServedModel:
 
     def warnings(self) -> list[str]:
         """Return warnings about keys and templates of the checkpoint that are not used."""
-        messages = []
+        messages = list(self.manifest.config_warnings)
         if ignored := ", ".join(self.defaults.ignored):
             messages.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: unsupported keys, ignored: {ignored}")
         if self.template is not None and self.template.unused:
@@ -96,6 +96,8 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
     Raises:
         SettingsError, CheckpointError: a setting, or a file of the checkpoint, cannot be used.
     """
+    if settings.strict_config and manifest.config_warnings:
+        raise SettingsError(f"{manifest.config_warnings[0]}; remove the key, or serve without --strict-config")
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
     texts |= read_tokenizer_config(manifest.directory).roles  # the files take precedence over the tokenizer

@@ -1,6 +1,7 @@
 """Build an engine from settings and a checkpoint, with "auto" settings resolved for this machine. Imports torch."""
 
 import ctypes
+import dataclasses
 import logging
 import math
 from collections.abc import Mapping
@@ -132,6 +133,8 @@ def build_engine(
         torch.OutOfMemoryError, RuntimeError: the model or the KV-cache does not fit on the device.
     """
     keep_freed_memory()
+    length = context_length(settings, manifest.config)
+    manifest = dataclasses.replace(manifest, config=manifest.config.for_context(length))
     if manifest.left_out:
         logger.warning("%s has parts that are not served: %s", manifest.name, manifest.left_out)
     resolved = _resolve(settings, manifest)

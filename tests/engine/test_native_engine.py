@@ -35,8 +35,9 @@ PACKED = "packed" if can_pack("cpu", torch.bfloat16) else "plain"
 KINDS = [(torch.float32, "plain"), (torch.bfloat16, PACKED), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
 CASES = [(level, *kind, "rotary-gqa") for level in BEST for kind in KINDS]
 CASES += [(level, *KINDS[1], "rotary-gqa") for level in OTHERS]
-# Soft caps, norms of outputs, and two rotary embeddings.
-CASES += [(level, *kind, variant) for level in BEST for kind in KINDS[::2] for variant in ("gemma2", "gemma3")]
+# Soft caps, norms of outputs, two rotary embeddings, unrotated layers, scaled cosines, and divided logits.
+FAMILIES = ("gemma2", "gemma3", "smollm3", "phi3", "granite")
+CASES += [(level, *kind, variant) for level in BEST for kind in KINDS[::2] for variant in FAMILIES]
 
 
 def native_model(

@@ -43,6 +43,18 @@ _LLAMA3 = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.8],
+    "long_factor": [1.1, 2.0, 5.0, 8.0],
+}
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.15,
+    "logits_scaling": 6.0,
+}
 _GEMMA = _SIZES | _GQA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 GEMMA_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
@@ -68,6 +80,11 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3Text", _GEMMA),
     "gemma3": ("Gemma3", {"text_config": _GEMMA | _NO_IDS, "vision_config": _VISION, "image_token_index": 299}),
     "olmo2": ("Olmo2", _SIZES),
+    "smollm3": ("SmolLM3", _SIZES | _GQA),
+    "phi3": ("Phi3", _SIZES | _GQA),
+    "granite": ("Granite", _SIZES | _GQA | _MULTIPLIERS),
+    "stablelm": ("StableLm", _SIZES | _GQA),
+    "starcoder2": ("Starcoder2", _SIZES | _GQA),
 }
 
 HEADS = {
@@ -172,6 +189,45 @@ CASES: dict[str, Case] = {
     "olmo2": Case("olmo2"),
     "olmo2 gqa tied biased": Case("olmo2", {**_GQA, "tie_word_embeddings": True, "attention_bias": True}),
     "olmo2 llama3": Case("olmo2", {**_GQA, "rope_parameters": _LLAMA3}),
+    "smollm3": Case("smollm3", {"no_rope_layer_interval": 2}),
+    "smollm3 listed layers": Case("smollm3", {"no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
+    "smollm3 four layers": Case("smollm3", {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True}),
+    "smollm3 windows": Case(
+        "smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW}
+    ),
+    "phi3": Case("phi3"),
+    "phi3 windows": Case("phi3", {"sliding_window": WINDOW, "num_key_value_heads": 4}),
+    "phi3 partial tied": Case(
+        "phi3",
+        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True},
+    ),
+    "phi3 longrope beyond": Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3 longrope within": Case(
+        "phi3", {"rope_parameters": {**LONGROPE, "factor": 4.0}, "original_max_position_embeddings": CONTEXT}
+    ),
+    "phi3 longrope partial": Case(
+        "phi3",
+        {
+            "rope_parameters": {
+                **LONGROPE,
+                **{key: LONGROPE[key][:3] for key in ("short_factor", "long_factor")},
+                "partial_rotary_factor": 0.75,
+                "attention_factor": 1.25,
+            },
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "granite": Case("granite", {"rms_norm_eps": 0.05}),
+    "granite tied biased": Case("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "granite without multipliers": Case("granite", dict.fromkeys(_MULTIPLIERS, 1.0)),
+    "stablelm": Case("stablelm"),
+    "stablelm mha biased tied": Case(
+        "stablelm", {"num_key_value_heads": 4, "use_qkv_bias": True, "tie_word_embeddings": True}
+    ),
+    "stablelm half rotary": Case("stablelm", {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}}),
+    "starcoder2": Case("starcoder2", {"sliding_window": WINDOW}),
+    "starcoder2 without biases": Case("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "starcoder2 exact gelu": Case("starcoder2", {"hidden_act": "gelu"}),
 }
 
 

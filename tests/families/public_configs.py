@@ -1,5 +1,11 @@
-"""Copies of config.json of public checkpoints, and the number of parameters on their model cards."""
+"""Copies of config.json of public checkpoints, and the number of parameters on their model cards.
 
+tests/data/published_configs.json has more of them; the source is the model, of which copies in public repositories were
+read. A number of parameters that is not known is null.
+"""
+
+import json
+from pathlib import Path
 from typing import Any
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "use_cache": True}
@@ -350,3 +356,7 @@ PUBLIC: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
+PUBLISHED: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data" / "published_configs.json").read_text()
+)
+PUBLIC |= {entry["name"]: (entry["num_parameters"], entry["config"]) for entry in PUBLISHED if entry["num_parameters"]}

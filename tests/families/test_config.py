@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.config_enums import RopeScaling, RopeScalingKind
-from model.huggingface.family_table import FAMILIES, read_family_config
+from model.huggingface.families.table import FAMILIES
+from model.huggingface.family_table import read_family_config
 from model.io.files import CheckpointError
-from tests.families.models import CASES, transformers
-from tests.families.public_configs import PUBLIC
+from tests.families.models import CASES, CLASSES, transformers
+from tests.families.public_configs import PUBLIC, PUBLISHED
 
 PATH = Path("some/where/config.json")
-_CLASSES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX", "gemma3_text": "Gemma3Text"}
 
 
 def read(model_type: str, **values: Any) -> ModelConfig:
@@ -24,7 +25,7 @@ def read(model_type: str, **values: Any) -> ModelConfig:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_an_absent_key_has_the_default_of_transformers(model_type: str) -> None:
-    config = getattr(transformers, f"{_CLASSES.get(model_type, model_type.capitalize())}Config")()
+    config = getattr(transformers, f"{CLASSES[model_type][0]}Config")()
     assert read(model_type) == read_family_config(PATH, json.loads(config.to_json_string(use_diff=False)))[1]
 
 
@@ -37,6 +38,39 @@ def test_a_family_can_be_sent_to_the_worker(model_type: str) -> None:
 def test_public_checkpoints_have_their_number_of_parameters(name: str) -> None:
     num_parameters, values = PUBLIC[name]
     assert read_family_config(PATH, values)[1].num_parameters == num_parameters
+
+
+@pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry["name"])
+def test_published_configs_are_accepted_unchanged(entry: dict[str, Any]) -> None:
+    warnings: list[str] = []
+    read_family_config(PATH, entry["config"], warnings)
+    assert len(warnings) == ("auto_map" in entry["config"])
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
+def test_an_unknown_key_without_a_value_gives_a_warning(value: object) -> None:
+    warnings: list[str] = []
+    values = {"model_type": "llama", "new_key": value, "new_rope": None}
+    assert read_family_config(PATH, values, warnings)[1] == read("llama")
+    assert warnings == [
+        f"{PATH}: new_key={value!r}: unknown key, ignored",
+        f"{PATH}: new_rope=None: unknown key, ignored",
+    ]
+
+
+def test_a_directory_has_warnings_about_its_config(tmp_path: Path) -> None:
+    CASES["llama mha"].build().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "new_key": 0}))
+    assert read_manifest(tmp_path).config_warnings == (f"{path}: new_key=0: unknown key, ignored",)
+
+
+def test_the_usual_class_in_a_checkpoints_own_code_gives_a_warning() -> None:
+    warnings: list[str] = []
+    auto_map = {"AutoConfig": "x.LlamaConfig", "AutoModelForCausalLM": "x.LlamaForCausalLM"}
+    read_family_config(PATH, {"model_type": "llama", "auto_map": auto_map}, warnings)
+    (warning,) = warnings
+    assert warning.endswith("not run; the model is computed as llama")
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -196,6 +230,30 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32},
         "sliding_attention needs a sliding_window",
     ),
+    "layers without positions": (
+        {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+        "no_rope_layers=.1, 0.: expected a list of 36, each 0 or 1",
+    ),
+    "too few divisors": (
+        {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+        "rope_scaling has 1 divisors for 48 frequencies",
+    ),
+    "no divisors": (
+        {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1]}},
+        "rope_scaling long_divisors must be a list of positive numbers",
+    ),
+    "two original contexts": (
+        {
+            "model_type": "phi3",
+            "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 8192},
+        },
+        "original_max_position_embeddings=8192: original_max_position_embeddings is 4096",
+    ),
+    "parallel layers of stablelm": (
+        {"model_type": "stablelm", "use_parallel_residual": True},
+        "use_parallel_residual=True: parallel layers, as in StableLM 2 12B, is not implemented",
+    ),
+    "no residuals": ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a positive"),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type='yarn': supported are"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type='dynamic': supported"),
     "two types": ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "'linear and llama3': supported are"),

@@ -15,7 +15,8 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import read_manifest
 from model.config_enums import MlpKind
-from model.huggingface.family_table import FAMILIES
+from model.huggingface.families.table import FAMILIES
+from model.native.native_transformer import NativeTransformer, to_native
 from model.nn.transformer import Transformer
 from tests.families.models import CASES, VOCAB_SIZE, WINDOW, load, read_by_library
 from tests.model.kernel_libraries import BACKENDS
@@ -67,6 +68,16 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, storage: 
                 assert difference(mine, reference) <= TOLERANCE, f"{attention}, {run}"
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_native_kernels_compute_all_layers_of_every_family(tmp_path: Path, case: str) -> None:
+    theirs = expected(case, tmp_path, "float32, one file")
+    native = to_native(load(tmp_path, "native"))
+    assert isinstance(native, NativeTransformer)
+    for chunk in (1, 64):
+        for mine, reference in zip(PagedRun(native, texts()).forward_in_chunks(chunk), theirs, strict=True):
+            assert difference(mine, reference) <= TOLERANCE
+
+
 # Each mechanism changes the logits of its case, so the parity test above detects a missing mechanism.
 ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact gelu": ("gpt2 exact gelu", {"mlp": MlpKind.GELU}),
@@ -93,6 +104,19 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaling of global layers": ("gemma3", {"rope_scaling": None}),
     "norm offset of q and k": ("gemma3", {"norm_unit_offset": False}),
     "epsilon": ("olmo2", {"norm_eps": 1e-2}),
+    "layers without positions": ("smollm3", {"unrotated_layers": ()}),
+    "listed layers without positions": ("smollm3 listed layers", {"unrotated_layers": (1,)}),
+    "window of layers without positions": ("smollm3 windows", {"global_layers": (0, 1)}),
+    "partial rotary of phi3": ("phi3 partial tied", {"rotary_dim": None}),
+    "window of phi3": ("phi3 windows", {"sliding_window": None}),
+    "longrope": ("phi3 longrope beyond", {"rope_scaling": None}),
+    "longrope within": ("phi3 longrope within", {"max_context_length": 65}),
+    "multiplier of embeddings and layers": ("granite", {"embedding_scale": 12.0}),
+    "epsilon of multiplied layers": ("granite", {"norm_eps": 0.05}),
+    "multiplier of scores": ("granite", {"score_scale": None}),
+    "partial rotary of stablelm": ("stablelm", {"rotary_dim": None}),
+    "window of starcoder2": ("starcoder2", {"sliding_window": None}),
+    "divisor of logits": ("granite", {"logit_divisor": 1.0}),
 }
 
 

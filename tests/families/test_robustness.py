@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.huggingface.directory import INDEX_FILE, find_weight_files
-from model.huggingface.family_table import FAMILIES, read_family_config
+from model.huggingface.families.table import FAMILIES
+from model.huggingface.family_table import read_family_config
 from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
 from tests.families.models import CASES

@@ -16,7 +16,8 @@ from model.nn.position_embeddings import RotaryPositions
 from tests.families.models import CLASSES, transformers
 from tests.families.public_configs import PUBLIC
 
-ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2"]
+GEMMA3 = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith("gemma3")]
+ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2" and name not in GEMMA3]
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -30,8 +31,25 @@ def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> No
     library_config = getattr(transformers, f"{class_name}Config")(**copy.deepcopy(own))
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     theirs = getattr(module, f"{class_name}RotaryEmbedding")(library_config)
-    ours = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
-    assert torch.equal(ours.frequencies, theirs.inv_freq)
+    form = config.rotary_size, config.rope_theta, config.rope_scaling
+    ours = RotaryPositions(*form, max_context_length=config.max_context_length)
     last = torch.tensor([config.max_context_length - 1])
+    theirs(torch.zeros(1), last[None])  # LongRoPE changes the frequencies at a position beyond the original context
+    assert torch.equal(ours.frequencies, theirs.inv_freq)
     for mine, reference in zip(ours(last), theirs(torch.zeros(1), last[None]), strict=True):
         assert torch.equal(mine.flatten(), reference.flatten())
+
+
+@pytest.mark.parametrize("name", GEMMA3)
+def test_both_rotary_frequencies_of_gemma3_equal_those_of_transformers_bitwise(name: str) -> None:
+    _, values = PUBLIC[name]
+    _, config = read_family_config(Path("config.json"), values)
+    own = copy.deepcopy(values.get("text_config", values))
+    library_config = transformers.Gemma3TextConfig(**{key: own[key] for key in own if key != "model_type"})
+    module = importlib.import_module("transformers.models.gemma3.modeling_gemma3")
+    theirs = module.Gemma3RotaryEmbedding(library_config)
+    assert config.local_rope_theta is not None
+    whole = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
+    local = RotaryPositions(config.rotary_size, config.local_rope_theta, None)
+    assert torch.equal(whole.frequencies, theirs.full_attention_inv_freq)
+    assert torch.equal(local.frequencies, theirs.sliding_attention_inv_freq)

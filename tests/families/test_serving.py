@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.conversion.import_nanogpt import convert_nanogpt
+from model.checkpoint.manifest import read_manifest
 from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
-from service.engine.engine import complete_batch
+from service.config.settings import ModelSettings
+from service.engine.engine import complete_batch, create_submit
 from service.protocol.logprobs import format_token_name
+from service.worker.engine_factory import build_engine
 from tests.e2e.process import serving
-from tests.families.models import GEMMA_ROPES, TYPES, WINDOW, Case, load, read_by_library
+from tests.families.models import GEMMA_ROPES, LONGROPE, TYPES, WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
@@ -55,6 +58,11 @@ SERVED: dict[str, tuple[Case, Any]] = {
         write_sentence_piece,
     ),
     "olmo2": (Case("olmo2"), write_byte_level),
+    "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
+    "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
+    "granite": (Case("granite"), write_byte_level),
+    "stablelm": (Case("stablelm"), write_byte_level),
+    "starcoder2": (Case("starcoder2"), write_byte_level),
 }
 
 
@@ -98,6 +106,24 @@ def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path, name: str) ->
     for attention in BACKENDS:
         model = load(tmp_path / name, attention)
         assert complete_batch(model, tokenizer, [prompt_ids], [greedy]) == [tokens], attention
+
+
+def test_the_served_context_selects_the_factors_of_longrope(tmp_path: Path) -> None:
+    """Within the original context of 16 tokens, tokens equal those of transformers only if no more are served."""
+    prompt_ids = write_sentence_piece(tmp_path, VOCAB_SIZE).encode(PROMPT).ids[:8]
+    SERVED["phi3"][0].build(vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
+    library: Any = read_by_library(tmp_path)
+    whole = library.generate(torch.tensor([prompt_ids]), max_new_tokens=8, do_sample=False)
+    manifest, threads = read_manifest(tmp_path), torch.get_num_threads()
+    found: dict[int, list[int]] = {}
+    for context in (16, CONTEXT):
+        settings = ModelSettings(checkpoint=tmp_path, device="cpu", threads=threads, max_context_length=context)
+        engine, _ = build_engine(settings, manifest)
+        engine.submit(create_submit("a", prompt_ids, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)))
+        found[context] = []
+        while engine.has_work:
+            found[context] += [token for event in engine.step().events for token in event.token_ids]
+    assert found[16] == whole[0, 8:].tolist() != found[CONTEXT]
 
 
 @pytest.mark.slow

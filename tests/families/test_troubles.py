@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
+from model.huggingface.families.table import FAMILIES
 from model.io.files import CheckpointError
 from tests.families.models import CASES
 from tests.families.tokenizer_files import write_byte_level
@@ -228,13 +229,13 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "unknown architecture": (
         "llama",
         in_json("config.json", lambda v: v.update(model_type="falcon")),
-        "config.json: model_type='falcon': supported are gpt2, llama, mistral, qwen2, qwen3, gemma, olmo2, gpt_neox;",
+        f"config.json: model_type='falcon': supported are {', '.join(FAMILIES)};",
     ),
     "activation": ("llama", in_json("config.json", lambda v: v.update(hidden_act="xielu")), "hidden_act='xielu': supp"),
     "rope type": (
         "llama",
-        in_json("config.json", lambda v: v["rope_parameters"].update(rope_type="longrope")),
-        "config.json: rope_parameters.rope_type='longrope': supported are default, linear, llama3",
+        in_json("config.json", lambda v: v["rope_parameters"].update(rope_type="yarn")),
+        "config.json: rope_parameters.rope_type='yarn': supported are default, linear, llama3, longrope",
     ),
     "no config": ("llama", lambda d: (d / "config.json").unlink(), "config.json: missing; it describes the model"),
     "config not JSON": ("llama", lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),

@@ -49,6 +49,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_context_length": 24,
 }
+LONGROPE = {
+    "kind": "longrope",
+    "factor": 4.0,
+    "original_context_length": 16,
+    "short_divisors": [1.0, 1.0, 1.0],
+    "long_divisors": [1.1, 2.0, 7.0],
+}
 _CHANGES: dict[str, dict[str, Any]] = {
     "rotary-gqa": {},
     "rotary-mqa-untied": {"num_kv_heads": 1, "tie_embeddings": False, "qk_norm": False},
@@ -91,6 +98,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
     "olmo2": {"norm_placement": "post", "qk_norm_scope": "projection"},
+    "smollm3": {"unrotated_layers": [1], "qk_norm": False},
+    "phi3": {"rope_scaling": LONGROPE, "rotary_dim": 6, "qk_norm": False},
+    "granite": {"logit_divisor": 6.0, "embedding_scale": 54.5, "score_scale": 0.2, "qk_norm": False},
     "qwen2": {"attention_bias": True, "attention_out_bias": False, "qk_norm": False, "score_scale": 0.2},
 }
 # All mechanisms at a small size.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
+from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 
 BLOCK_SIZE = 4
@@ -15,7 +16,12 @@ BLOCK_SIZE = 4
 class PagedRun:
     """Sequences whose KV-cache blocks are scattered and interleaved in one pool. cache_dtype: None for the model's."""
 
-    def __init__(self, model: Transformer, sequences: Sequence[Tensor], cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer | NativeTransformer,
+        sequences: Sequence[Tensor],
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         weight = model.token_embedding.weight
         self.model = model
         self.device = weight.device

@@ -8,7 +8,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.sampling.params import SamplingParams
-from tests.model.configs import LLAMA3, RELATIVE, ROTARY, VARIANTS, build
+from tests.model.configs import LLAMA3, LONGROPE, RELATIVE, ROTARY, VARIANTS, build
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -76,6 +76,13 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({"norm": "layer_norm", "norm_unit_offset": True}, "norm_unit_offset needs norm=rms_norm"),
         ({"norm_bias": False}, "norm_bias=false needs norm=layer_norm"),
         ({"parallel_residual": True, "norm_placement": "post"}, "parallel_residual needs norm_placement=pre"),
+        ({"unrotated_layers": [2]}, "unrotated_layers must be layers from 0 to 1, each once"),
+        ({"unrotated_layers": [0], "position": "none"}, "unrotated_layers needs position=rotary"),
+        ({"rope_scaling": {**LONGROPE, "short_divisors": []}}, "short_divisors must be a list of positive numbers"),
+        ({"rope_scaling": {**LONGROPE, "long_divisors": None}}, "long_divisors must be a list of positive numbers"),
+        ({"rope_scaling": {**LONGROPE, "attention_factor": 0}}, "rope_scaling attention_factor must be a positive"),
+        ({"rope_scaling": LONGROPE}, "rope_scaling has 3 divisors for 4 frequencies"),
+        ({"logit_divisor": 0.0}, "logit_divisor must be a positive number"),
         ({"qk_norm": 1}, "qk_norm must be true or false"),
         ({"colour": "red"}, "unknown model config keys: colour"),
     ],

@@ -29,7 +29,7 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
         raise CheckpointError(
             f"{directory}: quantized matrices are not exported; export the checkpoint from before the quantization"
         )
-    family, values = hugging_face_config(manifest.config)
+    family, values = hugging_face_config(manifest.config, manifest.family)
     defaults = read_json(directory / GENERATION_CONFIG_FILE, optional=True)
     ends = list(tokenizer.eos_token_ids)
     special_ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}

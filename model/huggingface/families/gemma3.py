@@ -27,7 +27,7 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
     return {**own, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD}
 
 
-def _read_ropes(reader: ConfigReader, positions: int) -> dict[str, Any]:
+def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
     """Return the fields of Gemma 3's two rotary embeddings. Only that of the layers without a window may be scaled.
 
     Old files have rope_theta, rope_scaling and rope_local_base_freq; new files have rope_parameters by kind of layer.

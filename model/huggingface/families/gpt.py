@@ -89,7 +89,6 @@ def _read_neox_config(reader: ConfigReader) -> ModelConfig:
     # For this family, transformers ignores these two top-level keys, but its older versions wrote them.
     reader.check_ignored("rope_theta", rope.theta, "rotary_emb_base")
     reader.check_ignored("partial_rotary_factor", rope.partial, "rotary_pct")
-    rotary_dim = int(head_dim * rope.partial)
     return ModelConfig(
         vocab_size=reader.size("vocab_size", 50432),
         max_context_length=positions,
@@ -102,7 +101,7 @@ def _read_neox_config(reader: ConfigReader) -> ModelConfig:
         position=PositionKind.ROTARY,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        rotary_dim=rope.dim(head_dim),
         norm=NormKind.LAYER_NORM,
         norm_eps=reader.number("layer_norm_eps", 1e-5),
         mlp=reader.choice("hidden_act", "gelu", _ACTIVATIONS),

@@ -60,7 +60,7 @@ def derived_family(
     renamed: Mapping[str, Names] | None = None,
     activations: Mapping[str, MlpKind] = ACTIVATIONS,
     activation_key: str = "hidden_act",
-    read_ropes: Callable[[ConfigReader, int], dict[str, Any]] | None = None,
+    read_ropes: Callable[[ConfigReader, int, int], dict[str, Any]] | None = None,
     **defaults: Any,
 ) -> ModelFamily:
     """Return a model family with Llama's layers.
@@ -70,8 +70,8 @@ def derived_family(
         read_own_fields: function of the reader and Llama's ModelConfig fields; returns the fields that differ.
         renamed: checkpoint names of modules where they differ from Llama's, by the name in Kvasir's model.
         activations: supported values of `activation_key` in config.json, the default first.
-        read_ropes: function of the reader and the number of positions; returns the ModelConfig fields of the rotary
-            embeddings. None: all layers have one embedding, see `read_rope`.
+        read_ropes: function of the reader, the number of positions and the size of heads; returns the ModelConfig
+            fields of the rotary embeddings. None: `read_one_rope`, for all layers.
         defaults: values for absent keys of config.json, where they differ from Llama's.
     """
     return ModelFamily(
@@ -83,7 +83,7 @@ def derived_family(
             defaults={**_DEFAULTS, **defaults},
             activations=activations,
             activation_key=activation_key,
-            read_ropes=read_ropes or _read_one_rope,
+            read_ropes=read_ropes or read_one_rope,
             read_own_fields=read_own_fields,
         ),
         names={**_NAMES, **(renamed or {})},
@@ -98,7 +98,7 @@ def _read_config(
     defaults: Mapping[str, Any],
     activations: Mapping[str, MlpKind],
     activation_key: str,
-    read_ropes: Callable[[ConfigReader, int], dict[str, Any]],
+    read_ropes: Callable[[ConfigReader, int, int], dict[str, Any]],
     read_own_fields: Callable[[ConfigReader, Mapping[str, Any]], dict[str, Any]],
 ) -> ModelConfig:
     def size(name: str) -> int:
@@ -107,6 +107,7 @@ def _read_config(
     heads, width, positions = size("num_attention_heads"), size("hidden_size"), size("max_position_embeddings")
     kv_heads = reader.optional_size("num_key_value_heads", defaults["num_key_value_heads"])
     head_dim = reader.optional_size("head_dim", defaults["head_dim"])
+    head_dim = size_of_heads(reader, width, heads) if head_dim is None else head_dim
     fields = {
         "vocab_size": size("vocab_size"),
         "max_context_length": positions,
@@ -114,10 +115,10 @@ def _read_config(
         "hidden_size": width,
         "num_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": size_of_heads(reader, width, heads) if head_dim is None else head_dim,
+        "head_dim": head_dim,
         "mlp_size": size("intermediate_size"),
         "position": PositionKind.ROTARY,
-        **read_ropes(reader, positions),
+        **read_ropes(reader, positions, head_dim),
         "norm": NormKind.RMS_NORM,
         "norm_eps": reader.number("rms_norm_eps", defaults["rms_norm_eps"]),
         "mlp": reader.choice(activation_key, next(iter(activations)), activations),
@@ -129,9 +130,10 @@ def _read_config(
     return ModelConfig(**{**fields, **read_own_fields(reader, fields)})
 
 
-def _read_one_rope(reader: ConfigReader, positions: int) -> dict[str, Any]:
-    rope = read_rope(reader, max_positions=positions)
-    return {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
+def read_one_rope(reader: ConfigReader, positions: int, head_dim: int, **options: Any) -> dict[str, Any]:
+    """Return the fields of a rotary embedding that all layers share. options: keyword arguments of `read_rope`."""
+    rope = read_rope(reader, max_positions=positions, **options)
+    return {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "rotary_dim": rope.dim(head_dim)}
 
 
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:

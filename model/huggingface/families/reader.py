@@ -1,4 +1,4 @@
-"""Strict reader of a Hugging Face config.json: every key is used, known to be harmless, or rejected by name."""
+"""Reader of a Hugging Face config.json: every key is used, harmless, without a value, or rejected by name."""
 
 import reprlib
 from collections.abc import Mapping, Set
@@ -29,6 +29,7 @@ _HARMLESS_KEYS = """
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens reorder_and_upcast_attn
+    max_new_tokens cache_implementation max_sequence_length is_llama_config _num_labels _flash_attn_2_enabled
 """
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -52,12 +53,18 @@ MUST_BE: Requirements = {
     "final_logit_softcapping": ((), _NOT_COMPUTED),
     "partial_rotary_factor": ((1.0,), _NOT_COMPUTED),
     "clip_qkv": ((), _NOT_COMPUTED),
+    "rope_interleaved": ((False,), _NOT_COMPUTED),
+    "lm_head_bias": ((False,), _NOT_COMPUTED),
+    # Of Phi-3-small, another architecture; the first files of Phi-4-mini have them too.
+    "full_attn_mod": ((1,), _NOT_COMPUTED),
+    "interpolate_factor": ((1,), _NOT_COMPUTED),
     "use_mrope": ((False,), _NOT_COMPUTED),
     "pruned_heads": (({},), _NOT_COMPUTED),
     "per_layer_config": (({},), _NOT_COMPUTED),
     "chunk_size_feed_forward": ((0,), _NOT_COMPUTED),
 }
 DEFAULT_THETA = 10_000.0
+_ORIGINAL = "original_max_position_embeddings"
 _TYPES = ("default", *RopeScalingKind)
 
 
@@ -82,6 +89,7 @@ class ConfigReader:
         self._prefix, self._harmless, self._must_be = prefix, harmless, must_be
         self._unread = dict(values)
         self._read_keys: set[str] = set()
+        self.warnings: list[str] = []
 
     def value(self, name: str) -> Any:
         """Return the value of a key, unchecked; None if the key is absent or null."""
@@ -143,17 +151,29 @@ class ConfigReader:
 
     def reject(self, name: str, value: object, remedy: str) -> NoReturn:
         """Raise CheckpointError with the name and value of a key, and the remedy."""
-        shown = name if name.isprintable() and len(name) < 80 else _short(name)
-        raise CheckpointError(f"{self.path}: {self._prefix}{shown}={_short(value)}: {remedy}")
+        raise CheckpointError(f"{self.path}: {self._shown(name)}={_short(value)}: {remedy}")
+
+    def _shown(self, name: str) -> str:
+        return self._prefix + (name if name.isprintable() and len(name) < 80 else _short(name))
+
+    def warn(self, name: str, value: object, consequence: str) -> None:
+        """Add a warning about a key, with its value and the consequence."""
+        self.warnings.append(f"{self.path}: {self._shown(name)}={_short(value)}: {consequence}")
 
     def check_unread(self) -> None:
-        """Reject a key that the family has not read if it is unknown or its value needs an unimplemented feature."""
+        """Reject a key that the family has not read if it is unknown or its value needs an unimplemented feature.
+
+        An unknown key without a value (null, false, 0 or empty) gives a warning: a feature that is off.
+        """
         for name, value in self._unread.items():
-            if value is None or name in self._harmless:
+            if name in self._harmless or (value is None and name in self._must_be):
                 continue
             # A family that reads `sliding_window` must read `layer_types` too.
             is_full = isinstance(value, list) and all(kind == "full_attention" for kind in value)
             if name == "layer_types" and "sliding_window" not in self._read_keys and is_full:
+                continue
+            if name not in self._must_be and not value:
+                self.warn(name, value, "unknown key, ignored")
                 continue
             if name not in self._must_be:
                 self.reject(name, value, "unknown key; remove it if the model computes the same without it")
@@ -174,6 +194,11 @@ class Rope:
     scaling: RopeScaling | None
     partial: float
 
+    def dim(self, head_dim: int) -> int | None:
+        """Return the number of rotated dimensions of a head; None for all."""
+        size = int(head_dim * self.partial)
+        return None if size == head_dim else size
+
 
 def read_rope(
     reader: ConfigReader,
@@ -183,6 +208,8 @@ def read_rope(
     partial_names: tuple[str, ...] = (),
     partial: float = 1.0,
     theta: float = DEFAULT_THETA,
+    original: int | None = None,
+    longrope_names: tuple[str, ...] = (),
 ) -> Rope:
     """Read all config.json keys of the rotary embedding. Several keys that set the same value must agree.
 
@@ -190,29 +217,38 @@ def read_rope(
         max_positions: original context length (before scaling), if no key sets one.
         theta_names, partial_names: the family's top-level keys for `Rope.theta` and `Rope.partial`.
         partial, theta: defaults of `Rope.partial` and `Rope.theta`.
+        original: default of the family's top-level key for LongRoPE's original context length; None: no such key.
+        longrope_names: the family's other names of LongRoPE.
     """
+    top = None if original is None else reader.size(_ORIGINAL, original)
     name, values = _scaling_values(reader)
-    kind = _kind(reader, name, values)
-    theta = _agreed(reader, (f"{name}.rope_theta", values.pop("rope_theta", None)), theta_names, theta)
+    kind = _kind(reader, name, values, longrope_names)
+    base = _agreed(reader, (f"{name}.rope_theta", values.pop("rope_theta", None)), theta_names, theta)
     inner = (f"{name}.partial_rotary_factor", values.pop("partial_rotary_factor", None))
     fraction = _agreed(reader, inner, partial_names, partial)
     if not partial_names and fraction != 1.0:
         reader.reject(inner[0], fraction, "this family rotates whole heads; use a checkpoint without it")
     if fraction > 1.0:
         reader.reject(inner[0], fraction, "at most 1.0 is possible; correct the config")
-    original = values.pop("original_max_position_embeddings", max_positions)
+    length = values.pop(_ORIGINAL, max_positions if top is None else top)
+    if top is not None and length != top:
+        reader.reject(f"{name}.{_ORIGINAL}", length, f"{_ORIGINAL} is {top}; keep the correct one")
     if kind == "default":
         scaling = None
     else:
         fields = {"kind": kind, "factor": values.pop("factor", None)}
         if kind == RopeScalingKind.LLAMA3:
             fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
-            fields["original_context_length"] = original
+            fields["original_context_length"] = length
+        elif kind == RopeScalingKind.LONGROPE:
+            fields |= {"factor": fields["factor"] or max_positions / length, "original_context_length": length}
+            fields |= {f"{key}_divisors": values.pop(f"{key}_factor", None) for key in ("short", "long")}
+            fields["attention_factor"] = values.pop("attention_factor", None)
         scaling = RopeScaling.from_dict(fields)
     if values:
         key = sorted(values)[0]
         reader.reject(f"{name}.{key}", values[key], f"not a key of rope type {kind}; use a checkpoint without it")
-    return Rope(theta=theta, scaling=scaling, partial=fraction)
+    return Rope(theta=base, scaling=scaling, partial=fraction)
 
 
 def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
@@ -228,8 +264,9 @@ def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
     return name, {key: entry for key, entry in value.items() if entry is not None}
 
 
-def _kind(reader: ConfigReader, name: str, values: dict[str, Any]) -> str:
+def _kind(reader: ConfigReader, name: str, values: dict[str, Any], longrope_names: tuple[str, ...]) -> str:
     kinds = {str(values.pop(key)) for key in ("rope_type", "type") if key in values} or {"default"}
+    kinds = {RopeScalingKind.LONGROPE.value if kind in longrope_names else kind for kind in kinds}
     if len(kinds) > 1 or not kinds <= set(_TYPES):
         kind = " and ".join(sorted(kinds))
         reader.reject(

@@ -7,7 +7,8 @@ namespace kvasir {
 namespace {
 
 // Weights of one layer; null if the layer has no such weights. Norm weights include their offset. The out norms are of
-// the outputs of attention and MLP; a layer has both or neither. rotation: index of the layer's angles in `Rows`.
+// the outputs of attention and MLP; a layer has both or neither. rotation: index of the layer's angles in `Rows`; -1: the
+// layer is not rotated.
 struct LayerWeights {
     Matrix qkv, out, up, down;
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;
@@ -101,7 +102,7 @@ class Step {
         auto* qkv = static_cast<Number*>(rows.qkv);
         store_product(matrix, norm_inputs(matrix, layer.attention_norm, layer.attention_norm_bias), qkv);
         const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
-        if (layer.query_norm == nullptr && shape.rotated == 0) return;
+        if (layer.query_norm == nullptr && (shape.rotated == 0 || layer.rotation < 0)) return;
         each_row([&](int64_t row) {
             Number* heads = qkv + row * matrix.outputs;
             norm_and_rotate(heads, query, layer.query_norm, row, layer.rotation);
@@ -256,7 +257,7 @@ class Step {
         for (int64_t at = 0; norm != nullptr && at < size; at += step) {
             normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
         }
-        const int64_t half = shape.rotated / 2;
+        const int64_t half = rotation < 0 ? 0 : shape.rotated / 2;
         const int64_t angles = half > 0 ? (rows.positions[row] * shape.num_rotations + rotation) * half : 0;
         for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
             rotate(values + at, half, rows.cosines + angles, rows.sines + angles);

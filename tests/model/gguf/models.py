@@ -24,6 +24,8 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "ln_1": "attn_norm",
     "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv",
@@ -154,6 +156,8 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, head_dim))
+    if rope["rope_type"] == "longrope":
+        _write_longrope(writer, config)
     if family == "gpt_neox":
         writer.add_layer_norm_eps(config.layer_norm_eps)
         writer.add_parallel_residual(config.use_parallel_residual)
@@ -170,6 +174,22 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         if config.final_logit_softcapping is not None:
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if family == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+
+
+def _write_longrope(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope, original = config.rope_parameters, config.original_max_position_embeddings
+    usual = np.sqrt(1 + np.log(config.max_position_embeddings / original) / np.log(original))
+    writer.add_rope_scaling_attn_factors(rope.get("attention_factor", usual))
+    for kind in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
 
 
 def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
@@ -209,7 +229,7 @@ def _as_stored(config: Any, name: str, kind: str, tensor: Tensor) -> Tensor:
     if part == "attn_qkv" and family == "gpt_neox":
         heads = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
         return heads.transpose(0, 1).reshape(tensor.shape)
-    if family in ("llama", "mistral") and part in ("attn_q", "attn_k"):
+    if family in ("llama", "mistral", "smollm3", "granite") and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
         halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         return halves.transpose(1, 2).reshape(tensor.shape)

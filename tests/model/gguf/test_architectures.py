@@ -27,6 +27,8 @@ EXPRESSIBLE = (
     *("gpt_neox", "gpt_neox sequential", "gpt_neox half rotary", "gpt_neox whole rotary", "gpt_neox linear"),
     *("gpt_neox tied unbiased", "gemma", "gemma mha biased", "gemma2 scaled by head size", "gemma3 all windows"),
     *("olmo2", "olmo2 gqa tied biased", "olmo2 llama3"),
+    *("smollm3 four layers", "phi3", "phi3 windows", "phi3 partial tied", "phi3 longrope beyond"),
+    *("phi3 longrope partial", "granite", "granite tied biased", "granite without multipliers"),
 )
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 numbers
 

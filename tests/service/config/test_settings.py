@@ -75,6 +75,7 @@ def test_every_flag_sets_its_field() -> None:
         *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
         *("--no-cuda-graphs", "--no-lookahead", "--gpu-memory-share", "0.5"),
         *("--log-format", "json", "--log-prompts", "--otlp-endpoint", "http://127.0.0.1:4318"),
+        "--strict-config",
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -105,6 +106,7 @@ def test_every_flag_sets_its_field() -> None:
         "host": "0.0.0.0",
         "port": 9000,
         "model_name": "m",
+        "strict_config": True,
         "max_body_size": 4 * 2**20,
         "max_connections": 20,
         "client_seconds": 2.5,

@@ -1,5 +1,6 @@
 """Facts about the served model from the checkpoint's files and the settings."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -45,6 +46,18 @@ def test_without_extra_files_the_plain_template_is_served(checkpoint: Path) -> N
     assert found.template is not None
     assert found.template.source == PLAIN_SOURCE
     assert found.warnings() == []
+
+
+def test_ignored_keys_of_config_json_are_warnings_or_with_strict_config_errors(checkpoint: Path) -> None:
+    manifest = dataclasses.replace(
+        read_manifest(checkpoint), config_warnings=("config.json: x=0: unknown key, ignored",)
+    )
+    settings, tokenizer = ServeSettings(checkpoint=checkpoint), load_tokenizer(checkpoint)
+    assert read_served_model(settings, manifest, tokenizer).warnings() == [*manifest.config_warnings]
+    strict = ServeSettings(checkpoint=checkpoint, strict_config=True)
+    with pytest.raises(SettingsError, match="x=0: unknown key, ignored; remove the key, or serve without --strict"):
+        read_served_model(strict, manifest, tokenizer)
+    assert read_served_model(strict, read_manifest(checkpoint), tokenizer).warnings() == []
 
 
 def test_template_and_special_tokens_of_the_checkpoints_files_take_precedence(checkpoint: Path) -> None:

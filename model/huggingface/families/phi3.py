@@ -1,0 +1,33 @@
+"""Phi-3 (arXiv 2404.14219) and Phi-4-mini (arXiv 2503.01743): Llama's layers with fused matrices and LongRoPE."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from model.huggingface.families.family import plain
+from model.huggingface.families.llama_like import derived_family, read_one_rope
+from model.huggingface.families.reader import ConfigReader
+
+
+def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": reader.optional_size("sliding_window", None)}
+
+
+PHI3 = derived_family(
+    "phi3",
+    "Phi3",
+    _read_own_fields,
+    renamed={
+        "layers.#.attention.qkv": plain("layers.#.self_attn.qkv_proj"),
+        "layers.#.mlp.gate_up": plain("layers.#.mlp.gate_up_proj"),
+    },
+    # The first checkpoints call LongRoPE "su" or "yarn".
+    read_ropes=partial(
+        read_one_rope, partial_names=("partial_rotary_factor",), original=4096, longrope_names=("su", "yarn")
+    ),
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+)
