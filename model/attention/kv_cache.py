@@ -10,15 +10,15 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.system import memory_pages
 
-# Smallest maximum of a vector that int8 represents; the numbers of smaller vectors become 0.
+# Vectors whose largest absolute value is below this are stored as zeros in int8.
 _SMALLEST = 1e-30
 
 
 def quantized(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys or values in int8, TKD, and the float32 scale of each vector, TK: x = scale * code.
 
-    Codes are rounded to nearest, ties to even. The largest number of a vector becomes 127 or -127. A vector with NaN or
-    infinity has the scale NaN, so all its numbers are read as NaN.
+    Codes are rounded to nearest, ties to even. The number of largest magnitude in a vector becomes 127 or -127. A
+    vector with NaN or infinity has the scale NaN, so all its numbers are read as NaN.
     """
     x_TKD = x_TKD.float()
     most_TK = x_TKD.abs().amax(-1) if x_TKD.shape[-1] else x_TKD.new_zeros(x_TKD.shape[:-1])
@@ -48,7 +48,8 @@ class KVCache:
 
     dtype: dtype of the tensors that `write` gets and `gather` returns: the model's.
     cache_dtype: dtype in which keys and values are kept in memory; None: `dtype`. With int8, each key and each value
-        has a float32 scale. Float16 would overflow or lose bits for vectors of unusual size, and save 3 % at D = 64.
+        has a float32 scale. Float16 scales would overflow or lose bits for vectors of unusual size, and would save
+        only 3 % of the memory at D = 64.
     """
 
     def __init__(

@@ -172,7 +172,7 @@ def _varlen(context: KernelContext) -> ChunkKernel:
         raise Unavailable("the kernel needs a CUDA device")
     if context.dtype not in (torch.bfloat16, torch.float16):
         raise Unavailable(f"flash attention does not support {context.dtype}")
-    # Imported late: the module imports torch._dynamo, which costs as much as all other imports of a worker together.
+    # Imported late, because it imports torch._dynamo, which takes as long as all other imports of a worker together.
     return VarlenChunks(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
 
 

@@ -22,7 +22,7 @@ from model.attention.metadata import AttentionForm
 # Minimum number of keys in a split: joining costs more than smaller splits save. A multiple of both tile sizes.
 MIN_SPLIT = 128
 _MAX_HEAD = 256
-# Triton programs that fill a large GPU. Limits the splits of one sequence: splits * key/value heads is about this.
+# Number of Triton programs that fill a large GPU. It limits a sequence's splits: splits * key/value heads is about it.
 _PROGRAMS = 128
 
 
@@ -41,7 +41,7 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
 
     Returns a tensor BHD (sequences, query heads, head dimension). See `DecodeKernel`.
 
-    positions_B: int64, position of each query; its sequence's context has this many tokens and the query's own.
+    positions_B: int64, position of each query: number of tokens before it in its sequence.
     tables_BN: int64 block tables, contiguous in N; entries after the end of a sequence's context are not read.
 
     Over an int8 cache, the scales of keys multiply the scores, and the scales of values multiply the weights.

@@ -44,7 +44,7 @@ class OutputParser:
         self._reasoning = reasoning
         self._tools = tools
         self._calls = None if tools is None else tools.parser(schemas)
-        # Characters without which reasoning and text go on. None: text has no end.
+        # First characters of the marks that end reasoning and text. None: no call can begin within text.
         self._reasoning_end = "" if reasoning is None else reasoning.closing[0]
         self._text_end = None if tools is None or tools.begins_text else tools.opening[0]
         self._held = ""
@@ -63,7 +63,7 @@ class OutputParser:
     def plain_kind(self, text: str) -> PartKind | None:
         """Return the kind of the next text if `push` returns it as one part and keeps its state, as for most tokens.
 
-        None: only `push` can tell. This method costs a fraction of `push`.
+        None: `push` is needed. This method takes a fraction of the time of `push`.
         """
         if self._held or not text:
             return None

@@ -10,9 +10,11 @@ from model.chat.tool_formats.tool_format import ToolFormat
 def write_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolFormat
 ) -> list[dict[str, Any]]:
-    """Return a conversation without tools, in which text of the system, assistant and user stands for them.
+    """Return a conversation for a template without tools.
 
-    messages, tools: as chat templates with tools receive them. Results of tools become messages of the user.
+    Descriptions of tools go into the system message, calls into assistant messages, results into user messages.
+
+    messages, tools: as chat templates with tools receive them.
     """
     rewritten: list[dict[str, Any]] = []
     for message in messages:

@@ -27,7 +27,7 @@ from model.io.files import CheckpointError
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
 
 _MIDDLE = 8  # of the codes 0 to 15
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of 8 outputs in a word
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of 8 outputs
 
 
 def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
@@ -36,7 +36,7 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
     whole = _join(parts)
     if place.layout in (Layout.AS_IS, Layout.CONCATENATED):
         return whole
-    rows_F = torch.empty(place.shape[0], dtype=torch.int64)  # stored row of each row
+    rows_F = torch.empty(place.shape[0], dtype=torch.int64)  # index of the stored row of each model row
     sizes = [encoded.shape[0] for encoded in place.encoded]
     stored = torch.arange(place.shape[0]).split(sizes)
     for view, rows in zip(part_views(rows_F, place.layout, sizes, config), stored, strict=True):
@@ -87,7 +87,7 @@ def _decode_gptq(encoded: EncodedTensor) -> GroupedWeight:
     encoding: GptqEncoding = encoded.encoding
     stored = _read(encoded)
     outputs, inputs = encoded.shape
-    # As in GPTQModel: the addition to whole words undoes its subtraction from whole words, with the carries.
+    # GPTQModel subtracts the shift from whole words, with carries between codes. The same addition undoes this.
     zeros_JW = stored["qzeros"] + encoding.zero_shift * 0x1111_1111
     return _ordered(
         encoded,
@@ -152,7 +152,10 @@ def _nibbles(words: Tensor) -> Tensor:
 def _ordered(
     encoded: EncodedTensor, codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, groups_I: Tensor | None
 ) -> GroupedWeight:
-    """Return a matrix whose inputs may be in any order of groups; a matrix in another order is requantized to int8."""
+    """Return a matrix from codes; requantize it to int8 if its inputs are not in the order of their groups.
+
+    groups_I: group of each input; None: in order.
+    """
     group_size: int | None = encoded.encoding.group_size
     size = encoded.shape[1] if group_size is None else group_size
     if groups_I is None or torch.equal(groups_I, torch.arange(encoded.shape[1], dtype=groups_I.dtype) // size):

@@ -124,7 +124,8 @@ class Manifest:
     def verify(self) -> Tokenizer:
         """Check files' hashes and tensors' names, shapes and dtypes; return the tokenizer. Raises CheckpointError.
 
-        A thread checks the files while the tokenizer is loaded. An error of a damaged file replaces all other errors.
+        A thread checks the files while the tokenizer is loaded. If a file is damaged, only that error is raised:
+        the damage may have caused the other errors.
         """
         with ThreadPoolExecutor(max_workers=1) as pool:
             checked = pool.submit(self._check_files)

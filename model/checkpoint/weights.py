@@ -34,7 +34,7 @@ from model.io.safetensors_header import TensorHeader
 MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's convention
 SLICE_BYTES = 2**24
 MAPPED_BYTES = 2**25
-# Numbers per piece, so that a piece stays in a core's cache between the two searches.
+# Numbers that are checked at a time: few enough to stay in a core's cache between the two searches.
 _NUMBERS_PER_CHECK = 2**18
 # Bit patterns of infinity by stored dtype, and of the least number that rounds to infinity by stored and target dtype.
 _INFINITY = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}

@@ -96,7 +96,8 @@ _GEMMA_NAMES = {
     **_NAMES,
     **{name: Names(names.modules, Layout.ONE_ADDED) for name, names in (_NORMS | _OUT_NORMS).items()},
 }
-# Layers of the largest Gemma 2 and 3, whose scores are scaled by the head size that hidden_size / heads would give.
+# Number of layers of the largest Gemma 2 and Gemma 3. These two scale scores by 1/sqrt(hidden size / heads), all others
+# by 1/sqrt(head size), as in llama.cpp.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 _ARCHITECTURES = {
     "llama": _llama_like("llama", _PAIRED_NAMES),
@@ -170,7 +171,7 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
 
 
 def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the config values of Gemma 2 and 3 that a file does not hold, and remove the keys that are read."""
+    """Return the config values of Gemma 2 and 3 that need a conversion, and remove their keys from `found`."""
     size = values["head_dim"]
     if values["num_hidden_layers"] == _LARGEST_GEMMA[name]:
         size = values["hidden_size"] / values["num_attention_heads"]
@@ -189,7 +190,9 @@ def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
         if key.startswith(prefix):
             values = set(file.numbers(key))
             if len(values) != 1:
-                raise CheckpointError(f"{file.path}: {key} differs between layers, which is not implemented")
+                raise CheckpointError(
+                    f"{file.path}: {key} differs between layers, which is not implemented; use another model"
+                )
             found[key.removeprefix(prefix)] = values.pop()
     for key, value in found.items():
         if isinstance(value, float):  # of float32: 1e-06, not 9.999999974752427e-07
@@ -208,18 +211,21 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
     """Return the config values of the rotary embedding, and remove its keys from `found`."""
     original = found.pop("rope.scaling.original_context_length", None)
     if found.pop("attention.value_length", head_dim) != head_dim:
-        raise CheckpointError(f"{file.path}: keys and values have different sizes, which is not implemented")
+        raise CheckpointError(
+            f"{file.path}: keys and values have different sizes, which is not implemented; use another model"
+        )
     rope = {"rope_theta": found.pop("rope.freq_base", DEFAULT_THETA)}
     if (kind := found.pop("rope.scaling.type", "none")) != "none":
         rope |= {"rope_type": kind, "factor": found.pop("rope.scaling.factor", None)}
     share = found.pop("rope.dimension_count", head_dim) / head_dim
-    # One bit more, so that head_dim * share rounded down is the number of the file.
+    # The next larger float, so that head_dim * share, rounded down, is never below the number in the file.
     rope |= {"partial_rotary_factor": share if share == 1 else math.nextafter(share, 2)}
     if not is_partial and _ROTARY_FACTORS in file.tensors:
         divisors = _numbers(file, _ROTARY_FACTORS)
         if len(divisors) != head_dim // 2:
             raise CheckpointError(
-                f"{file.path}: {_ROTARY_FACTORS} has the shape ({len(divisors)},), not {head_dim // 2}"
+                f"{file.path}: {_ROTARY_FACTORS} has the shape ({len(divisors)},), not {head_dim // 2}; "
+                "convert the model again"
             )
         rope |= _llama3_scaling(file, divisors, float(rope["rope_theta"]))
     if any(name not in file.tensors for name in _LONGROPE_FACTORS.values()):
@@ -233,7 +239,10 @@ def _numbers(file: GgufFile, name: str) -> list[float]:
     """Return the numbers of a one-dimensional tensor of type F32."""
     header = file.tensors[name]
     if header.dtype != "F32" or len(header.shape) != 1:
-        raise CheckpointError(f"{file.path}: {name} has the type {header.dtype} and shape {header.shape}, not F32")
+        raise CheckpointError(
+            f"{file.path}: {name} has the type {header.dtype} and the shape {header.shape}, but must be F32 with one "
+            "dimension; convert the model again"
+        )
     with reading(file.path), file.path.open("rb") as source:
         source.seek(header.begin)
         return [_shortest(number) for (number,) in struct.iter_unpack("<f", source.read(4 * header.shape[0]))]
@@ -254,7 +263,9 @@ def _llama3_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict
         wanted = [1 / ((1 - part) / factor + part) for part in smooth]
         if all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(wanted, divisors, strict=True)):
             return {**values, "original_max_position_embeddings": length}
-    raise CheckpointError(f"{file.path}: {_ROTARY_FACTORS} is not a scaling of Llama 3, which alone is implemented")
+    raise CheckpointError(
+        f"{file.path}: {_ROTARY_FACTORS} is not a scaling of Llama 3, and no other is implemented; use another model"
+    )
 
 
 def _biases(file: GgufFile, model_type: str) -> dict[str, bool]:

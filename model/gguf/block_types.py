@@ -121,7 +121,7 @@ def _unpack_q5_k(raw_BY: Bytes) -> Unpacked:
 
 
 def _unpack_q6_k(raw_BY: Bytes) -> Unpacked:
-    # Each half of a block has 64 bytes of low and 32 bytes of high bits for 128 numbers, 16 of them to a scale.
+    # Each half of a block has 64 bytes of low and 32 bytes of high bits for 128 numbers, with a scale for each 16.
     low = np.ascontiguousarray(raw_BY[:, :128]).reshape(-1, 64)
     packed = np.ascontiguousarray(raw_BY[:, 128:192]).reshape(-1, 1, 32)
     high = (packed >> np.array([0, 2, 4, 6], np.uint8)[None, :, None] & np.uint8(3)).reshape(-1, 128)

@@ -21,7 +21,7 @@ MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 _VERSIONS = (2, 3)
 _MAX_ENTRIES = 2**16
-_MAX_ITEMS = 2**22  # of an array: ten times the largest published vocabulary
+_MAX_ITEMS = 2**22  # maximum for an array: over ten times the largest published vocabulary
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _NUMBERS = {
@@ -71,7 +71,7 @@ class GgufFile:
                 items.append(data[begin:end].decode())
             return items
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.path}: {key} has an item that is not UTF-8; convert it again") from error
+            raise CheckpointError(f"{self.path}: {key} has an item that is not UTF-8; copy the file again") from error
 
     def numbers(self, key: str) -> list[float]:
         """Return an array of numbers; empty if the key is absent. Raises CheckpointError."""
@@ -131,7 +131,7 @@ class _Reader:
             self._fail(f"its version is {version}, and only 2 and 3 in little-endian are read; convert the model again")
         num_tensors, num_entries = self._number("<Q"), self._number("<Q")
         if num_tensors > MAX_TENSORS or num_entries > _MAX_ENTRIES:
-            self._fail(f"the header lists {num_tensors} tensors and {num_entries} metadata entries; copy it again")
+            self._fail(f"the header lists {num_tensors} tensors, {num_entries} metadata entries; copy the file again")
         scalars: dict[str, Scalar] = {}
         arrays: dict[str, ArraySpan] = {}
         for _ in range(int(num_entries)):
@@ -190,7 +190,7 @@ class _Reader:
         return self._number(_NUMBERS[kind])
 
     def _array(self, key: str) -> ArraySpan:
-        """Move over an array of numbers or strings, and return its place."""
+        """Move past an array of numbers or strings, and return its range of bytes."""
         kind, count = int(self._number("<I")), int(self._number("<Q"))
         begin = self._position
         if kind in _NUMBERS:
@@ -247,6 +247,6 @@ class _Reader:
         if not all(sizes) or sizes[0] % kind.numbers or (len(sizes) == 1 and kind.is_quantized):
             self._fail(f"tensor {name} of {kind.name} has the impossible sizes {sizes}; convert the model again")
         if offset % alignment:
-            self._fail(f"tensor {name} starts at offset {offset}, not a multiple of {alignment}; convert it again")
+            self._fail(f"tensor {name} has the offset {offset}, not a multiple of {alignment}; convert the model again")
         size = math.prod(sizes) // kind.numbers * kind.bytes
         return name, kind.name, tuple(reversed(sizes)), offset, size

@@ -18,7 +18,7 @@ def describe_problem(path: Path) -> str:
     if path.is_file():
         return f"{path}: is a file; give its directory, {path.parent}"
     if not path.is_dir():
-        return f"{path}: no such directory or file; give a local one, nothing is downloaded"
+        return f"{path}: no such directory or file; give a local path, because nothing is downloaded"
     inside = sorted(child for name in ("config.json", "manifest.json") for child in path.glob(f"*/{name}"))
     if inside:
         return f"{path}: not a checkpoint, but contains checkpoints; give one of them, such as {inside[0].parent}"

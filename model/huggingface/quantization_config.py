@@ -85,7 +85,7 @@ class AwqEncoding:
 class PackedEncoding:
     """Format `pack-quantized` of compressed-tensors: 4-bit codes of 8 inputs in an int32.
 
-    has_zeros: groups have zero points. has_order: inputs are in no order of groups, and a tensor holds their groups.
+    has_zeros: groups have zero points. has_order: the order of inputs is free, and a tensor holds each input's group.
     """
 
     group_size: int | None
@@ -328,7 +328,7 @@ _STORED: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
     "int-quantized": _read_int8,
     "float-quantized": _read_float8,
 }
-# Keys of the quantization's making, of its kernels, and lists of modules that are not quantized.
+# Keys about how the matrices were quantized, about other engines' kernels, and lists of modules left unquantized.
 _HARMLESS_KEYS = """
     quant_method modules_to_not_convert ignored_layers ignore sym damp_percent damp_auto_increment true_sequential
     static_groups model_name_or_path model_file_base_name lm_head meta dataset tokenizer use_cuda_fp16 model_seqlen

@@ -13,7 +13,7 @@ from model.huggingface.quantization_config import Encoding, GgufEncoding, PlainE
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers
 
-# Tensors of quantized directories that are not read: scales of inputs, which Kvasir finds for each token.
+# Tensors of quantized directories that are not read: scales of inputs, which Kvasir computes for each token.
 _IGNORED_IF_QUANTIZED = (r".*\.(input|activation)_(scale|zero_point)",)
 _CHUNK_BYTES = 2**24
 

@@ -29,7 +29,7 @@ _FIELD_OF_LETTER = {
 }
 # Reasons why a kind of position has no parameters.
 _UNTRAINED_POSITIONS = {
-    PositionKind.NONE: "only the causal mask tells positions",
+    PositionKind.NONE: "only the causal mask distinguishes positions",
     PositionKind.SINUSOIDAL: "sinusoidal: fixed",
     PositionKind.ROTARY: "rotary: fixed angles",
     PositionKind.ALIBI: "ALiBi: fixed slopes",
@@ -201,7 +201,7 @@ def _parts(config: ModelConfig) -> Iterator[PartCount]:
     for name, module in (*norms.items(), ("final", "final_norm")):
         tensors = (f"{module}.weight", f"{module}.bias")
         yield PartCount("norms", name, norm, tensors, is_outside=name == "final")
-    tied = "the token embedding does both" if config.tie_embeddings else ""
+    tied = "tied to the token embedding" if config.tie_embeddings else ""
     yield PartCount(
         "head", "output", _NOTHING if tied else at.V * at.d, ("lm_head.weight",), note=tied, is_outside=True
     )
@@ -213,7 +213,7 @@ def _attention_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:
     fused, shares = "attention.qkv", h + 2 * g
     if config.attention is AttentionKind.AVERAGE:
         for name in ("W_Q", "W_K"):
-            yield PartCount("attention", name, _NOTHING, (), note="averages compare nothing")
+            yield PartCount("attention", name, _NOTHING, (), note="average attention has no scores")
         columns, fused, shares = {"V": (at.g * at.d_v, g)}, "attention.value", g
     for name, (width, share) in columns.items():
         yield PartCount("attention", f"W_{name}", at.d * width, (f"{fused}.weight",), share, shares)

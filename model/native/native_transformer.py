@@ -32,8 +32,8 @@ from model.system.c_library import trim_heap
 from model.system.memory_pages import HugePages
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_MAX_ROW_SIZE = 65_536  # numbers in a row of a thread's scratch memory, see layers.cpp
-_NICENESS = 10  # of the thread that moves matrices to large pages: a tenth of the time of a busy CPU
+_MAX_ROW_SIZE = 65_536  # size of a row in a thread's scratch memory: MAX_WIDTH in layers.cpp
+_NICENESS = 10  # of the thread that moves matrices to large pages: it gets a tenth of a busy CPU
 
 
 def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -73,7 +73,7 @@ def to_native(model: "Transformer | NativeTransformer") -> "Transformer | Native
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         native.huge_pages.enlarge()
 
-    # No daemon: Python ends a daemon thread at exit in the middle of a call, which can abort the process.
+    # Not a daemon thread: at exit, Python ends such a thread in the middle of a call, which can abort the process.
     threading.Thread(target=enlarge, name="large-pages").start()
     return native
 
@@ -374,9 +374,9 @@ class NativeTransformer:
         return layer
 
     def _embedding_rows(self, model: Transformer) -> Rows:
-        """Pack the token embedding, unless it is a float matrix of its own. Return the rows that the kernels read.
+        """Pack the token embedding if it is quantized or tied to the LM head. Return `Rows` with pointers to it.
 
-        The kernels read no embedding if the first layer's input is not rows of the embedding, unchanged.
+        The pointers are null if the first layer's input is not a plain row of the embedding: scaled, or with positions.
         """
         embedding, rows = model.token_embedding, Rows()
         linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None

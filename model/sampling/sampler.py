@@ -32,8 +32,8 @@ NO_TOKEN = -1  # in place of a sampled id if no token is possible
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NUCLEUS_CANDIDATES = 256
-# A row on a CPU: its highest values are first bounded by the maxima of strided values. Up to `_MAX_SORTED` weights are
-# sorted whole.
+# Sizes for one row on a CPU: slices whose maxima bound the highest values from below, candidates that are tried first
+# with `top_p`, weights that are sorted at once, and weights in a block of the cumulative distribution.
 _STRIDES, _CPU_CANDIDATES, _MAX_SORTED, _CDF_BLOCK = 16, 2048, 8192, 512
 # Probabilities filtered and sampled at a time on a CPU. A chunk in the CPU's caches takes a third of the time.
 _AT_ONCE = 2**17
@@ -122,14 +122,14 @@ def _sample_rows(
 
 
 def _sample_filtered(logits_V: NDArray[np.float32], params: SamplingParams, position: int) -> int:
-    """Sample a token of one row on a CPU. Only likely tokens are weighed, unless the `top_p` nucleus is wide."""
+    """Sample a token of one row on a CPU. Only likely tokens are candidates, unless the `top_p` nucleus is wide."""
     highest, vocab_size, temperature = float(logits_V.max()), len(logits_V), params.temperature
     if not math.isfinite(highest):  # damaged weights, or no allowed token
         return int(logits_V.argmax())
     has_top_k, has_top_p = 0 < params.top_k < vocab_size, params.top_p < 1.0
     if has_top_k or has_top_p:
         ids_C = _top_ids(logits_V, params.top_k if has_top_k else max(1, min(_CPU_CANDIDATES, vocab_size // _STRIDES)))
-    else:  # the margin covers rounding: the weights are compared below
+    else:  # the margin covers rounding; weights below min_p are removed afterwards
         least = highest + temperature * (math.log(params.min_p) - 1e-3) if params.min_p else -math.inf
         ids_C = np.flatnonzero(logits_V >= least)
     weights_C = _weights(logits_V[ids_C], highest, temperature)
@@ -177,7 +177,7 @@ def _top_ids(values_V: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
 
 def _least_kept(weights_V: NDArray[np.float32], wanted: float) -> float:
-    """Return the least of the highest weights whose sum first reaches `wanted`, by bisection of partitions."""
+    """Return the smallest weight to keep, if the highest weights are kept until their sum reaches `wanted`."""
     weights_V, start, end, above = weights_V.copy(), 0, len(weights_V), 0.0
     while end - start > _MAX_SORTED:  # `above` is the sum of the weights from `end` on
         middle = (start + end) // 2

@@ -14,7 +14,7 @@ _PLAIN = ("<fim_prefix>", _PREFIX, "<fim_suffix>", _SUFFIX, "<fim_middle>")
 _DEEPSEEK = ("<｜fim▁begin｜>", _PREFIX, "<｜fim▁hole｜>", _SUFFIX, "<｜fim▁end｜>")
 _LLAMA = ("▁<PRE>", _PREFIX, "▁<SUF>", _SUFFIX, "▁<MID>")
 _MISTRAL = ("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX)
-# Parts of a prompt in order, and further tokens at which a completion ends, of which a tokenizer may have any.
+# Parts of a prompt in order, and further tokens at which a completion ends. A tokenizer may lack the further tokens.
 _FORMATS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     # Qwen2.5-Coder, CodeGemma, Granite 4, cl100k_base
     (_PIPED, ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|im_end|>")),
@@ -41,7 +41,7 @@ def _markers(parts: Sequence[str]) -> Iterator[str]:
 class FillInMiddle:
     """Prompt format of one tokenizer for filling in the middle.
 
-    parts: token ids of the markers, and the places of the two texts, in the order of the prompt.
+    parts: token ids of the markers, and the positions of the two texts, in the order of the prompt.
     marker_ids: the markers by id. No text may contain these tokens.
     end_ids: tokens at which a completion ends, the markers among them.
     """

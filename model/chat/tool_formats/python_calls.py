@@ -110,7 +110,10 @@ class _Literals:
         raise self.schemas.error(f"the type {str(kind)[:50]!r}", "replace it with a type of JSON Schema")
 
     def _any_value(self, fact: str = "", remedy: str = "") -> str:
-        """Return the expression of any value. Raises GrammarError for a fact, unless the tool is lenient."""
+        """Return the expression of any value.
+
+        fact: reason why the schema cannot be enforced. Raises GrammarError with it, unless the tool is lenient.
+        """
         if fact and not self.schemas.tool.lenient:
             raise self.schemas.error(fact, remedy)
         return self.document.nested(json.dumps({"grammars": [{"lark_grammar": _ANY_VALUE}]}))
@@ -146,7 +149,8 @@ class _Literals:
 
     def pairs(self, schema: Mapping[str, Any], *, is_call: bool) -> str:
         """Return the expression of an object's keys and values, separated by commas, as in a call or in a dict."""
-        # Built from the last pair to the first: the pairs after a pair, and the pairs if no pair comes before.
+        # Built from the last pair to the first. Both are the remaining pairs: `after` with a comma before each pair,
+        # `first` without the first comma.
         after, first = '""', '""'
         for name, part, is_required in reversed(list(self.schemas.properties(schema))):
             if is_call and not name.isidentifier():

@@ -17,7 +17,7 @@ _BOOLEANS = {"True": "true", "False": "false"}
 
 
 class _Kind(Enum):
-    """Spelling of an argument's value. NULLABLE: a string as it is, or null: the text `null` is never a string."""
+    """Spelling of an argument's value. NULLABLE: a string as it is, or `null`, which always means null."""
 
     STRING = auto()
     NULLABLE = auto()
@@ -115,7 +115,10 @@ def _are_strings(values: Any) -> bool:
 
 
 def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas, end: str) -> str:
-    """Return the regular expressions of a schema's strings before `end`, except their length, as for `terminal`."""
+    """Return regular expressions of a schema's strings, as for `LarkDocument.terminal`; lengths are not checked.
+
+    Raises GrammarError for a permitted value that contains `end`, the text after an argument.
+    """
     regexes = []
     if "enum" in schema or "const" in schema:
         values = [value for value in schemas.read(schema, "enum", [schema.get("const")]) if isinstance(value, str)]
@@ -151,12 +154,12 @@ class _XmlCallParser(CallParser):
         self._before_name = form.before_name
         self._tool = ""
         self._kind = _Kind.JSON  # of the current value
-        self._has_arguments = self._has_begun = False  # begun: a piece of the current value was passed
+        self._has_arguments = self._has_begun = False  # begun: part of the value has been returned
 
     def passes(self, text: str) -> bool:
         if self._state is not _State.VALUE or not self._has_begun or self._held or self._form.after_value[0] in text:
             return False
-        # JSON escapes no character that is printable, except these.
+        # The only printable characters that JSON escapes are these two.
         return self._kind is _Kind.JSON or (text.isprintable() and '"' not in text and "\\" not in text)
 
     def push(self, text: str) -> list[Part]:
@@ -226,7 +229,7 @@ class _XmlCallParser(CallParser):
         return False
 
     def _pass_piece(self, text: str, parts: list[Part], *, is_last: bool) -> None:
-        """Add a piece of a value that is no special word."""
+        """Add a piece of a value other than `null` and the booleans."""
         if self._kind is not _Kind.JSON:
             begun, end = "" if self._has_begun else '"', '"' if is_last else ""
             text = f"{begun}{json.dumps(text, ensure_ascii=False)[1:-1]}{end}"

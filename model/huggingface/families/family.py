@@ -16,7 +16,7 @@ class Layout(StrEnum):
     TRANSPOSED = "transposed"  # (in, out) instead of (out, in): GPT-2's Conv1D
     CONCATENATED = "concatenated"  # several tensors, concatenated along the rows: q, k, v or gate, up
     INTERLEAVED_HEADS = "interleaved heads"  # q, k and v of head 0, then those of head 1, ...: GPT-NeoX
-    ROTARY_PAIRS = "rotary pairs"  # concatenated; rows i and i + D/2 of a head of q and k are neighbours: GGUF's llama
+    ROTARY_PAIRS = "rotary pairs"  # concatenated; rows i and i + D/2 of a head of q and k are adjacent: GGUF's llama
     ONE_ADDED = "one added"  # 1 + weight: the norms of Gemma in GGUF
 
 

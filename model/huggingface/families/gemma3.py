@@ -28,7 +28,7 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
-    """Return the fields of Gemma 3's two rotary embeddings. Only that of the layers without a window may be scaled.
+    """Return the fields of Gemma 3's two rotary embeddings. Only layers without a window may have a scaling.
 
     Old files have rope_theta, rope_scaling and rope_local_base_freq; new files have rope_parameters by kind of layer.
     """
@@ -64,7 +64,7 @@ def _read_multimodal(reader: ConfigReader) -> ModelConfig:
     return config
 
 
-# Gemma 3 (arXiv 2503.19786): q and k normed per head, a window in five of six layers with an own rotary base.
+# Gemma 3 (arXiv 2503.19786): q and k normed per head, and five of six layers with a window and their own rotary base.
 _GEMMA3_TEXT = replace(
     derived_family(
         "gemma3_text",

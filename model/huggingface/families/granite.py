@@ -1,8 +1,8 @@
 """Granite 3 and 4 (dense): Llama's layers with four constant multipliers.
 
 The residual multiplier r needs no operation of its own. Every layer computes x + r f(norm(x)). For y = x / r that is
-y + f(norm(r y)), and an RMS norm of r y with epsilon e is one of y with epsilon e / r². So the embedding is divided by
-r, and every epsilon by r².
+y + f(norm(r y)), and an RMS norm of r y with epsilon e equals an RMS norm of y with epsilon e / r². So the embedding is
+divided by r, and every epsilon by r².
 """
 
 from collections.abc import Mapping

@@ -77,7 +77,7 @@ def derived_family(
     return ModelFamily(
         model_type=model_type,
         architectures=(f"{class_prefix}ForCausalLM", f"{class_prefix}Model"),
-        # The main process pickles the family for the worker process, and pickle needs functions of a module.
+        # The main process pickles the family for the worker process, and pickle accepts only functions of a module.
         read_config=partial(
             _read_config,
             defaults={**_DEFAULTS, **defaults},

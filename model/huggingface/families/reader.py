@@ -55,7 +55,7 @@ MUST_BE: Requirements = {
     "clip_qkv": ((), _NOT_COMPUTED),
     "rope_interleaved": ((False,), _NOT_COMPUTED),
     "lm_head_bias": ((False,), _NOT_COMPUTED),
-    # Of Phi-3-small, another architecture; the first files of Phi-4-mini have them too.
+    # Keys of Phi-3-small, another architecture. The first files of Phi-4-mini have them too.
     "full_attn_mod": ((1,), _NOT_COMPUTED),
     "interpolate_factor": ((1,), _NOT_COMPUTED),
     "use_mrope": ((False,), _NOT_COMPUTED),

@@ -16,7 +16,7 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
         rotated = [int((layer + 1) % interval != 0) for layer in layers]
     if not isinstance(rotated, list) or len(rotated) < len(layers) or any(flag not in (0, 1) for flag in rotated):
         reader.reject("no_rope_layers", rotated, f"expected a list of {len(layers)}, each 0 or 1; correct the config")
-    reader.value("max_window_layers")  # the library does not read it
+    reader.value("max_window_layers")  # the transformers library does not read it
     unrotated = tuple(layer for layer in layers if not rotated[layer])
     window = reader.optional_size("sliding_window", None)
     if not reader.flag("use_sliding_window", False):

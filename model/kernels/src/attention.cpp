@@ -122,8 +122,8 @@ protected:
     int64_t first_split_of(int64_t sequence) const { return first_visible(position_of(sequence, 0)) / SPLIT; }
     int64_t end_split_of(int64_t sequence) const { return (batch.context_lengths[sequence] + SPLIT - 1) / SPLIT; }
 
-    // Makes at least three tasks per thread where possible. A sequence that is longer than a task should be has a task
-    // for each of its splits. If that is not enough, tasks also divide the heads of a sequence.
+    // Makes at least three tasks per thread where possible. A sequence with more than one task's share of the work gets
+    // a task for each of its splits. If that is not enough, tasks also divide the heads of a sequence.
     void plan() {
         const int heads = static_cast<int>(call.num_kv_heads);
         const int64_t wanted = call.threads > 1 ? 3 * call.threads : 1;

@@ -47,8 +47,8 @@ struct AttentionBatch {
 // contiguous. window: number of positions that a token sees, its own included; 0: no limit. bias: null, or bias_stride
 // floats for each query head: [bias_length - 1 - d] is added to the score of a key d positions back. Biases are
 // multiplied by log2(e), because weights are computed as powers of two. soft_cap: bound of the scaled products, as in
-// `soft_cap` of lanes.h; 0: no bound. key_scales, value_scales: scales of an int8
-// cache, one for each key or value: [block][key/value head][offset in the block].
+// `soft_cap` of lanes.h; 0: no bound. key_scales, value_scales: scales of an int8 cache, one for each key or value:
+// [block][key/value head][offset in the block].
 struct AttentionCall {
     const void *q, *k, *v;
     void *out, *keys, *values;

@@ -184,7 +184,7 @@ inline Lanes load(const Number* from, int count) {
     return load(buffer);
 }
 
-// Rounds to nearest, ties to even. Values beyond the largest half, and infinity, become it. NaN stays NaN.
+// Rounds to nearest, ties to even. Infinity and values beyond the largest half become the largest half. NaN stays NaN.
 inline void store(half* to, Lanes x) {
     store_rounded(to, min(splat(LARGEST_HALF), max(splat(-LARGEST_HALF), x)));
 }

@@ -114,7 +114,7 @@ def test_params_prints_formula_and_tensor_counts(tiny_checkpoint: Path, run: Run
         ({"num_kv_heads": 1}, "multi-query"),
         ({"num_kv_heads": 4}, "multi-head"),
         ({"num_heads": 1, "num_kv_heads": 1}, "single-head"),
-        ({"attention": "average", "position": "none", "num_kv_heads": 4}, "averages compare nothing"),
+        ({"attention": "average", "position": "none", "num_kv_heads": 4}, "average attention has no scores"),
         ({"position": "disentangled", "max_relative_distance": 8}, "W_K of distances"),
         ({"position": "alibi"}, "ALiBi: fixed slopes"),
         ({"tie_embeddings": False}, "V·d"),
