@@ -69,7 +69,7 @@ def test_an_empty_file_of_version_2_is_read(tmp_path: Path) -> None:
         (container(rows=[table_row("w", [4], 20, 0)], data=bytes(64)), "w has the type 20, not one of F32"),
         (container(rows=[table_row("w", [0, 4], 0, 0)]), "impossible sizes"),
         (container(rows=[table_row("w", [33], 2, 0)], data=bytes(64)), "w of Q4_0 has the impossible sizes"),
-        (container(rows=[table_row("w", [4], 0, 8)], data=bytes(64)), "w starts at offset 8, not a multiple of 32"),
+        (container(rows=[table_row("w", [4], 0, 8)], data=bytes(64)), "w has the offset 8, not a multiple of 32"),
         (container(rows=[table_row("w", [9], 0, 0)], data=bytes(32)), "w ends at byte"),
         (container(rows=[table_row("w", [2**63, 2**63], 0, 0)], data=bytes(32)), "w ends at byte"),
         (container(rows=[table_row("w", [4], 0, 0)] * 2, data=bytes(32)), "the tensor w occurs twice"),
