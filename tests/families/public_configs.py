@@ -1,7 +1,7 @@
 """Copies of config.json of public checkpoints, and the number of parameters on their model cards.
 
-tests/data/published_configs.json has more of them; the source is the model, of which copies in public repositories were
-read. A number of parameters that is not known is null.
+tests/data/published_configs.json has more of them. Each entry names the model, and as its origin the copy that was read:
+copies in public repositories may differ from the model's own file. A number of parameters that is not known is null.
 """
 
 import json
