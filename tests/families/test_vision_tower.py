@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,9 @@ def test_inspect_and_the_log_name_the_part_that_is_not_served(
     assert main(["inspect", "--checkpoint", str(checkpoint)]) == 0
     said = "the vision tower; only the language model is loaded, and images in requests are rejected"
     assert said in capsys.readouterr().out
-    threads = torch.get_num_threads()
-    settings = ModelSettings(checkpoint=checkpoint, device="cpu", threads=threads, kv_cache_memory=2)
+    values: dict[str, Any] = {"device": "cpu", "threads": torch.get_num_threads(), "kv_cache_memory": 2}
     with caplog.at_level(logging.WARNING):
-        _, facts = build_engine(settings, read_manifest(checkpoint))
+        _, facts = build_engine(ModelSettings(checkpoint=checkpoint, **values), read_manifest(checkpoint))
     assert f"seeing has parts that are not served: {said}" in caplog.text
     assert facts.attention == ("native" if BUILDABLE else "sdpa")
     assert (facts.kernel_level is not None) == bool(BUILDABLE)
