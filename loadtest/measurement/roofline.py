@@ -29,8 +29,8 @@ _READ_BYTES = 256 * 2**20  # far larger than any cache
 _SIDES = (512, 2048)
 _TRIES = 5
 
-# int4: 4 bits and a share of the group's scale.
-WEIGHT_BYTES = {"int4": 4.5 / 8, "int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+# int4: 4 bits and a share of the group's multiplier.
+WEIGHT_BYTES = {"int4": 4.25 / 8, "int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)

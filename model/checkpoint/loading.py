@@ -19,7 +19,7 @@ from model.huggingface.quantization_config import GgufEncoding
 from model.huggingface.tensor_placement import Placement
 from model.io.files import CheckpointError, write_json, writing
 from model.nn.grouped_weight import GroupedWeight
-from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding, StackedLinear
+from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding, StackedLinear, make_grouped_linear
 from model.nn.transformer import Transformer
 from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
@@ -87,7 +87,7 @@ def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int
     is_by_output = weight.offset_FG is None and bool((weight.scale_FG == scale_F[:, None]).all())
     if weight.bits == 8 and is_by_output:
         return Int8Linear(weight.codes_FI, bias_F, scale_F)
-    return GroupedLinear(weight, bias_F)
+    return make_grouped_linear(weight, bias_F)
 
 
 def _set_quantized(model: Transformer, module: str, layer: GroupedLinear | Int8Linear, dtype: torch.dtype) -> None:

@@ -107,26 +107,8 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     window = {"sliding_window": config.sliding_window}
     layers = range(config.num_layers)
     types = ["full_attention" if config.window(layer) is None else "sliding_attention" for layer in layers]
-    if family.model_type == "smollm3":
-        rotated = {"no_rope_layers": [int(layer not in config.unrotated_layers) for layer in layers]}
-        uses_window = config.sliding_window is not None
-        yield {**sizes, **biases, **window, **rotated, "use_sliding_window": uses_window, "layer_types": types}
-        return
-    if family.model_type == "phi3":
-        if config.rope_scaling is not None and config.rope_scaling.original_context_length is not None:
-            sizes["original_max_position_embeddings"] = config.rope_scaling.original_context_length
-        yield {**sizes, **window, "partial_rotary_factor": config.rotary_size / config.head_dim}
-        return
-    if family.model_type == "stablelm":
-        partial = {"partial_rotary_factor": config.rotary_size / config.head_dim}
-        yield {**sizes, **partial, "layer_norm_eps": config.norm_eps, "use_qkv_bias": config.attention_bias}
-        return
-    if family.model_type == "starcoder2":
-        yield {**sizes, **window, "norm_epsilon": config.norm_eps, "use_bias": config.attention_bias}
-        return
-    if family.model_type == "granite":
-        factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
-        yield {**sizes, **biases, **factors, "attention_multiplier": config.effective_score_scale}
+    if own := _own_values(family, config, types):
+        yield {**sizes, **own}
         return
     yield {**sizes, **biases}
     yield {**sizes, **window}
@@ -146,6 +128,33 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     yield sizes
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
     yield {**sizes, "rope_parameters": {"full_attention": sizes["rope_parameters"], "sliding_attention": local}}
+
+
+def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> dict[str, Any]:
+    """Return a family's own config.json values, beside Llama's; empty for families with several candidates.
+
+    types: kind of attention of each layer.
+    """
+    window = {"sliding_window": config.sliding_window}
+    biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    partial = {"partial_rotary_factor": config.rotary_size / config.head_dim}
+    match family.model_type:
+        case "smollm3":
+            rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
+            uses_window = config.sliding_window is not None
+            windows = {**window, "use_sliding_window": uses_window, "layer_types": types}
+            return {**biases, **windows, "no_rope_layers": rotated}
+        case "phi3":
+            original = None if config.rope_scaling is None else config.rope_scaling.original_context_length
+            return {**window, **partial, **({"original_max_position_embeddings": original} if original else {})}
+        case "stablelm":
+            return {**partial, "layer_norm_eps": config.norm_eps, "use_qkv_bias": config.attention_bias}
+        case "starcoder2":
+            return {**window, "norm_epsilon": config.norm_eps, "use_bias": config.attention_bias}
+        case "granite":
+            factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
+            return {**biases, **factors, "attention_multiplier": config.effective_score_scale}
+    return {}
 
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Legend: F outputs, I inputs of a matrix, N panels of 64 outputs, G groups of inp
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
-from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight
+from model.nn.linear import GroupedLinear, Int4Linear, Int8Linear, PackedLinear, StackedLinear
 from model.system.memory_pages import HugePages
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -24,7 +24,9 @@ _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _STRIP = 32  # outputs that lie together in a matrix of groups
 # Codes of dtypes in kernel.h, and of grouped weights by bits and has_offset.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6}
+_INT4_NUMBERS = 3
+_GROUPED_NUMBERS = {(4, True): 4, (8, False): 5, (8, True): 6}
+_SLICE = 2**22  # int8 weights made from 4 bits at a time
 _SCALE_EXPONENT = 12  # float16 scales and offsets of an output are below 2^12, and the largest is 2^11 or more
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
@@ -33,8 +35,8 @@ _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind
 class Packed:
     """Weight matrix in the order in which the kernels read it, zero-padded to `outputs`, a multiple of 64.
 
-    bias, scale, shift: a number for each padded output, or None. shift is for int8: 128 times the sum of the output's
-    weights, which the kernels subtract because they add 128 to each quantized input. numbers: type in kernel.h.
+    bias, scale, shift: a number for each padded output, or None. shift is for int8 and int4: 128 times the sum of the
+    output's weights, which the kernels subtract because they add 128 to each quantized input. numbers: as in kernel.h.
     """
 
     weight: Tensor
@@ -78,6 +80,8 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     pages: memory of the packed matrix.
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP.
     """
+    if isinstance(module, Int4Linear):
+        return _pack_int4(module.weight.to_int4(), module.bias_F, pages, gated=gated)
     if isinstance(module, GroupedLinear):
         return _pack_groups(module.weight, module.bias_F, pages, gated=gated)
     scale_F: Tensor | None = None
@@ -100,6 +104,30 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
         inputs=parts[0].shape[1],
         outputs=padded(sum(map(len, parts))),
         numbers=NUMBERS[parts[0].dtype],
+    )
+
+
+def _pack_int4(weight: Int4Weight, bias_F: Tensor | None, pages: HugePages, *, gated: bool) -> Packed:
+    """Pack weights of 4 bits for the kernels, in the layout of bytes.h."""
+    order, inputs = interleaved if gated else _pad_outputs, weight.codes_FI.shape[1]
+    weight = replace(weight, codes_FI=functional.pad(weight.codes_FI, (0, -inputs % GROUP_SIZE)))
+    step = max(1, _SLICE // weight.codes_FI.shape[1])
+    slices = [slice(at, at + step) for at in range(0, len(weight.codes_FI), step)]
+    sums_F = torch.cat([weight.int8(rows).sum(dim=1, dtype=torch.int32) for rows in slices])
+    # Outputs: panels, blocks, fourths, pairs, outputs. Inputs: groups, eights, fours, inputs.
+    codes = order(weight.codes_FI).view(torch.uint8).view(-1, 4, 4, 2, 2, weight.multiplier_FG.shape[1], 4, 2, 4)
+    codes = codes.permute(3, 0, 5, 1, 6, 2, 4, 8, 7).flatten(3)  # halves of bytes, panels, groups, bytes of a group
+    multipliers = order(weight.multiplier_FG).view(torch.uint8).unflatten(0, (-1, _PANEL)).transpose(1, 2)
+    parts = [codes[0] & 15 | codes[1] << 4, multipliers]
+    num_bytes = sum(part.shape[2] for part in parts)
+    return Packed(
+        weight=torch.cat(parts, dim=2, out=pages.empty((*parts[0].shape[:2], num_bytes), torch.uint8)),
+        bias=None if bias_F is None else order(bias_F),
+        scale=order(weight.scale_F),
+        shift=order(128 * sums_F),
+        inputs=inputs,
+        outputs=len(parts[0]) * _PANEL,
+        numbers=_INT4_NUMBERS,
     )
 
 

@@ -1,4 +1,4 @@
-"""Linear layers for serving on CPUs: packed for oneDNN, int8, or 4-bit and 8-bit in groups.
+"""Linear layers for serving on CPUs: packed for oneDNN, int8, int8 made from 4 bits, or 8 bits in groups.
 
 With two or more rows, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a
 single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
@@ -6,6 +6,7 @@ single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
 Legend: T packed tokens, E inputs, F outputs.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -85,6 +86,33 @@ class GroupedLinear(nn.Module):
         return self.weight.dense(ids)
 
 
+class Int4Linear(GroupedLinear):
+    """Linear layer x W^T + b in int8, as `Int8Linear`, with int8 weights made from 4 bits.
+
+    The reference of the native kernel, which keeps 4 bits in memory.
+    """
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs), in the dtype of x."""
+        return self._int8.forward(x_TE)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the weights of some outputs, float32."""
+        weight = self.weight.to_int4(ids)
+        return weight.int8() * weight.scale_F[:, None]
+
+    @functools.cached_property
+    def _int8(self) -> Int8Linear:
+        weight = self.weight.to_int4()
+        return Int8Linear(weight.int8(), self.bias_F, weight.scale_F)
+
+
+def make_grouped_linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear:
+    """Return the layer of a grouped weight: `Int4Linear` if it has 4 bits and no offsets."""
+    is_int4 = weight.bits == 4 and weight.offset_FG is None
+    return (Int4Linear if is_int4 else GroupedLinear)(weight, bias_F)
+
+
 class QuantizedEmbedding(nn.Embedding):
     """Embedding whose rows are the weights of a quantized linear layer, for example of a tied LM head.
 
@@ -138,7 +166,7 @@ MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # from a weight FE an
 LINEAR_KINDS: dict[str, MakeLinear] = {
     "packed": PackedLinear,
     "int8": Int8Linear,
-    "int4": lambda weight_FE, bias_F: GroupedLinear(quantize_weight(weight_FE), bias_F),
+    "int4": lambda weight_FE, bias_F: Int4Linear(quantize_weight(weight_FE), bias_F),
 }
 
 

@@ -133,10 +133,7 @@ def build_engine(
         torch.OutOfMemoryError, RuntimeError: the model or the KV-cache does not fit on the device.
     """
     keep_freed_memory()
-    length = context_length(settings, manifest.config)
-    manifest = dataclasses.replace(manifest, config=manifest.config.for_context(length))
-    if manifest.left_out:
-        logger.warning("%s has parts that are not served: %s", manifest.name, manifest.left_out)
+    manifest = _as_served(settings, manifest)
     resolved = _resolve(settings, manifest)
     torch.set_num_threads(resolved.threads)
     device, dtype = resolved.context.device, resolved.context.dtype
@@ -180,6 +177,14 @@ def build_engine(
         reasons={**resolved.reasons, **_stored_format(manifest, matrices)},
         has_standby=plan.has_standby,
     )
+
+
+def _as_served(settings: ModelSettings, manifest: Manifest) -> Manifest:
+    """Return the manifest with the config for the served context length. Logs parts that are not served."""
+    if manifest.left_out:
+        logger.warning("%s has parts that are not served: %s", manifest.name, manifest.left_out)
+    length = context_length(settings, manifest.config)
+    return dataclasses.replace(manifest, config=manifest.config.for_context(length))
 
 
 def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:

@@ -3,13 +3,12 @@
 // Flash attention (Dao et al. 2022, arXiv 2205.14135) computes one tile of keys after the other. Tiles begin at
 // multiples of TILE positions. A new partial sum begins every SPLIT positions, and is joined to the sums of earlier
 // positions (Flash-Decoding; Dao et al. 2023). The order of a token's sums thus depends only on its position.
-#include <cstdio>
-#include <cstdlib>
 #include <vector>
 
 #include "attention_tile.h"
 #include "kernel.h"
 #include "rows.h"
+#include "scratch.h"
 
 namespace kvasir {
 namespace {
@@ -47,25 +46,6 @@ struct Tile {
     Span<T> keys, values;
 };
 
-// Scratch memory of one thread. Grows as needed and is kept for later steps.
-struct Scratch {
-    char* memory = nullptr;
-    size_t size = 0;
-
-    // Ends the process if the system has no more memory: the service replaces a worker that ends.
-    char* reserve(size_t wanted) {
-        if (wanted > size) {
-            std::free(memory);
-            size = (wanted + 4095) / 4096 * 4096;
-            memory = static_cast<char*>(std::aligned_alloc(4096, size));
-            if (memory == nullptr) {
-                std::fprintf(stderr, "kvasir: out of memory: attention needs %zu bytes of scratch memory\n", size);
-                std::abort();
-            }
-        }
-        return memory;
-    }
-};
 thread_local Scratch scratch;
 
 // Adds the sums of later positions (part) to those of earlier positions (joined). A part without keys changes nothing.

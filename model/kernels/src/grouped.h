@@ -1,4 +1,4 @@
-// Products with weights in groups of 32 inputs: w = scale * code + offset, codes of 4 or 8 bits.
+// Products with weights in groups of 32 inputs: w = scale * code + offset, codes of 8 bits, or of 4 with offsets.
 //
 // A strip of STRIP outputs holds, for each group of inputs: the codes of each block of LANES outputs, then a float16
 // scale for each output, then float16 offsets if the matrix has any. Codes are unsigned: 8 or 128 is added. A register
@@ -114,7 +114,6 @@ struct Grouped {
 template <typename Work>
 void with_grouped(Numbers numbers, const Work& work) {
     switch (numbers) {
-        case Numbers::grouped4: return work(Grouped<4, false>{});
         case Numbers::grouped4_offset: return work(Grouped<4, true>{});
         case Numbers::grouped8: return work(Grouped<8, false>{});
         default: return work(Grouped<8, true>{});

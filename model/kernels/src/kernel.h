@@ -60,12 +60,13 @@ struct AttentionCall {
 
 using AttentionKernel = void (*)(const AttentionBatch* batch, const AttentionCall* call);
 
-// Types of matrices. Grouped: 4 or 8 bits with a scale, and perhaps an offset, for 32 inputs; see grouped.h.
+// Types of matrices. int4: int8 weights made from 4 bits; see bytes.h. Grouped: 4 or 8 bits with a scale, and perhaps
+// an offset, for 32 inputs; see grouped.h.
 enum class Numbers : int64_t {
     float32 = 0,
     bfloat16 = 1,
     int8 = 2,
-    grouped4 = 3,
+    int4 = 3,
     grouped4_offset = 4,
     grouped8 = 5,
     grouped8_offset = 6
@@ -77,8 +78,8 @@ enum class Numbers : int64_t {
 struct Matrix {
     const void* weight;
     const float* bias;     // for every padded output, or null
-    const float* scale;    // int8 and grouped: scale of every padded output
-    const int32_t* shift;  // int8: 128 times the sum of an output's weights, because inputs have 128 added
+    const float* scale;    // int8, int4 and grouped: scale of every padded output
+    const int32_t* shift;  // int8, int4: 128 times the sum of an output's weights, because inputs have 128 added
     int64_t inputs;
     int64_t outputs;  // padded
     Numbers numbers;
@@ -104,12 +105,12 @@ constexpr int TILE_ROWS = 3, TILE_BLOCKS = 2;
 using Emit = void (*)(const void* work, int64_t row, int64_t output, const Lanes* results, int blocks);
 
 // Computes x W^T for all rows of x and passes the results to emit. Every output is one sum over the inputs in their
-// order, so results are batch-invariant. stride: distance between rows, in inputs. scales: scale of each row, for int8
-// and grouped matrices.
+// order, so results are batch-invariant. stride: distance between rows, in inputs. scales: scale of each row, for
+// quantized matrices.
 void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
               Emit emit, const void* work);
 
-// Writes the weights of one output of an int8 or grouped matrix.
+// Writes the weights of one output of a quantized matrix.
 void unpack_row(const Matrix& matrix, int64_t output, float* to);
 
 }  // namespace kvasir

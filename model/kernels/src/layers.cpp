@@ -37,7 +37,7 @@ struct Rows {
     float* added;     // as x: output of attention or MLP, if it is normed before the sum or both read the same x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
-    void* narrow;     // inputs of an int8 matrix, or groups of inputs of a grouped matrix
+    void* narrow;     // inputs of an int8 or int4 matrix, or groups of inputs of a grouped matrix
     float* scales;    // scale of each row of an int8 input
     const float *cosines, *sines;  // for every position, rotated / 2 numbers of each rotary embedding
     const int64_t* positions;      // position of every row
@@ -153,7 +153,7 @@ class Step {
 
     template <typename From>
     void convert_row(const Matrix& matrix, const From* from, int64_t size, int64_t row, int64_t to_stride) const {
-        if (matrix.numbers == Numbers::int8) {
+        if (matrix.numbers == Numbers::int8 || matrix.numbers == Numbers::int4) {
             rows.scales[row] = quantize(from, size, static_cast<uint8_t*>(rows.narrow) + row * to_stride);
         } else if (is_quantized(matrix)) {
             static thread_local uint8_t shifted[MAX_WIDTH];

@@ -44,5 +44,5 @@ large.attend(NativeAttention(Limited()))
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 def test_a_kernel_without_scratch_memory_ends_the_process_with_a_message(level: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, level], capture_output=True, text=True, timeout=200)
-    assert done.stderr.startswith("kvasir: out of memory: attention needs "), done.stderr[-2000:]
+    assert done.stderr.startswith("kvasir: out of memory: a kernel needs "), done.stderr[-2000:]
     assert done.returncode == -signal.SIGABRT

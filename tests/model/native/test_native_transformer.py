@@ -14,7 +14,7 @@ from model.inspect.attention_weights import weights_of_layer
 from model.native.native_transformer import NativeTransformer, computes
 from model.native.weight_packing import BLOCK, pack, padded
 from model.nn.grouped_weight import GroupedWeight
-from model.nn.linear import GroupedLinear, QuantizedEmbedding, replace_linears
+from model.nn.linear import QuantizedEmbedding, make_grouped_linear, replace_linears
 from model.system.memory_pages import HugePages
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
@@ -119,7 +119,7 @@ def test_grouped_weights_of_any_size_equal_pytorchs(level: str, bits: int, has_o
     """Compare the LM head and its use as an embedding; no sum of the kernel rounds more than PyTorch's."""
     config = ModelConfig.from_dict(VARIANTS["rotary-mqa-untied"].to_dict() | {"hidden_size": inputs})
     model, x_RE = build(config), normal(97, inputs)
-    model.lm_head = GroupedLinear(grouped(300, inputs, bits=bits, has_offset=has_offset), normal(300))
+    model.lm_head = make_grouped_linear(grouped(300, inputs, bits=bits, has_offset=has_offset), normal(300))
     model.token_embedding = QuantizedEmbedding(model.lm_head, torch.float32)
     with torch.inference_mode():
         expected, rows = model.logits(x_RE), model.token_embedding(IDS)
@@ -140,7 +140,9 @@ def test_extreme_grouped_weights_and_inputs_do_not_overflow(level: str, bits: in
     codes_FI = torch.full((300, size), least, dtype=torch.int8)
     codes_FI[1::2] = 7 if bits == 4 else 127
     scale_FG = torch.ones(300, 1)
-    model.lm_head = GroupedLinear(GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=bits), None)
+    model.lm_head = make_grouped_linear(
+        GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=bits), None
+    )
     x_RE = torch.ones(2, size)
     x_RE[1] = -1.0
     expected = model.logits(x_RE)

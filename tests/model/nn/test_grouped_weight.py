@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model.nn import grouped_weight
 from model.nn.grouped_weight import GroupedWeight, quantize_weight
-from model.nn.linear import GroupedLinear, quantize_rows
+from model.nn.linear import make_grouped_linear, quantize_rows
 
 
 def normal(*shape: int) -> Tensor:
@@ -75,12 +75,31 @@ def test_zeros_stay_zeros() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_offset", [False, True])
 @pytest.mark.parametrize("inputs", [64, 70])
-def test_a_layer_equals_the_product_with_dense_weights(bits: int, has_offset: bool, inputs: int) -> None:
+def test_a_layer_equals_the_product_with_its_weights(bits: int, has_offset: bool, inputs: int) -> None:
     weight, bias_F, x_TE = grouped(53, inputs, bits=bits, has_offset=has_offset), normal(53), normal(5, inputs)
+    layer = make_grouped_linear(weight, bias_F)
     rounded_TE, scale_T = quantize_rows(x_TE)
-    expected = nn.functional.linear(rounded_TE * scale_T[:, None], weight.dense(), bias_F)
-    torch.testing.assert_close(GroupedLinear(weight, bias_F)(x_TE), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(weight.dense(slice(3, 9)), weight.dense()[3:9])
+    expected = nn.functional.linear(rounded_TE * scale_T[:, None], layer.rows(torch.arange(53)), bias_F)
+    torch.testing.assert_close(layer(x_TE), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(layer.rows(torch.arange(3, 9)), layer.rows(torch.arange(53))[3:9])
+    if bits == 8 or has_offset:
+        assert torch.equal(layer.rows(torch.arange(53)), weight.dense())
     if has_offset:
         plain = replace(weight, offset_FG=None)
-        assert not torch.allclose(GroupedLinear(plain, bias_F)(x_TE), expected, rtol=1e-2, atol=1e-2)
+        assert not torch.allclose(make_grouped_linear(plain, bias_F)(x_TE), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_int8_weights_made_from_4_bits_are_rounded_twice() -> None:
+    """Half a step for the product, and a sixteenth of the code's steps for the multiplier."""
+    weight = grouped(53, 70, bits=4, has_offset=False)
+    int4 = weight.to_int4()
+    error_FI = (int4.int8() * int4.scale_F[:, None] - weight.dense()).abs() / int4.scale_F[:, None]
+    assert (error_FI <= 0.5 + weight.codes_FI.abs() / 16 + 1e-3).all()
+    assert error_FI.mean() > 0.2
+    assert (int4.multiplier_FG.short().abs().amax(dim=1) == 127).all()
+
+
+def test_a_scale_that_is_not_a_number_makes_an_output_nan() -> None:
+    weight = grouped(2, 64, bits=4, has_offset=False)
+    weight.scale_FG[1, 0] = torch.nan
+    assert make_grouped_linear(weight, None)(normal(3, 64)).isnan().tolist() == [[False, True]] * 3

@@ -9,7 +9,7 @@ from torch import nn
 from model.attention.metadata import AttentionMetadata
 from model.nn.linear import (
     LINEAR_KINDS,
-    GroupedLinear,
+    Int4Linear,
     Int8Linear,
     PackedLinear,
     can_pack,
@@ -97,7 +97,7 @@ def test_replace_linears_replaces_every_plain_matrix(kind: str) -> None:
     replace_linears(model, kind)
     gc.collect()
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
-    assert {type(m) for m in model.modules()} & {PackedLinear, Int8Linear, GroupedLinear} == {type(model.lm_head)}
+    assert {type(m) for m in model.modules()} & {PackedLinear, Int8Linear, Int4Linear} == {type(model.lm_head)}
     left = sum(tensor.nbytes for name, tensor in model.state_dict().items() if name.startswith("layers"))
     assert left < plain / 4
 
