@@ -15,7 +15,7 @@ _CHUNK = 2**18  # weights that `quantize_weight` searches scales for at a time: 
 # Scales that the search compares, as shares of the scale that maps a group's largest absolute value to the code -8.
 # Normal weights of deviation 1 get a root mean square error of 0.0816. With 25 shares it is 0.0809, by min-max 0.0860.
 _SHARES = (1.0, 0.93, 0.86, -1.07, -0.97)
-_TINY = 1e-30  # keeps zeros from dividing by zero
+_TINY = 1e-30  # prevents a division by zero where all weights are zero
 _LEAST_CODE, _LARGEST_INT8 = -8, 127
 
 

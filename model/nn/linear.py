@@ -61,7 +61,7 @@ class Int8Linear(nn.Module):
 class GroupedLinear(nn.Module):
     """Linear layer x W^T + b with weights in groups of 32 inputs, and inputs in int8 with a scale for each token.
 
-    The reference of the native kernel. A group's int8 sum is exact, so results are batch-invariant.
+    Reference implementation of the native kernel. A group's int8 sum is exact, so results are batch-invariant.
     """
 
     def __init__(self, weight: GroupedWeight, bias_F: Tensor | None) -> None:
@@ -89,7 +89,7 @@ class GroupedLinear(nn.Module):
 class Int4Linear(GroupedLinear):
     """Linear layer x W^T + b in int8, as `Int8Linear`, with int8 weights made from 4 bits.
 
-    The reference of the native kernel, which keeps 4 bits in memory.
+    Reference implementation of the native kernel, which keeps 4 bits in memory.
     """
 
     def forward(self, x_TE: Tensor) -> Tensor:

@@ -124,8 +124,8 @@ struct TilePrefetcher {
 };
 
 // The keys or the values of a tile for a task's heads. next: the span that is read after this span. next_at: the tokens
-// of the next tile. Their first lines are prefetched early, and into L1: Zen 4 drops prefetches into L2 that need a page
-// which is not in the TLB.
+// of the next tile. Their first lines are prefetched early, and into L1: Zen 4 drops a prefetch into L2 if the TLB
+// does not have its page.
 template <typename T>
 struct Span {
     const T* pool = nullptr;
@@ -135,7 +135,8 @@ struct Span {
 };
 
 // Prefetcher of keys and values for few rows, in memory order and PREFETCH_DISTANCE ahead of the reads. Prefetches into
-// L2: into L1, a Zen 4 core reads only 24 lines at a time. Stops after the last span until another span is linked to it.
+// L2, because a Zen 4 core has at most 24 outstanding reads into L1. Stops after the last span until another span is
+// linked to it.
 template <typename T>
 class SpanPrefetcher {
 public:

@@ -92,17 +92,17 @@ inline Bytes dot(Bytes sums, Bytes weights, Register inputs) {
 }
 
 // Weights of 4 bits, from which int8 weights are made: round(code * multiplier / 8), with codes from -8 to 7, and a
-// multiplier from -127 to 127 for each group of inputs of an output. The idea of two
-// levels of scales is from QServe (Lin et al. 2024, arXiv:2405.04532).
+// multiplier from -127 to 127 for each group of inputs of an output. The two levels of scales are those of QServe (Lin
+// et al. 2024, arXiv:2405.04532).
 //
-// A panel holds, for each group of inputs: the codes of each block of LANES outputs, then PANEL multipliers.
-// The codes of a block are 64 bytes for eight inputs. Every 16 bits hold four codes.
-// From the lowest: an input of outputs 0 or 1 of a fourth of the block, of outputs 2 or 3, and the same for the input
-// four places later.
+// A panel holds, for each group of inputs: the codes of each block of LANES outputs, then PANEL multipliers. The codes
+// of a block take 64 bytes for eight inputs, 16 bytes for each quarter of the block's outputs. Every 16 bits hold four
+// codes, from the lowest: input i of output o of the quarter (0 or 1), input i of output o + 2, and input i + 4 of the
+// same two outputs.
 constexpr int64_t INT4_GROUP = 32, INT4_BLOCK_BYTES = INT4_GROUP * LANES / 2;
 
-// Indices of bytes in 16 bytes, for each 128-bit part of a register of 64 bytes. pairs[n]: byte of outputs 2n and
-// 2n + 1 as the upper half of 16 bits, zero as the lower half.
+// Shuffle indices that spread the 16 multipliers of a block over 64 bytes, 16 bytes for each quarter of the block.
+// pairs[n]: multipliers of outputs 2n and 2n + 1 of the quarter, each in the upper half of 16 bits, above zeros.
 struct Int4Indices {
     alignas(64) uint8_t pairs[2][64];
 };
@@ -118,7 +118,7 @@ constexpr Int4Indices make_int4_indices() {
 }
 constexpr Int4Indices INT4_INDICES = make_int4_indices();
 
-// Multipliers of a group of inputs for a block of outputs, each as often as the block has weights.
+// Multipliers of a group of inputs for a block of outputs, each repeated for four inputs.
 struct Int4Multipliers {
     Bytes low, high;  // of the even and of the odd pairs of outputs
 
@@ -129,8 +129,8 @@ struct Int4Multipliers {
         high = each(widen, load_bytes(INT4_INDICES.pairs[1]));
     }
 
-    // Returns the int8 weights of four inputs. codes: of eight inputs.
-    // A code is multiplied by 2^12, and the product divided by 2^15.
+    // Returns the int8 weights of the first four of eight inputs. A code in the highest 4 of 16 bits counts 2^12 times,
+    // and multiply_round divides by 2^15, so the product is divided by 8.
     Bytes first(Bytes codes) const {
         const auto work = [](Register x, Register even, Register odd) {
             return narrow(multiply_round(shift_left<12>(x), even),
@@ -139,7 +139,7 @@ struct Int4Multipliers {
         return each(work, codes, low, high);
     }
 
-    // Returns the int8 weights of the next four inputs.
+    // Returns the int8 weights of the last four of eight inputs.
     Bytes second(Bytes codes) const {
         const auto work = [](Register x, Register even, Register odd) {
             return narrow(multiply_round(bitwise_and(shift_left<4>(x), highest()), even),
