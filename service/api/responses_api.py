@@ -104,7 +104,7 @@ class ResponsesApi:
 
         identity = RequestIdentity(tenant=record.tenant, key=None, path="/v1/responses", digest=b"", timeout=None)
         state = record.body
-        # Clients resume by sequence number. With an Idempotency-Key, the buffer around this one adds ids.
+        # No event ids, since clients resume by sequence number. With an Idempotency-Key, `ResponseStore` adds ids.
         record.events = BufferedResponse(
             make, identity, on_change=check, waste=lambda num_tokens: None, state={}, has_ids=False
         )
@@ -137,7 +137,9 @@ class ResponsesApi:
         """Handle `POST /v1/responses/{response_id}/cancel`. A response that has ended stays as it is."""
         record = self.store.get(response_id, _tenant(request))
         if record.events is None:
-            raise InvalidRequest("only a background response can be cancelled; close the connection of another")
+            raise InvalidRequest(
+                "only a background response can be cancelled; close the connection of any other response"
+            )
         record.cancel()
         return _json(record.body)
 
