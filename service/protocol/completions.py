@@ -103,7 +103,7 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: Annotated[bool | None, Field(description="false: special tokens add their names")] = True
     spaces_between_special_tokens: Annotated[bool | None, Field(description="no effect")] = True
     detokenize: Annotated[Any, Unsupported(True)] = None
-    # Older names of `structured_outputs` in vLLM.
+    # Older fields of vLLM, which `structured_outputs` has replaced.
     guided_json: Schema | str | None = None
     guided_regex: GuidedRegex | None = None
     guided_choice: GuidedChoice | None = None
