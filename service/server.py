@@ -46,7 +46,7 @@ def build_server(
     keys = read_api_keys(settings)
     manifest = read_manifest(settings.checkpoint)
     served = read_served_model(settings, manifest, manifest.verify())
-    trim_heap()  # 63 MB of parsed JSON of a tokenizer of 152,000 tokens, which the API process would inherit
+    trim_heap()  # frees 63 MB, which the API process would inherit: parsed JSON of a tokenizer of 152,000 tokens
     for warning in (*keys.warnings, *served.warnings()):
         logger.warning("%s", warning)
     observers, tracer = make_observers(settings, served)

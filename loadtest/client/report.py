@@ -26,7 +26,7 @@ from loadtest.measurement.figures import Column, table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Service level objectives of a load test; None: no limit. A limited latency without any value is missed."""
+    """Service level objectives of a load test; None: no limit. A latency limit is missed if nothing was measured."""
 
     ttft_p95_ms: float | None = described(None, "maximum 95th percentile of time to first token, ms")
     tpot_p95_ms: float | None = described(None, "maximum 95th percentile of time per output token, ms")

@@ -30,7 +30,10 @@ _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of the service under test, and the API key to send, from the environment: process lists show flags."""
+    """Address of the service under test, and the API key to send.
+
+    The key comes from the environment, because process lists show flags.
+    """
 
     host: str
     port: int

@@ -55,7 +55,7 @@ class InProcess:
     def complete(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, num_streams: int | None = None
     ) -> "EngineRun":
-        """Continue prompts greedily by exactly this number of tokens, all at a time or `num_streams` at a time."""
+        """Continue prompts greedily by exactly this number of tokens: all together, or `num_streams` at a time."""
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         submits = [submit_of(next(self._uids), prompt, params) for prompt in prompts]
         return run_closed(self.engine, submits, num_streams=num_streams or len(submits))

@@ -34,10 +34,10 @@ class MeasurementFailed(RuntimeError):
 
 
 def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Options) -> None:
-    """Add options to a parser: the default, the description and perhaps the choices of each name.
+    """Add options to a parser. `options`: by name, the default, the description and perhaps the choices.
 
-    A list as default allows several values. None is an optional number without a default, and False a flag. A type
-    means a required option, or with choices a positional argument.
+    A list as default: the option takes several values. None: an optional number. False: a flag without a value. A type
+    instead of a default: a required option of this type, or with choices a positional argument.
     """
     for name, (default, text, *choices) in options.items():
         option, form = "--" + name.replace("_", "-"), {"choices": choices[0]} if choices else {}

@@ -125,7 +125,7 @@ def _fits(cell: Cell) -> bool:
 
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
-    """Return the cells of these model shapes, precisions and kinds. `DEFAULTS` has cells of kind http only.
+    """Return the cells of these shapes, precisions and kinds. The precision `DEFAULTS` has only cells of kind http.
 
     Cells that exceed the model's context or the memory of a machine are left out.
     """

@@ -62,7 +62,7 @@ class Rate:
     """Exponentially weighted average of a rate, such as tokens per second, over the time intervals given to `add`.
 
     min_events: number of events after which the rate is known.
-    amount: amount before the first interval.
+    amount: initial amount, as if it had come just before the first interval.
     """
 
     def __init__(self, *, min_events: int = _MIN_EVENTS, amount: float = 0.0) -> None:

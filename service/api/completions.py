@@ -106,7 +106,7 @@ class Completions:
         builder writes the response in their own form.
 
         Args:
-            size: bytes of the body. A thread encodes the prompts of a large one.
+            size: bytes of the body. A thread encodes the prompts of a large body.
             about: further arguments of the builder.
         """
         context = self._context

@@ -81,12 +81,12 @@ class GroupedBody(Delivery):
 
     @property
     def choices(self) -> list[Choice]:
-        """Texts of all groups."""
+        """Choices of all groups, follow-up groups included."""
         return [choice for group in self._groups for choice in group.choices]
 
     @abstractmethod
     def _receive(self, choice: Choice, delta: TokenDelta) -> None:
-        """Keep the result in a sequence's only delta."""
+        """Store the result of a sequence, which is in its only token delta."""
 
     def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
         """Return a further group of sequences that the results of a group make necessary, if any."""

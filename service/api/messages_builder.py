@@ -30,7 +30,7 @@ class MessagesBuilder(ChatBuilder):
     A message is a list of blocks. A block is open from its first part to the first part of the next block.
 
     Args:
-        request_id: id of the HTTP request, which error events have.
+        request_id: id of the HTTP request, which error events contain.
     """
 
     id_prefix = "msg_"
@@ -39,7 +39,7 @@ class MessagesBuilder(ChatBuilder):
     def __init__(self, asked: GenerationRequest, *, request_id: str | None = None, **about: Any) -> None:
         super().__init__(asked, **about)
         self._request_id = request_id
-        self._open: PartKind | None = None  # kind of the last block, until the block ends
+        self._open: PartKind | None = None  # kind of the open block
         self._num_blocks = 0
         self._stop_reason: StopReason = "end_turn"
         self._stop_sequence: str | None = None
@@ -85,7 +85,7 @@ class MessagesBuilder(ChatBuilder):
         return encode_event(event, b"event: %b\ndata: " % event.type.encode())
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the event of an error that ends a stream which has begun."""
+        """Return the event that reports an error and ends the stream."""
         return self.encode(messages_error(error, self._request_id))
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
@@ -100,7 +100,7 @@ class MessagesBuilder(ChatBuilder):
             return b""
         opened = b"".join(map(self.encode, self._opened(choice, Part(kind, text))))
         if kind is PartKind.CALL:
-            self._frames.pop(choice.index, None)  # of the last call's arguments
+            self._frames.pop(choice.index, None)  # frame of the last call's arguments
             return opened
         return opened + self._framed(choice, kind, text)
 
@@ -117,7 +117,7 @@ class MessagesBuilder(ChatBuilder):
         return MessageEvent(type="content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _visible_parts(self, choice: Choice, delta: TokenDelta) -> list[Part]:
-        """Return the parts of the message that a token delta completes. An empty message has an empty text."""
+        """Return the parts of the message that a token delta completes. A message without parts gets an empty text."""
         parts = self._parts(choice, delta)
         if not self._shows_reasoning:
             parts = [part for part in parts if part.kind is not PartKind.REASONING]
@@ -184,7 +184,7 @@ class MessagesBuilder(ChatBuilder):
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text; an empty object if the text was cut off."""
+    """Parse a JSON object. Return an empty object for any other text, such as one that was cut off."""
     try:
         value = from_json(text)
     except ValueError:

@@ -23,7 +23,7 @@ from service.requests.inflight import Choice, Deltas
 Event: TypeAlias = responses.Completion | responses.ChatCompletionChunk
 ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Body: TypeAlias = responses.Completion | responses.ChatCompletion
-# Text of the events from which events that differ only in their text are made. No model's name contains it.
+# Placeholder in an encoded event, which is encoded once and then reused with other texts. No model's name contains it.
 _ANY_TEXT = uuid.uuid4().hex
 _TEXT = PartKind.TEXT  # an attribute of an enum class takes 10 times as long to read as a global variable (Python 3.11)
 
@@ -32,7 +32,7 @@ class ResponseBuilder(ABC):
     """Builder of the JSON body or the stream events of one response. Keeps state between the events of a stream."""
 
     id_prefix: ClassVar[str]
-    has_timings: ClassVar[bool] = True  # the event that ends the last choice has the times of the request
+    has_timings: ClassVar[bool] = True  # True: the event that ends the last choice has the field `timings`
     encode: Callable[[Any], bytes] = staticmethod(encode_event)  # returns an event as bytes of the stream
     _event_type: ClassVar[type[responses.Completion] | type[responses.ChatCompletionChunk]]
 
@@ -65,7 +65,7 @@ class ResponseBuilder(ABC):
         )
         self._prompt_format = LogprobFormat(tokenizer=tokenizer, num_top=asked.prompt_logprobs or 0)
         self._writers: dict[int, LogprobWriter] = {}  # by the choice's index
-        # By the choice's index: kind of its last plain part, and the bytes of the event before and after each text.
+        # By the choice's index: kind of its last part, and the bytes of that part's event before and after the text.
         self._frames: dict[int, tuple[PartKind, list[bytes]]] = {}
         self._has_opened = False
 
@@ -78,11 +78,11 @@ class ResponseBuilder(ABC):
         """Return the stream events of a token delta; with `is_first`, also the requested data of the prompt."""
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the event of an error that ends a stream which has begun."""
+        """Return the event that reports an error and ends the stream."""
         return encode_event(error.body())
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
-        """Return the encoded stream events of a token delta that is only text, from cached events with another text."""
+        """Return the encoded stream events of a token delta that has only text, without logprobs or an ending."""
         index, kind = choice.index, _TEXT
         if self._new_parser is not None:
             parser = self._parsers.get(index) or self.parser_of(choice)
@@ -90,7 +90,7 @@ class ResponseBuilder(ABC):
                 return b"".join([self._part_event(choice, *part) for part in parser.push(text)])
             kind = plain_kind
         frame = self._frames.get(index)
-        if frame is not None and frame[0] is kind:  # as in `_framed`: two calls fewer, for almost every token
+        if frame is not None and frame[0] is kind:  # `_framed`, inlined for speed: almost every token comes here
             return encode_event(text, b"", b"").join(frame[1])
         return self._part_event(choice, kind, text)
 
@@ -99,7 +99,7 @@ class ResponseBuilder(ABC):
         return self._framed(choice, kind, text)
 
     def _framed(self, choice: Choice, kind: PartKind, text: str) -> bytes:
-        """Return the encoded event of a part that is only text, from the frame of the last part if it has this kind."""
+        """Return the encoded stream event of a text. The bytes around it are cached from the last event of the kind."""
         frame = self._frames.get(choice.index)
         if frame is None or frame[0] is not kind:
             event = self.encode(self._text_event(choice, kind, _ANY_TEXT))
@@ -108,7 +108,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
-        """Return the stream event of a part of this kind."""
+        """Return the stream event of a text: content, reasoning, or name or arguments of a tool call, by its kind."""
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
         """Return the encoded events after the last choice has ended. `usage`: None if the client did not ask for it."""
@@ -241,7 +241,7 @@ class ChatBuilder(ResponseBuilder):
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the stream events of a token delta; with `is_first`, an event with the role `assistant` before them.
 
-        The last event has the delta's logprobs, token ids and ending. A delta without such data and parts has no event.
+        The last event has the delta's logprobs, token ids and end. A delta without parts and such data has no event.
         """
         deltas = [shown for part in self._parts(choice, delta) if (shown := self._delta(choice, part)) is not None]
         shows_tokens = self._shows_ids or self._num_logprobs is not None
@@ -274,7 +274,7 @@ class ChatBuilder(ResponseBuilder):
         if kind is PartKind.REASONING and not self._shows_reasoning:
             return b""
         if kind is PartKind.CALL:
-            self._frames.pop(choice.index, None)  # of the last call's arguments
+            self._frames.pop(choice.index, None)  # frame of the last call's arguments
             return encode_event(self._text_event(choice, kind, text))
         return self._framed(choice, kind, text)
 
@@ -338,9 +338,9 @@ class ChatBuilder(ResponseBuilder):
         return f"call_{digest}" if length is None else digest[:length]
 
     def _finish_fields(self, choice: Choice, finish: Finish | None) -> tuple[ChatFinishReason | None, str | int | None]:
-        """Return the fields `finish_reason` and `stop_reason`. Complete tool calls end with `tool_calls`.
+        """Return the fields `finish_reason` and `stop_reason`. The reason after complete tool calls is `tool_calls`.
 
-        A stop string or stop token of the client may cut a call off. Its completion ends with `stop`.
+        The reason is `stop` if a stop string or stop token of the client ended the completion, perhaps within a call.
         """
         reason, stop = _finish_fields(finish)
         parser = self._parsers.get(choice.index)

@@ -63,7 +63,7 @@ class ResponsesApi:
         return self._run(record, response, is_stream=bool(asked.stream))
 
     def _conversation(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
-        """Return the items of an earlier response, before those of the next request."""
+        """Return the items of the conversation up to the end of an earlier response. Raises an `ApiError`."""
         record = self.store.get(response_id, tenant, param="previous_response_id")
         if not record.is_finished:
             raise InvalidRequest(
@@ -73,7 +73,7 @@ class ResponsesApi:
         return record.conversation()
 
     def _record(self, asked: ResponsesRequest, tenant: str, earlier: list[dict[str, Any]]) -> StoredResponse | None:
-        """Return the record of a new response; None if it is not stored. Raises an `ApiError` if it must not be."""
+        """Return the record of a response to store, else None. Raises an `ApiError` if the store is off or full."""
         if asked.store is False or not self.store.is_on:
             if asked.store or asked.background:
                 param = "store" if asked.store else "background"
@@ -104,7 +104,7 @@ class ResponsesApi:
 
         identity = RequestIdentity(tenant=record.tenant, key=None, path="/v1/responses", digest=b"", timeout=None)
         state = record.body
-        # Clients resume by sequence number. With an Idempotency-Key, the buffer around this one adds ids.
+        # No event ids, since clients resume by sequence number. With an Idempotency-Key, `ResponseStore` adds ids.
         record.events = BufferedResponse(
             make, identity, on_change=check, waste=lambda num_tokens: None, state={}, has_ids=False
         )
@@ -137,7 +137,9 @@ class ResponsesApi:
         """Handle `POST /v1/responses/{response_id}/cancel`. A response that has ended stays as it is."""
         record = self.store.get(response_id, _tenant(request))
         if record.events is None:
-            raise InvalidRequest("only a background response can be cancelled; close the connection of another")
+            raise InvalidRequest(
+                "only a background response can be cancelled; close the connection of any other response"
+            )
         record.cancel()
         return _json(record.body)
 

@@ -51,7 +51,7 @@ class ResponsesBuilder(ChatBuilder):
     """
 
     id_prefix = "resp_"
-    has_timings = False  # the whole response has them
+    has_timings = False  # the last event has the whole response with its timings
 
     def __init__(
         self, asked: GenerationRequest, *, origin: ResponsesRequest, record: StoredResponse | None, **about: Any
@@ -60,12 +60,12 @@ class ResponsesBuilder(ChatBuilder):
         self._echo = {**origin.echo(), "store": record is not None}
         self._record = record
         self._output: list[OutputItem] = []
-        self._open: PartKind | None = None  # kind of the last item, until the item is done
-        self._pieces: list[str] = []  # of the open item's text or arguments
+        self._open: PartKind | None = None  # kind of the open item
+        self._pieces: list[str] = []  # text or arguments of the open item
         self._logprobs_of_item: list[ChatTokenLogprob] = []
         self._unsent_logprobs: list[ChatTokenLogprob] = []
         self._message_tokens: MessageTokens | None = None
-        self._before_delta = b""  # bytes of a delta event of the open item
+        self._before_delta = b""  # encoded delta event of the open item, up to its text
         self._num_events = 0
         self._finish: Finish | None = None
         if self._num_logprobs is not None and self._new_parser is not None and self._chat is not None:
@@ -104,7 +104,7 @@ class ResponsesBuilder(ChatBuilder):
         return encode_event(event, b"event: %b\ndata: " % event.type.encode())
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the event of an error that ends a stream: `error` before the response's first event."""
+        """Store the failed response. Return the last event: `response.failed`, or `error` if no event came before."""
         response = self._response("failed")
         response.error = response_failure(error)
         self._keep(response)
@@ -148,7 +148,7 @@ class ResponsesBuilder(ChatBuilder):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Fields of an event that name the open item and its only part."""
+        """Fields of an event that identify the open item and, except in a function call, its only part."""
         place: dict[str, Any] = {"item_id": self._output[-1].id, "output_index": len(self._output) - 1}
         return place if self._open is PartKind.CALL else {**place, "content_index": 0}
 
@@ -196,11 +196,11 @@ class ResponsesBuilder(ChatBuilder):
         return self._event(f"{_DELTAS[self._open]}.delta", **self._place, delta=text, **logprobs)
 
     def _closed(self, status: ItemStatus) -> list[ModelResponseEvent]:
-        """Return the events that end the open item, if there is one, and write its whole text into the item."""
+        """End the open item with this status. Return its last events, with its whole text; [] if no item is open."""
         if self._open is None:
             return []
         kind, index = self._open, len(self._output) - 1
-        # Tokens without text of their own, such as the rest of a stop string.
+        # Logprobs of tokens that added no text, such as the rest of a stop string.
         events = [self._delta_event("")] if kind is PartKind.TEXT and self._unsent_logprobs else []
         place, whole = self._place, self._whole(status)
         self._output[-1] = whole
@@ -218,7 +218,7 @@ class ResponsesBuilder(ChatBuilder):
         return events
 
     def _part(self, text: str, logprobs: list[ChatTokenLogprob]) -> OutputText | ReasoningText | None:
-        """Return the open item's only part with a text; None for a function call."""
+        """Return a content part with this text, for the open item; None for a function call, which has no parts."""
         match self._open:
             case PartKind.TEXT:
                 return OutputText(text=text, logprobs=logprobs)
@@ -228,7 +228,7 @@ class ResponsesBuilder(ChatBuilder):
                 return None
 
     def _whole(self, status: ItemStatus) -> OutputItem:
-        """Return the open item with its text so far."""
+        """Return a copy of the open item with its text so far and this status."""
         item, text = self._output[-1], "".join(self._pieces)
         match item:
             case OutputMessage():
@@ -242,7 +242,7 @@ class ResponsesBuilder(ChatBuilder):
                 )
 
     def _response(self, status: ResponseStatus) -> ModelResponse:
-        """Return the response so far."""
+        """Return the response so far, with this status."""
         output = list(self._output)
         if self._open is not None:
             output[-1] = self._whole("in_progress" if status == "in_progress" else "incomplete")
@@ -285,11 +285,14 @@ class MessageTokens:
     def __init__(self, parser: OutputParser, decoder: StreamDecoder) -> None:
         self._parser = parser
         self._decoder = decoder
-        self._undecided: list[ChatTokenLogprob] = []  # since the last part, such as the beginning of a mark
+        self._undecided: list[ChatTokenLogprob] = []  # tokens since the last part, such as the beginning of a mark
         self._is_text = False  # the last part was text
 
     def select(self, token_ids: list[int], entries: list[ChatTokenLogprob], *, is_end: bool) -> list[ChatTokenLogprob]:
-        """Return the entries of the message's tokens among the next tokens, and those held back before."""
+        """Filter the entries of the next tokens. An entry waits until the parser shows if its token is message text.
+
+        Returns the entries of message text that are decided now, with those of earlier calls that had to wait.
+        """
         found: list[ChatTokenLogprob] = []
         for token_id, entry in zip(token_ids, entries, strict=True):
             is_reasoning = self._parser.may_reason
@@ -301,7 +304,7 @@ class MessageTokens:
         return [*found, *self._decided({part.kind for part in self._parser.flush()}, is_end=True)] if is_end else found
 
     def _decided(self, kinds: set[PartKind], *, is_end: bool = False) -> list[ChatTokenLogprob]:
-        """Return the undecided entries if parts of these kinds make them text. At the end, the last part decides."""
+        """Return the undecided entries if they are text, by the kinds of new parts; at the end, by the last part."""
         if not kinds and not is_end:
             return []
         self._is_text = PartKind.TEXT in kinds if kinds else self._is_text

@@ -40,7 +40,8 @@ from service.protocol.scores import (
 )
 from service.requests.inflight import Choice, InflightRequest
 
-# Maximum prompt tokens of a request, about as many as a body of 2 MiB can hold. A query counts for each document.
+# Maximum prompt tokens of all pairs of a request, about as many as a body of 2 MiB can hold. Without this limit, one
+# long query with many documents would have far more.
 _MAX_TOKENS = 2**21
 
 # Function from the scores and the token counts to the response body.
@@ -121,7 +122,7 @@ class Scores:
         ]
 
     def _yes_no_choices(self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float) -> list[Choice]:
-        """Return a sequence for each pair, which must say yes."""
+        """Return a sequence for each pair of texts, which can generate only the token `yes`."""
         processor, rerank = self._context.processor, self._context.served.rerank
         assert rerank is not None
         room = processor.max_context_length - 1
@@ -179,8 +180,8 @@ class SimilarityBody(ScoreBody):
 class YesNoBody(ScoreBody):
     """Response with probabilities of yes.
 
-    Each sequence must say yes, and reports its logprob beside the most likely tokens. If `no` is not one of these
-    tokens, a second sequence must say no.
+    The sequence of a pair can generate only `yes`, and reports the logprobs of `yes` and of the most likely tokens. If
+    `no` is not among these tokens, a second sequence, which can generate only `no`, reports the logprob of `no`.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ def _choice(index: int, submit: Submit) -> Choice:
 
 
 def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: float) -> Submit:
-    """Return the command to compute the logprob of one token after a prompt, and of the most likely tokens."""
+    """Return the command to generate the token `answer_id` after a prompt, with the most likely tokens' logprobs."""
     params = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS, allowed_token_ids=(answer_id,)
     )

@@ -156,18 +156,18 @@ def _check_ids(path: Path) -> tuple[int, set[int]]:
 
 @dataclass(eq=False)
 class BatchOutput:
-    """Output file. Every line is written and flushed at once. `num_lines`, `num_failed`: lines, earlier ones included.
+    """Output file, flushed line by line. `num_lines`, `num_failed`: lines in the file, those of earlier runs included.
 
-    A line failed if it has an error, or if its response's status is not 200. The error of an input line that had no
-    custom_id, and is corrected now, does not count.
+    A line failed if it has an error, or if its response's status is not 200. An earlier run may have written the error
+    of an input line without a custom_id. This error does not count if the input line has a custom_id now.
     """
 
     _file: BinaryIO
-    _bad_now: set[int]  # numbers of the input lines that have no custom_id now
+    _bad_now: set[int]  # numbers of the input lines without a custom_id
     num_lines: int = 0
     num_failed: int = 0
     _ids: set[str] = field(default_factory=set)
-    _bad_lines: set[int] = field(default_factory=set)  # numbers of input lines without a custom_id
+    _bad_lines: set[int] = field(default_factory=set)  # input lines without a custom_id whose error is in the file
 
     @classmethod
     def open(cls, path: Path, bad_lines: set[int]) -> "BatchOutput":

@@ -80,7 +80,7 @@ class BatchClient:
             try:
                 if connection.sock is None:
                     connection.connect()
-                if self._is_cancelled.is_set():  # `cancel` has not seen a connection made since
+                if self._is_cancelled.is_set():  # `cancel` ends only connections that it has seen
                     break
                 connection.request("POST", path, content, headers)
                 response = connection.getresponse()

@@ -97,12 +97,12 @@ class ChatSession:
     def send(self, text: str) -> None:
         """Add a message of the user to the conversation and stream the answer."""
         if self.messages and self.messages[-1]["role"] == "user":
-            self.messages.pop()  # it was not answered, and many templates reject two user messages in a row
+            self.messages.pop()  # the unanswered message: many templates reject two user messages in a row
         self.messages.append({"role": "user", "content": text})
         self.answer()
 
     def answer(self) -> None:
-        """Stream an answer to the conversation. Ctrl-C ends the answer, and what arrived of it stays."""
+        """Stream an answer to the conversation. Ctrl-C ends the answer, and the part that arrived stays."""
         body = {"model": self.model, "messages": self._all_messages(), **self.settings.sampling()}
         text, started, first = "", time.monotonic(), None
         is_thinking, is_stopped = False, False
@@ -132,7 +132,7 @@ class ChatSession:
             self._note("[stopped]")
 
     def _stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the deltas of an answer. Wait and retry while the server is busy, as long as it asks for."""
+        """Yield the deltas of an answer. If the server is busy, wait for the time that it asks for, and retry."""
         for attempt in range(MAX_RETRIES + 1):
             try:
                 yield from self.client.stream(body)

@@ -28,7 +28,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 _COLLECTOR = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
-# Environment variables of other projects' standards that set a field, unless Kvasir's own variable does.
+# Standard environment variables of OpenTelemetry, by field. Kvasir's own variable of the field takes precedence.
 _STANDARD_VARIABLES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 # Environment variables of torch's libraries, set before torch is imported. A value of the environment takes precedence.
 LIBRARY_ENVIRONMENT = {

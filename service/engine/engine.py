@@ -281,7 +281,7 @@ class Engine:
     def _stats(
         self, plan: StepPlan, batch_size: int, num_tokens: list[int], num_failed: int, seconds: float
     ) -> StepStats:
-        """Return a step's statistics for the metrics. `num_tokens`: of each sequence with new tokens, their number."""
+        """Return a step's statistics for the metrics. `num_tokens`: new tokens of each sequence that got any."""
         num_blocks, num_free = self._config.num_blocks, self._scheduler.num_free_blocks
         drafts = [len(chunk.draft) for chunk in plan.chunks if chunk.draft]
         return StepStats(

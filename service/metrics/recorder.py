@@ -45,7 +45,7 @@ TTFT_OBJECTIVE_SECONDS: Final = 0.5
 TPOT_OBJECTIVE_SECONDS: Final = 0.05
 # Gauges of the last step, which a worker's death drops.
 _ENGINE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "max_num_requests_running")
-# Number of buffered steps that are written without waiting for a scrape.
+# Number of buffered steps at which they are written to the metrics, without waiting for a scrape.
 _MAX_BUFFERED = 1000
 
 

@@ -29,7 +29,7 @@ class ChatFormat:
     reasoning: marks around the model's reasoning; None: the model does not reason.
     tools_go_to: place from which the chat template reads the tools: the variable `tools`, or the field `tools` of the
         system message, as JSON text (Phi-4-mini). text: the template has no tools, so Kvasir writes them into messages.
-    is_plain: the model has no chat template and --tool-format no value, so the model was not trained for tools.
+    is_plain: the model has no chat template, and --tool-format is auto: the model was not trained for tools.
     arguments_are_text: the template expects the arguments of past calls as JSON text, not as an object.
     variables: names of variables that the template reads.
     mark_ids: ids of the marks that are single tokens of the tokenizer.
@@ -44,7 +44,7 @@ class ChatFormat:
     mark_ids: Mapping[str, int] = field(default_factory=dict)
 
     def new_parser(self, schemas: Sequence[ToolSchema], is_reasoning: bool | None) -> Callable[[], OutputParser] | None:
-        """Return a function that returns a parser of one completion; None if whole completions are text.
+        """Return a function that returns a parser of one completion; None if every completion is plain text.
 
         schemas: tools that the completion may call.
         is_reasoning: see `OutputParser`.

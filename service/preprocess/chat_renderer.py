@@ -78,7 +78,7 @@ class ChatPrompts:
         )
 
     async def plan(self, asked: ChatCompletionRequest) -> ChatPlan:
-        """Prepare a chat request for the engine. Raises an `ApiError`, as `encode`."""
+        """Prepare a chat request for the engine. Raises the errors of `encode`, and InvalidRequest."""
         form = self._form
         tools, must_call = asked.callable_tools
         strict = next((tool.function.name for tool in tools if tool.function.strict), None)

@@ -117,9 +117,10 @@ class RequestProcessor:
         return choices
 
     def _asked_length(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[str, int | None, str]:
-        """Return the field of the maximum length, its value, and the end of the error about a prompt without room.
+        """Return the name and value of the field with the maximum tokens of a completion, and a clause for an error.
 
-        The value is None if neither the request nor the checkpoint sets a length: the rest of the context.
+        The value is None if neither the request nor the checkpoint sets one: the completion may fill the context. The
+        clause ends the error about a prompt that leaves too little room for the completion.
         """
         is_new = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
         param = "max_completion_tokens" if is_new else "max_tokens"
@@ -272,7 +273,7 @@ class RequestProcessor:
             )
 
     def parsing_special(self, asked: bool | None) -> Self:
-        """Return this processor with the value of a request's field `parse_special`, unless it is None."""
+        """Return a processor with a request's value of `parse_special`; this processor if the value is None."""
         return self if asked is None else dataclasses.replace(self, parse_special=asked)
 
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:

@@ -191,7 +191,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 def _adds_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
-    """Return `asked`; if it is None, True unless the final message is continued. Raises InvalidRequest for both."""
+    """Return `asked`; if it is None, return True unless the final message is continued. Raises InvalidRequest."""
     if asked and continue_final_message:
         raise InvalidRequest(
             "add_generation_prompt and continue_final_message must not both be true; leave out one of them",

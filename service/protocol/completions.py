@@ -103,12 +103,12 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: Annotated[bool | None, Field(description="false: special tokens add their names")] = True
     spaces_between_special_tokens: Annotated[bool | None, Field(description="no effect")] = True
     detokenize: Annotated[Any, Unsupported(True)] = None
-    # Older names of `structured_outputs` in vLLM.
+    # Older fields of vLLM, which `structured_outputs` has replaced.
     guided_json: Schema | str | None = None
     guided_regex: GuidedRegex | None = None
     guided_choice: GuidedChoice | None = None
     guided_grammar: GuidedGrammar | None = None
-    # Beam search is not served, and its fields are accepted without it.
+    # Fields of beam search, which is not supported. Values that ask for no beam search are accepted.
     use_beam_search: Annotated[Any, Unsupported(False)] = None
     length_penalty: Annotated[Any, Unsupported(1, 1.0)] = None
     early_stopping: IGNORED = None
@@ -179,7 +179,7 @@ class GenerationRequest(RequestModel):
 
     @property
     def fits_context(self) -> bool:
-        """True if a maximum length beyond the context means the rest of the context, instead of an error."""
+        """True if a maximum length beyond the context is lowered to the rest of the context, instead of an error."""
         return False
 
     @property
@@ -200,7 +200,7 @@ class CompletionRequest(GenerationRequest):
     suffix: Annotated[str | None, Field(description="text after the completion, for models with FIM tokens")] = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for `best_of` under `n` or in a stream, and for fields that `suffix` excludes."""
+        """Raise InvalidRequest for `best_of` below `n` or in a stream, and for fields that `suffix` excludes."""
         super().check_fields()
         if self.num_samples < self.value("n"):
             raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}; raise best_of", param="best_of")

@@ -61,7 +61,7 @@ class PlacedBlock:
         return value
 
     def check_type(self, types: Sequence[str], where: str) -> None:
-        """Raise InvalidRequest unless the block's type is one of `types`, which `where` may contain."""
+        """Raise InvalidRequest unless the block's type is one of `types`. `where` names the message in the error."""
         if self.block.type in types:
             return
         if self.block.type in ("image", "document", "search_result"):
@@ -87,13 +87,13 @@ class PlacedBlock:
 
 
 class ConversationMessage(RequestModel):
-    """Field `messages[]`. Messages of one role in a row are one turn."""
+    """Field `messages[]`. Consecutive messages of the same role are one turn."""
 
     role: Literal["system", "user", "assistant"]
     content: str | Annotated[list[ContentBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     def placed_blocks(self, place: str) -> list[PlacedBlock]:
-        """Return the blocks of the content. A string is one text block."""
+        """Return the blocks of this message's content. Content that is a string becomes one text block."""
         return _placed(self.content, f"{place}.content")
 
 
@@ -158,7 +158,7 @@ class OutputConfig(RequestModel):
 
 
 class MessagesChat(ChatCompletionRequest):
-    """Chat completion request that generates a message. A message ends at the context's end if that comes first."""
+    """Chat completion request that generates a message. Its `max_tokens` may exceed the context."""
 
     @property
     def fits_context(self) -> bool:
@@ -191,7 +191,7 @@ class CountTokensRequest(RequestModel):
     mcp_servers: Annotated[Any, Unsupported([])] = None
     container: Annotated[Any, Unsupported()] = None
     thread: Annotated[Any, Field(description="rejected; Anthropic's SDK then sends whole conversations")] = None
-    # Fields that change nothing here.
+    # Fields that are accepted and ignored.
     metadata: IGNORED = None
     service_tier: IGNORED = None
     cache_control: IGNORED = None
@@ -201,7 +201,7 @@ class CountTokensRequest(RequestModel):
     diagnostics: IGNORED = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for a thread."""
+        """Raise ThreadUnsupported for a request that continues a thread, a conversation held by the server."""
         if self.thread is not None:
             message = "thread is not supported: this server holds no conversations; leave it out"
             raise ThreadUnsupported(message, param="thread")
@@ -228,7 +228,7 @@ class CountTokensRequest(RequestModel):
         return chat
 
     def _reasoning_fields(self) -> dict[str, Any]:
-        """Return the fields of a chat completion request that switch and limit reasoning."""
+        """Return the chat completion fields that turn reasoning on or off, limit reasoning, or hide it."""
         effort = None if self.output_config is None else self.output_config.effort
         if self.thinking is None:
             return {"reasoning_effort": effort}
@@ -284,7 +284,7 @@ def _placed(content: str | Sequence[ContentBlock], place: str) -> list[PlacedBlo
 
 
 def _text(blocks: Sequence[PlacedBlock], where: str) -> str:
-    """Return the texts of text blocks, joined by line breaks."""
+    """Return the texts of text blocks, joined by line breaks. Raises InvalidRequest for a block of another type."""
     for each in blocks:
         each.check_type(["text"], where)
     return "\n".join(each.get("text") for each in blocks)
@@ -364,7 +364,7 @@ class ThinkingTokens(msgspec.Struct, kw_only=True):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts. The prompt has `input_tokens` and, found in the prefix cache, `cache_read_input_tokens`.
+    """Token counts. Of the prompt, `cache_read_input_tokens` were in the prefix cache, and `input_tokens` were not.
 
     In `message_start`, `input_tokens` is the whole prompt, since the prefix cache has not been read yet.
     """
@@ -468,7 +468,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# Fields of chat completions in messages of errors, and what they are called here.
+# Chat completion fields that error messages name, and the names of the same fields in the Messages API.
 _RENAMED = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "thinking_token_budget": "thinking.budget_tokens",
@@ -492,7 +492,7 @@ def messages_error(error: ApiError, request_id: str | None) -> MessagesErrorBody
 
 
 def message_usage(usage: responses.Usage) -> MessageUsage:
-    """Return a request's token counts in Anthropic's form, in which cached tokens are no input tokens."""
+    """Return a request's token counts in Anthropic's form, in which `input_tokens` excludes cached tokens."""
     details = usage.prompt_tokens_details
     cached = 0 if isinstance(details, UnsetType) else details.cached_tokens
     reasoning = usage.completion_tokens_details

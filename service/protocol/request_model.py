@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from service.config.validation_messages import reword, unknown_field
 from service.protocol.errors import InvalidRequest
 
-# Similarity of two names, from 0 to 1, from which an unknown field is taken for a misspelt known one.
+# Minimum similarity of two names, from 0 to 1, at which an unknown field counts as a misspelt known field.
 _LEAST_SIMILARITY = 0.8
 _MAX_FOREIGN_FIELDS = 32  # different names of ignored unknown fields in a request
 _INDEX = re.compile(r"\[\d+\]")
@@ -63,7 +63,7 @@ IGNORED = Annotated[Any, Ignored()]
 
 
 def _close_schema(schema: dict[str, Any], model: type["RequestModel"]) -> None:
-    """Add to a model's JSON Schema whether unknown fields are accepted."""
+    """Set `additionalProperties` in a model's JSON Schema: false if unknown fields are rejected."""
     schema["additionalProperties"] = model.IGNORES_UNKNOWN
 
 
@@ -76,7 +76,7 @@ class RequestModel(BaseModel):
     )
     # Error messages of fields with a union type, for which pydantic reports one error per branch.
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {}
-    # Names of fields in other APIs, by which a client may mean a field of this one.
+    # Names of fields in other APIs, and the fields with this meaning here. An error suggests the field.
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
     # Ignore unknown fields, unless a field's name is almost that of a known field.
     IGNORES_UNKNOWN: ClassVar[bool] = False
@@ -126,11 +126,11 @@ class RequestModel(BaseModel):
 
 
 def _find_unknown_field(model: RequestModel, foreign: set[str], prefix: str = "") -> str | None:
-    """Return the first unknown field that is an error. `foreign`: names found so far that may be ignored."""
+    """Return the first unknown field that is an error. `foreign`: names ignored so far; this call adds to them."""
     for name in model.__pydantic_extra__ or ():
         if name in foreign:
             continue
-        # A comparison of names takes 0.1 ms.
+        # A comparison takes 0.1 ms, so each name is compared once, and the number of names is limited.
         is_typo = difflib.get_close_matches(name[:100], type(model).model_fields, n=1, cutoff=_LEAST_SIMILARITY)
         if not model.IGNORES_UNKNOWN or is_typo or len(foreign) >= _MAX_FOREIGN_FIELDS:
             return prefix + name[:100]
@@ -158,7 +158,7 @@ def _ignored_names(model: type[RequestModel]) -> frozenset[str]:
 
 
 def _nested_models(model: RequestModel, prefix: str) -> list[tuple[str, "RequestModel"]]:
-    """Return the request models inside a model's fields, each with the beginning of its fields' names."""
+    """Return the request models inside a model's fields, each with its prefix of field names, such as `tools[0].`."""
     found: list[tuple[str, RequestModel]] = []
     values = model.__dict__
     for name in model.__pydantic_fields_set__:

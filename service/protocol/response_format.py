@@ -64,7 +64,7 @@ class ResponseFormat(RequestModel):
 GuidedRegex = Annotated[str, Field(min_length=1, max_length=16_000)]
 GuidedChoice = Annotated[list[Word], Field(min_length=1, max_length=1024, fail_fast=True)]
 GuidedGrammar = Annotated[str, Field(min_length=1, max_length=64_000)]
-# Request fields with an older name of a field of `structured_outputs`, by kind of constraint.
+# Older request fields of vLLM, each replaced by a field of `structured_outputs`, with their kinds of constraint.
 GUIDED: dict[str, ConstraintKind] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -98,7 +98,7 @@ class StructuredOutputs(RequestModel):
 
 
 def guided_constraint(param: str, content: Any) -> OutputConstraint:
-    """Return the output constraint in the request field `param` of `GUIDED`. Raises InvalidRequest for a bad schema."""
+    """Return the output constraint in a request field of `GUIDED`, `param`. Raises InvalidRequest for a bad schema."""
     kind = GUIDED[param]
     return OutputConstraint(kind, _checked_schema(content, param) if kind == "json" else content, param)
 

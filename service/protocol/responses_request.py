@@ -45,7 +45,7 @@ _SAME_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "parallel_tool_calls", "user"),
     *("priority", "timeout", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
 )
-# Names of chat completion fields in error messages, by which the fields of a response request are meant.
+# Patterns of chat completion fields that errors name, and the names of the same fields in a response request.
 _RENAMED = {
     r"response_format(\.json_schema)?": "text.format",
     "messages": "input",
@@ -55,7 +55,7 @@ _RENAMED = {
 
 
 def _only(remedy: str, *kinds: str) -> BeforeValidator:
-    """Return a validator that rejects objects of a `type` other than `kinds`, by name."""
+    """Return a validator that rejects objects whose `type` is not in `kinds`. The error ends with the remedy."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -338,7 +338,7 @@ class ResponsesRequest(RequestModel):
     prompt: Annotated[Any, Unsupported()] = None
     context_management: Annotated[Any, Unsupported([])] = None
     moderation: Annotated[Any, Unsupported()] = None
-    # Fields of chat completions, which OpenAI's Responses API lacks.
+    # Fields of chat completions that OpenAI's Responses API lacks.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -362,7 +362,7 @@ class ResponsesRequest(RequestModel):
 
     @property
     def items(self) -> Sequence[InputItem]:
-        """Items of the field `input`. A text is the message of a user."""
+        """Items of the field `input`. An input that is a string becomes one message of the user."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return self.input
@@ -513,7 +513,7 @@ def _named(function: ChosenFunction) -> NamedToolChoice:
 
 
 def _dumped(value: RequestModel | str | None) -> Any:
-    """Return a field of the request as JSON, without null."""
+    """Return a field of the request as a JSON value without null members; {} for a missing field."""
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, RequestModel) else value or {}
 
 

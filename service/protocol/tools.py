@@ -28,7 +28,7 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = None
 
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Return the JSON Schema of the arguments. Arguments that it does not name are not allowed, unless it says so.
+        """Return the JSON Schema of the arguments. By default, it allows only the arguments in `properties`.
 
         Raises:
             InvalidRequest: the schema does not describe an object.
@@ -104,7 +104,7 @@ class CalledFunction(RequestModel):
     def parsed_arguments(self) -> dict[str, Any] | None:
         """Return the arguments as an object; None: they are something else, or hold over 20,000 lists and objects.
 
-        Of a call that ended at `max_tokens`, the object has the values up to there.
+        If the call was cut off at `max_tokens`, the object has the values before the cut.
         """
         if self.arguments.count("[") + self.arguments.count("{") > MAX_CONTAINERS:
             return None  # parsing would delay other streams

@@ -120,7 +120,10 @@ class EngineClient:
             request.fail(error)
 
     def expire(self, now: float, *, is_stalled: bool) -> None:
-        """Fail requests past their queue deadline that have not begun; with a stalled worker, all without a token."""
+        """Fail the requests that wait beyond their queue deadline.
+
+        A request that the worker has begun to compute fails only if the worker is stalled and no token has arrived.
+        """
         for request in self._requests:
             deadline = request.terms.deadline(request.arrival_seconds)
             has_expired = deadline is not None and deadline < now and not (request.has_started or request.has_failed)

@@ -62,7 +62,7 @@ class BufferedResponse:
         *,
         on_change: Callable[["BufferedResponse"], None],  # called when the response ends, and when a reader leaves
         waste: Callable[[int], None],  # gets the number of tokens that were generated and sent to no client
-        state: dict[str, Any],  # of the request that starts the response
+        state: dict[str, Any],  # `request.state` of the request that starts the response
         has_ids: bool = True,  # the events of a stream get ids, by which a client resumes the stream
     ) -> None:
         self.id = uuid.uuid4().hex

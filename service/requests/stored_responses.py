@@ -102,7 +102,7 @@ class StoredResponses:
         return self._keep_seconds > 0
 
     def check_room(self, record: StoredResponse) -> None:
-        """Raise an `ApiError` if a new response does not fit, even without all ended responses."""
+        """Raise an `ApiError` if a new response would not fit even after all ended responses were discarded."""
         needed, running = record.num_bytes, sum(each.num_bytes for each in self._running.values())
         if needed > self._max_bytes:
             raise InvalidRequest(

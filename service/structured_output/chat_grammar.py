@@ -17,13 +17,14 @@ def chat_grammar(
     eos_token_ids: Sequence[int],
     grammar_of: Callable[[Mapping[str, Any]], str],
 ) -> str:
-    """Return the grammar of a chat completion. `content` is made by `service.preprocess.chat_plan`, with the keys:
+    """Return the grammar of a chat completion. `content` has these keys, see `ChatPrompts`:
 
         reasoning: name of the reasoning format, or None.
         is_reasoning: see `model.chat.output_parser.OutputParser`.
         max_reasoning_tokens: maximum tokens of the reasoning, or None.
         tool_format, tools: name of the format, and name, parameters and `lenient` of each tool that may be called.
-        must_call, is_parallel: the completion must call a tool; may call several.
+        must_call: the completion must call a tool.
+        is_parallel: the completion may call several tools.
         body: output constraint of the text, as `{"kind", "content", "lenient"}`, or None.
 
     Args:
@@ -49,7 +50,7 @@ def chat_grammar(
 
 
 def _calls(document: LarkDocument, content: Mapping[str, Any], body: str | None) -> str:
-    """Return the expression of tool calls, and unless a call is demanded, of text or the output format instead."""
+    """Return the Lark expression of tool calls. Without `must_call`, text or the output format is allowed too."""
     form = TOOL_FORMATS[content["tool_format"]]
     tools = []
     for tool in content["tools"]:
@@ -68,7 +69,7 @@ def _reasoning(
     mark_ids: Mapping[str, int],
     eos_token_ids: Sequence[int],
 ) -> str:
-    """Return the expression of reasoning after its opening mark, up to and including its closing mark."""
+    """Return the Lark expression of reasoning after its opening mark, up to and including its closing mark."""
     if max_tokens is None:
         return document.until(reasoning.closing)
     closing = mark_ids.get(reasoning.closing)

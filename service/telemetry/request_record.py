@@ -171,7 +171,7 @@ def _trace_context(scope: Scope) -> dict[str, str]:
 def _generation(delivery: Delivery) -> Generation:
     """Return the engine's part of a request, from the choices and token times of its `Delivery`."""
     choices = delivery.choices
-    prompts = {choice.prompt_index: choice for choice in reversed(choices)}.values()  # the first sample of each
+    prompts = {choice.prompt_index: choice for choice in reversed(choices)}.values()  # first sample of each prompt
     finishes = [choice.finish for choice in choices if choice.finish is not None]
     earliest = min(finishes, key=lambda finish: finish.queue_seconds + finish.prefill_seconds, default=None)
     slowest = max(finishes, key=lambda finish: finish.decode_seconds, default=None)
