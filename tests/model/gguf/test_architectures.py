@@ -12,7 +12,7 @@ from model.checkpoint.manifest import read_manifest
 from model.checkpoint.weights import read_weights
 from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.files import CheckpointError
-from model.nn.linear import GroupedLinear
+from model.nn.linear import GroupedLinear, QuantizedEmbedding
 from model.nn.transformer import Transformer
 from tests.families.models import CASES, GEMMA_ROPES, load
 from tests.families.test_parity import LENGTHS, TOLERANCE, difference, texts
@@ -49,10 +49,12 @@ def load_as_floats(path: Path) -> Transformer:
     return model.eval().requires_grad_(False)
 
 
-def with_float_inputs(model: Transformer) -> Transformer:
-    """Replace quantized matrices, which round their inputs to 8 bits, by matrices of the same weights in float32."""
+def with_float_weights(model: Transformer) -> Transformer:
+    """Replace quantized matrices, which round weights or inputs to 8 bits, by the stored weights in float32."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, GroupedLinear) and not name.startswith("token_embedding"):
+        if isinstance(module, QuantizedEmbedding) and isinstance(module.linear, GroupedLinear):
+            model.set_submodule(name, torch.nn.Embedding.from_pretrained(module.linear.weight.dense()))
+        elif isinstance(module, GroupedLinear) and not name.startswith("token_embedding"):
             weight_FI = module.weight.dense()
             linear = torch.nn.Linear(weight_FI.shape[1], weight_FI.shape[0], bias=module.bias_F is not None)
             linear.weight.data = weight_FI
@@ -74,7 +76,7 @@ def test_logits_of_every_type_equal_those_of_the_dequantized_model(tmp_path: Pat
     path = write_model(tmp_path / "m.gguf", model := CASES[case].build(**WIDE), type_name=type_name)
     assert_parity(load_as_floats(path), as_file(path, model))
     if type_name != "Q6_K":  # whose groups are rounded to 8 bits, see test_grouped.py
-        assert_parity(with_float_inputs(load(path)), model, 10 * TOLERANCE)
+        assert_parity(with_float_weights(load(path)), model, 10 * TOLERANCE)
     manifest = read_manifest(path)
     is_quantized = manifest.quantization is not None and manifest.quantization.text.endswith(f"from GGUF's {type_name}")
     assert is_quantized == (TENSOR_TYPES[type_name].is_quantized)
@@ -102,7 +104,7 @@ def test_parts_of_different_types_get_the_widest(
     ours = load(path)
     linear = ours.get_submodule("layers.0.attention.qkv")
     assert (linear.weight.bits if isinstance(linear, GroupedLinear) else None) == bits
-    assert_parity(with_float_inputs(ours), model, 10 * TOLERANCE)
+    assert_parity(with_float_weights(ours), model, 10 * TOLERANCE)
 
 
 def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
