@@ -1,6 +1,6 @@
 """Copies of config.json of public checkpoints, and the number of parameters on their model cards.
 
-tests/data/published_configs.json has more of them. Each entry names the model, and as its origin the copy that was read:
+tests/data/published_configs.json has more. Each entry names the model, and as its origin the copy that was read:
 copies in public repositories may differ from the model's own file. A number of parameters that is not known is null.
 """
 
