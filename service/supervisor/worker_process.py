@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import connection
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +20,7 @@ from model.system.c_library import adopt_orphans
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from service.worker.worker import main; main{arguments!r}"
 _REPORT_BYTES = 16  # maximum length of a process id
+_REPORT_SECONDS = 1.0  # longest wait for the process id of a standby that a killed worker was forking
 
 
 class WorkerProcess:
@@ -33,6 +35,7 @@ class WorkerProcess:
         self._socket, self._pid = control, pid
         self._has_imported = False
         self._exitcode: int | None = None
+        self._is_reaped = False
 
     @classmethod
     def start(cls, checkpoint: Path | None) -> Self:
@@ -96,15 +99,21 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the worker process and its child processes, such as compilers, which are one process group."""
         self._read_report()
-        if self._exitcode is None and self._pid is not None:
+        if self._pid is not None and not self._is_reaped:
             with suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the worker process and wait for its end. A standby that is being forked ends without its socket."""
+        """Kill the worker process and its child processes, and wait for their ends. Main has adopted the children."""
+        if self._pid is None and self._exitcode is None:  # a standby that is being forked: it reports its id, or ends
+            connection.wait([self._socket], _REPORT_SECONDS)
         self.kill()
-        if self._exitcode is None and self._pid is not None:
+        if self._pid is not None and not self._is_reaped:
             self._wait(0)
+            with suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-self._pid, 0)
+            self._is_reaped = True
         self._socket.close()
 
     def _read_report(self) -> None:
@@ -122,7 +131,8 @@ class WorkerProcess:
                 self._exitcode = -signal.SIGKILL
 
     def _wait(self, options: int) -> None:
+        """Set the exit code once the process has ended. Its process id stays reserved until `close`."""
         assert self._pid is not None
-        pid, status = os.waitpid(self._pid, options)
-        if pid:
-            self._exitcode = os.waitstatus_to_exitcode(status)
+        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | options)
+        if ended is not None:
+            self._exitcode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

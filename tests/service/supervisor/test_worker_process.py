@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,23 @@ def test_standby_of_a_worker_that_dies_before_its_order_has_ended(tmp_path: Path
     assert not standby.has_imported()
     for process in (standby, worker):
         process.close()
+
+
+@pytest.mark.parametrize("milliseconds", [0, 2, 5, 10])
+def test_no_process_is_left_of_a_worker_killed_while_it_forks_a_standby(tmp_path: Path, milliseconds: int) -> None:
+    lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
+    order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
+    worker = WorkerProcess.start(tmp_path)
+    wait_until(worker.has_imported)
+    standby = worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=True)
+    assert standby is not None
+    time.sleep(milliseconds / 1000)
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: worker.exitcode is not None)
+    for process in (worker, standby):
+        process.close()
+    assert not [child for child in psutil.Process().children() if child.name().startswith("kvasir-")]
+    channel.close()
 
 
 def test_worker_that_dies_before_its_order_has_an_exit_code(tmp_path: Path) -> None:
