@@ -15,9 +15,9 @@ from model.evaluation.likelihood import evaluate
 from model.evaluation.prompts import PROMPTS, Prompt, PromptKind, prompt_ids, read_template
 from model.nn.reference_generate import generate
 from model.nn.transformer import Transformer
-from model.sampling.generation_config import read_generation_config
 from model.sampling.params import SamplingParams
 from model.tokenizer.byte_level import ByteLevelTokenizer, load_native
+from model.tokenizer.generation_config import read_generation_config
 from model.training.config import load_train_config
 from tests.model.tokenizer.texts import stories
 

@@ -21,9 +21,9 @@ from model.io.files import CheckpointError, write_json, writing
 from model.nn.grouped_weight import GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding, StackedLinear, make_grouped_linear
 from model.nn.transformer import Transformer
-from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
+from model.tokenizer.generation_config import GENERATION_CONFIG_FILE
 
 EMBEDDING = "token_embedding.weight"
 # Matrices that every kind of packing replaces.

@@ -41,10 +41,10 @@ from model.io.files import (
     write_json,
 )
 from model.io.safetensors_header import WEIGHT_DTYPES
-from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import RANKS_FILE, SPEC_FILE
 from model.tokenizer.files import load_tokenizer
+from model.tokenizer.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.interface import Tokenizer
 
 CONFIG_FILE = "config.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 from model.gguf.container import GgufFile, is_gguf, read_gguf
 from model.io.files import CheckpointError, parsing, read_json
-from model.sampling.generation_config import GENERATION_CONFIG_FILE, read_generation_config, token_ids
+from model.tokenizer.generation_config import GENERATION_CONFIG_FILE, read_generation_config, token_ids
 from model.tokenizer.interface import TokenizerError
 
 CONFIG_FILE = "config.json"

@@ -5,8 +5,8 @@ import sys
 import time
 
 from model.checkpoint.manifest import read_manifest
-from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.sampling.params import SamplingParams
+from model.tokenizer.generation_config import generation_config_path
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import GenerateSettings, SettingsError, context_length
 from service.engine.engine import create_submit
@@ -21,8 +21,8 @@ def main(settings: GenerateSettings) -> int:
     tokenizer = manifest.verify()
     defaults = read_defaults(settings, manifest.directory)
     if defaults.ignored:
-        names = ", ".join(defaults.ignored)
-        print(f"kvasir generate: warning: {GENERATION_CONFIG_FILE}: {names}: not supported, ignored", file=sys.stderr)
+        file, names = generation_config_path(manifest.directory).name, ", ".join(defaults.ignored)
+        print(f"kvasir generate: warning: {file}: {names}: not supported, ignored", file=sys.stderr)
     submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
     engine, facts = build_engine(settings, manifest)
     begun = time.monotonic()

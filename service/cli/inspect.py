@@ -12,9 +12,9 @@ from model.checkpoint.manifest import Manifest, read_manifest
 from model.config import ModelConfig
 from model.config_enums import NormKind, PositionKind
 from model.inspect import parameter_counts
-from model.sampling.generation_config import read_generation_config
 from model.tokenizer.export import export_tokenizer as write_tokenizer
 from model.tokenizer.files import load_tokenizer
+from model.tokenizer.generation_config import read_generation_config
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import ExportTokenizerSettings, InspectParamsSettings, InspectSettings, TokenizeSettings
 from service.protocol.logprobs import format_token_name
@@ -97,7 +97,7 @@ def _choices(config: ModelConfig) -> Rows:
     }
     for name, value in config.to_dict().items():
         if value is not None and value != [] and uses.get(name, True):
-            yield name, value
+            yield name, _in_words(value) if isinstance(value, Mapping) else value
 
 
 def _parameter_rows(config: ModelConfig) -> Rows:
@@ -166,6 +166,8 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 def _short(value: object) -> str:
     """Format a value of the training record: of a hash the first 16 characters, of a float at least 4 digits."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"{len(value)} numbers" if len(value) > 8 else str(value)
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
     text = str(value)

@@ -11,10 +11,10 @@ from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
 from model.chat.template_sandbox import TemplateFailure
 from model.checkpoint.manifest import Manifest
 from model.io.files import CheckpointError, read_text
-from model.sampling.generation_config import GENERATION_CONFIG_FILE, GenerationConfig
-from model.sampling.generation_config import read_generation_config as read_file
 from model.sampling.params import SamplingParams
 from model.tokenizer.bos_eos import read_tokenizer_config
+from model.tokenizer.generation_config import GenerationConfig, generation_config_path
+from model.tokenizer.generation_config import read_generation_config as read_file
 from model.tokenizer.interface import Tokenizer
 from service.config.settings import ModelSettings, ServeSettings, SettingsError, context_length
 from service.preprocess.chat_format import ChatFormat, read_chat_format
@@ -84,7 +84,7 @@ class ServedModel:
         """Return warnings about keys and templates of the checkpoint that are not used."""
         messages = list(self.manifest.config_warnings)
         if ignored := ", ".join(self.defaults.ignored):
-            messages.append(f"{self.manifest.directory / GENERATION_CONFIG_FILE}: unsupported keys, ignored: {ignored}")
+            messages.append(f"{generation_config_path(self.manifest.directory)}: unsupported keys, ignored: {ignored}")
         if self.template is not None and self.template.unused:
             messages.append(f"{self.template.origin}: the templates {', '.join(self.template.unused)} are not used")
         return messages
@@ -97,7 +97,9 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
         SettingsError, CheckpointError: a setting, or a file of the checkpoint, cannot be used.
     """
     if settings.strict_config and manifest.config_warnings:
-        raise SettingsError(f"{manifest.config_warnings[0]}; remove the key, or serve without --strict-config")
+        raise SettingsError(
+            f"{manifest.config_warnings[0]} by default; remove the key, or serve without --strict-config"
+        )
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
     texts |= read_tokenizer_config(manifest.directory).roles  # the files take precedence over the tokenizer
@@ -123,7 +125,7 @@ def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
         SamplingParams(max_tokens=0, **sampling)
     except ValueError as error:
         raise CheckpointError(
-            f"{directory / GENERATION_CONFIG_FILE}: {error}; correct the file, or ignore it with --no-generation-config"
+            f"{generation_config_path(directory)}: {error}; correct the file, or ignore it with --no-generation-config"
         ) from None
     return RequestDefaults(sampling=sampling, max_new_tokens=config.max_new_tokens, ignored=config.ignored)
 

@@ -71,6 +71,11 @@ def main() -> None:
     _write_tokenizer(writer, *(json.loads((source / name).read_text()) for name in _TOKENIZER_FILES))
     if (template := source / "chat_template.jinja").is_file():
         writer.add_chat_template(template.read_text())
+    if (defaults := source / "generation_config.json").is_file():
+        values = json.loads(defaults.read_text())
+        for name in ("temperature", "top_p", "min_p"):
+            if name in values:
+                writer.add_float32(f"general.sampling.{name.removesuffix('erature')}", values[name])
     # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, its "qwen3" and transformers the two halves.
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     reordered = heads if model_type == "llama" else {}

@@ -13,8 +13,8 @@ from model.config import ModelConfig
 from model.huggingface.families.family import ModelFamily, full_name, sources
 from model.huggingface.family_table import hugging_face_config
 from model.io.files import CheckpointError, read_json, write_json, written_whole
-from model.sampling.generation_config import GENERATION_CONFIG_FILE
 from model.tokenizer.export import export_tokenizer
+from model.tokenizer.generation_config import GENERATION_CONFIG_FILE
 
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:

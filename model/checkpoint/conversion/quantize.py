@@ -22,7 +22,7 @@ from model.huggingface.quantization_config import QUANTIZATION_KEY
 from model.io.files import CheckpointError, read_json, write_json, written_whole
 from model.nn.linear import GroupedLinear, Int8Linear, replace_linears
 from model.nn.transformer import Transformer
-from model.sampling.generation_config import GENERATION_CONFIG_FILE
+from model.tokenizer.generation_config import GENERATION_CONFIG_FILE
 
 
 def quantize_checkpoint(directory: Path, out: Path, kind: str) -> Manifest:

@@ -241,7 +241,8 @@ def read_rope(
             fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
             fields["original_context_length"] = length
         elif kind == RopeScalingKind.LONGROPE:
-            fields |= {"factor": fields["factor"] or max_positions / length, "original_context_length": length}
+            fields |= {"factor": given if (given := fields["factor"]) is not None else max_positions / length}
+            fields["original_context_length"] = length
             fields |= {f"{key}_divisors": values.pop(f"{key}_factor", None) for key in ("short", "long")}
             fields["attention_factor"] = values.pop("attention_factor", None)
         scaling = RopeScaling.from_dict(fields)

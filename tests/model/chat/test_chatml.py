@@ -18,8 +18,8 @@ from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.io.files import CheckpointError
-from model.sampling.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from model.tokenizer.bos_eos import TEMPLATE_FILE
+from model.tokenizer.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from model.training.corpus import Turn, encode_conversation
 from model.training.data.bpe import END_OF_TEXT
 from tests.chatml_model import GENERATION, chatml_tokenizer, save_chatml_checkpoint

@@ -8,8 +8,8 @@ import pytest
 
 from model.chat.template import load_chat_template
 from model.io.files import CheckpointError, OneLineError, error_line, read_json
-from model.sampling.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from model.tokenizer.files import load_tokenizer
+from model.tokenizer.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from tests.model.tokenizer import makers
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from transformers import GenerationConfig as TheirConfig
 
 from model.io.files import CheckpointError
-from model.sampling.generation_config import (
+from model.tokenizer.generation_config import (
     GENERATION_CONFIG_FILE,
     GenerationConfig,
     read_generation_config,
@@ -49,6 +50,28 @@ def test_values_of_the_file_are_read(tmp_path: Path) -> None:
         repetition_penalty=1.05,
         max_new_tokens=2048,
         eos_token_ids=(128001, 128009),
+    )
+
+
+def test_values_of_a_gguf_file_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "temp": 0.7,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "penalty_repeat": 1.1,
+        "xtc_probability": 0.0,
+    }.items():
+        writer.add_float32(f"general.sampling.{name}", value)
+    for name, count in {"top_k": 20, "penalty_last_n": 64, "mirostat": 2}.items():
+        writer.add_int32(f"general.sampling.{name}", count)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = read_generation_config(path)
+    assert config == GenerationConfig(
+        temperature=0.7, top_p=0.95, min_p=0.05, repetition_penalty=1.1, top_k=20, ignored=("mirostat",)
     )
 
 

@@ -1,4 +1,4 @@
-"""Default sampling parameters of a Hugging Face checkpoint: its generation_config.json. Torch-free."""
+"""Default sampling parameters of a checkpoint: generation_config.json, or a GGUF file's metadata. Torch-free."""
 
 import sys
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from model.gguf.container import is_gguf, read_gguf
 from model.io.files import CheckpointError, read_json
 from model.sampling.params import REPETITION_RANGE
 
@@ -17,7 +18,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationConfig:
-    """Default sampling parameters of a checkpoint, from its generation_config.json; None: not in the file.
+    """Default sampling parameters of a checkpoint; None: not in its file.
 
     temperature: 0 if the file has `do_sample: false`.
     ignored: keys of the file that would change a completion but are not supported.
@@ -34,13 +35,14 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:
-    """Read generation_config.json in a checkpoint's directory; without this file there are no defaults.
+    """Read generation_config.json in a checkpoint's directory, or a GGUF file. Without values there are no defaults.
 
     Raises:
         CheckpointError: the file is not a JSON object, or a value is out of its range.
     """
-    path = directory / GENERATION_CONFIG_FILE
-    values = {key: value for key, value in read_json(path, optional=True).items() if value is not None}
+    path = generation_config_path(directory)
+    found = _gguf_values(path) if path == directory else read_json(path, optional=True)
+    values = {key: value for key, value in found.items() if value is not None}
     used: dict[str, Any] = {}
     for key in _TYPES.keys() & values.keys():
         try:
@@ -56,6 +58,21 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     known = {*_TYPES, "eos_token_id", *_HARMLESS, *(key for key in _NEUTRAL if values.get(key) == _NEUTRAL[key])}
     ignored = sorted(key for key in values.keys() - known if not key.startswith(_HARMLESS_PREFIXES))
     return GenerationConfig(**used, ignored=tuple(ignored))
+
+
+def generation_config_path(directory: Path) -> Path:
+    """Return the file that holds a checkpoint's default sampling parameters. It may be missing, unless it is a GGUF."""
+    return directory if is_gguf(directory) else directory / GENERATION_CONFIG_FILE
+
+
+def _gguf_values(path: Path) -> dict[str, object]:
+    """Return the sampling parameters in a GGUF file's metadata, under their names in generation_config.json."""
+    values = {}
+    for key, value in read_gguf(path).scalars.items():
+        name = key.removeprefix(_GGUF_PREFIX)
+        if name != key and name not in _GGUF_HARMLESS and (name, value) not in _GGUF_NEUTRAL:
+            values[_GGUF_NAMES.get(name, name)] = float(f"{value:.7g}") if isinstance(value, float) else value
+    return values
 
 
 def token_ids(value: object) -> tuple[int, ...]:
@@ -88,6 +105,10 @@ _HARMLESS_PREFIXES = (
     *("_", "assistant_", "bos_", "cache_", "compile_", "is_assistant", "num_assistant_", "output_", "pad_"),
     *("prompt_lookup_", "return_", "transformers_"),
 )
+_GGUF_PREFIX = "general.sampling."
+_GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+_GGUF_HARMLESS = {"mirostat_eta", "mirostat_tau", "penalty_last_n", "sequence", "xtc_threshold"}
+_GGUF_NEUTRAL = {("mirostat", 0), ("xtc_probability", 0.0)}
 # Keys of `transformers.GenerationConfig` that would change a completion, with the values at which they do not.
 _NEUTRAL: Mapping[str, object] = {
     "encoder_repetition_penalty": 1.0,
