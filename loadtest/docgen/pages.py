@@ -31,7 +31,7 @@ from loadtest.peers.engines import DEFAULTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "results"
-NAMES: Final = ("engine", "service", "frontend", "defaults", "peers", "kernels", "latency", "scaling")
+NAMES: Final = ("engine", "service", "frontend", "defaults", "models", "peers", "kernels", "latency", "scaling")
 # Pictures of each page: the function that draws the picture, and the path of the result that it shows.
 PICTURES: Final[dict[str, dict[str, tuple[Callable[[Path, Any], None], str]]]] = {
     "performance": {
@@ -96,7 +96,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
     memory, starts = results["scaling"]["kv_memory"]["points"], results["scaling"]["starts"]["points"]
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
-    peer_facts = _peer_facts(results["peers"], results["defaults"])
+    peer_facts = _peer_facts(results["models"], results["peers"], results["defaults"])
     shares = [
         row["share_of_memory"]["median"]
         for row in results["kernels"]["rows"]
@@ -136,8 +136,8 @@ def performance_page(results: Mapping[str, Any]) -> str:
     return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
 
 
-def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    cells = sorted(peers["cells"], key=lambda row: [row["shape"] != shape for shape in _LEADING])
+def _peer_facts(models: Mapping[str, Any], peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    cells = sorted([*models["cells"], *peers["cells"]], key=lambda row: [row["shape"] != shape for shape in _LEADING])
     compared = [pairs for row in cells if (pairs := compared_pairs(row))]
     best = [min(pairs, key=lambda pair: pair["ratio"]["median"]) for pairs in compared]
     every = [pair for pairs in compared for pair in pairs]
@@ -145,11 +145,11 @@ def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     num_reached = sum(ratio <= _TTFT_RATIO for ratio in ttfts)
     ttft = [{"low": min(ttfts), "high": max(ttfts), "num_reached": num_reached, "num": len(ttfts)}] if ttfts else []
     failures = Counter(
-        (name, figure["error"]) for row in peers["cells"] for name, figure in row["peers"].items() if "error" in figure
+        (name, figure["error"]) for row in cells for name, figure in row["peers"].items() if "error" in figure
     )
     return {
         "ttft": ttft,
-        "peer_shapes": _named(peers["shapes"]),
+        "peer_shapes": _named(models["shapes"] | peers["shapes"]),
         "default_shapes": _named(defaults["shapes"]),
         "default_pairs": [pair for row in defaults["cells"] for pair in compared_pairs(row)],
         "best_pairs": best,
@@ -162,7 +162,7 @@ def _peer_facts(peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
                 "pins": ", ".join(peer["pins"]),
                 "note": f"**not available here:** {peer['unavailable']}" if peer["unavailable"] else peer["note"],
             }
-            for name, peer in peers["peers"].items()
+            for name, peer in (peers["peers"] | models["peers"]).items()
         ],
     }
 
