@@ -503,7 +503,9 @@ def test_the_memory_plan_counts_quantized_weights_as_bytes(directories: dict[str
 
 def test_inspect_shows_the_stored_format(directories: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--checkpoint", str(directories["gptq 128"])]) == 0
-    assert re.search(r"stored +weights [\d.]+ .iB, int4 in groups of 128, from GPTQ\n", capsys.readouterr().out)
+    assert re.search(
+        r"stored +weights [\d.]+ .iB, served on a CPU as int4 in groups of 128, from GPTQ\n", capsys.readouterr().out
+    )
 
 
 def test_quantizing_quantized_matrices_is_rejected(directories: dict[str, Path]) -> None:
