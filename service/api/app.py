@@ -86,7 +86,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.inspection = Inspection(context)
 
     def pre_setup(self, lit_api: Any) -> None:
-        """Register all routes in LitServe."""
+        """Add the routes of `ROUTES` to this spec, except those without a handler, which FastAPI serves."""
         for route in ROUTES:
             if route.handler:
                 # Metric collectors and probes send HEAD to test a route.
@@ -110,7 +110,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         )
 
     async def tokenize(self, request: Request) -> Response:
-        """Handle `POST /tokenize`. Return the token ids of a text or of a conversation."""
+        """Handle `POST /tokenize`. Return the token ids of a text or conversation, and on request their texts."""
         asked = TokenizeRequest.parse(await self.context.read_body(request))
         processor, tokenizer = self.context.processor, self.context.served.tokenizer
         processor.check_model(asked.model)
@@ -158,7 +158,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Health())
 
     async def ready(self) -> Response:
-        """Handle `GET /ready`: status 200 if a request would be served now, else 503 with Retry-After."""
+        """Handle `GET /ready`: status 200 in the state `ready`, even if overloaded; else 503 with Retry-After."""
         readiness = self.context.readiness()
         if readiness.state == "ready":
             return json_response(readiness)
@@ -169,7 +169,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """Handle `GET /metrics`. A thread renders the text, because rendering takes milliseconds."""
+        """Handle `GET /metrics`: update the gauges, and return all metrics. Rendering takes ms, so a thread does it."""
         lifecycle = self.context.lifecycle
         if lifecycle.ready_epoch.value != lifecycle.epoch.value:
             self._metrics.forget_engine()
@@ -190,8 +190,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     async def run_periodic_work(self) -> None:
         """Run the once-a-second work of the API process, until the process ends.
 
-        Record its heartbeat, send keep-alives to silent streams, and fail requests whose queue time has ended. Exit if
-        the main process has ended.
+        Record its heartbeat, send keep-alives to silent streams, fail requests whose queue timeout has passed, and
+        discard buffered and stored responses that have expired. Exit if the main process has ended.
         """
         context = self.context
         gc.freeze()  # scanning the startup objects for garbage would stall every stream
@@ -205,7 +205,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             context.engine_client.expire(time.monotonic(), is_stalled=context.readiness().state == "stalled")
 
     def close(self) -> None:
-        """End the threads and child processes for chat templates and grammars, and discard the buffered responses."""
+        """End the threads and processes for chat templates and grammars. Cancel buffered and background responses."""
         self.context.chat.close()
         self.context.grammar_checker.close()
         self.context.response_store.close()
@@ -216,7 +216,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.context.engine_client.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
 
     def receive(self, message: bytes) -> None:
-        """Process one message from a worker process. If it is invalid, fail all unfinished requests."""
+        """Process one message from a worker process. If that raises an exception, fail all unfinished requests."""
         try:
             self.context.engine_client.receive(decode_events(message))
         except Exception:
@@ -224,7 +224,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self.context.engine_client.fail_all(ApiError("internal error"))
 
     def count_error(self, error: ApiError) -> None:
-        """Count an error response in the metrics, as an admission rejection or as a failed request."""
+        """Count an error response: `Overloaded` and `Draining` as admission rejections, others as failed requests."""
         if isinstance(error, Overloaded | Draining):
             self._metrics.count("admission_rejections", error.code)
         else:
@@ -233,7 +233,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     def reject_from_headers(self, scope: Scope) -> None:
         """Raise an `ApiError` if the server is draining or overloaded, or if the timeout header is invalid.
 
-        Called before the request body is read. Only a `timeout` in the body could still get the request admitted.
+        Called before the request body is read. `Overloaded` is raised only if even a request for one token would be
+        rejected; a `timeout` in the body, which is not read, could have changed that.
         """
         self.context.reject_when_draining()
         self.context.admission.reject_by_headers(read_queue_policy(Request(scope), None, self.context.settings))
@@ -247,7 +248,10 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             self._channel.submit(encode_commands(CommandBatch(self._epoch, list(commands))))
 
     def _set_worker(self, worker: WorkerReady) -> None:
-        """Record the start-up message of a worker process that is ready, and send later commands to this process."""
+        """Record the start-up message of a worker process that is ready, and send later commands to this process.
+
+        If the process is new, discard the unsent commands to the process before it.
+        """
         if worker.epoch != self._epoch:
             self._epoch = worker.epoch
             self._channel.discard_unsent()

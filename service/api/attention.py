@@ -126,7 +126,7 @@ class Inspection:
             )
 
     def _plan(self, asked: AttentionRequest) -> AttentionQuery:
-        """Return the attention query for the worker. Raises an `ApiError` for an unknown model or invalid fields."""
+        """Return the query for the worker. Raises an `ApiError` for an unknown model, layer or head or a bad prompt."""
         processor = self._context.processor
         processor.check_model(asked.model)
         num_layers, num_heads = self._config.num_layers, self._config.num_heads
@@ -146,7 +146,10 @@ class Inspection:
         return AttentionQuery(uid=uuid.uuid4().hex, token_ids=tuple(token_ids), layer=asked.layer, heads=heads)
 
     async def _compute(self, live: InflightQuery, receive: Receive) -> AttentionResult:
-        """Send an attention query to the worker and wait for the result. Raises ClientGone after a disconnect."""
+        """Send an attention query to the worker and return the result, whose weights are None if the engine failed.
+
+        Raises ClientGone if the client disconnects, or the `ApiError` that ended the query, such as a queue timeout.
+        """
         self._context.engine_client.submit(live)
         watch = asyncio.create_task(wait_for_disconnect(receive))
         try:

@@ -27,12 +27,12 @@ Asked: TypeAlias = CompletionRequest | ChatCompletionRequest
 
 
 def _header_list(names: list[str]) -> bytes:
-    """Return names as the value of a header, joined by commas. Characters that a header cannot have become `?`."""
+    """Return the first 32 names as a header's value, joined by commas. Characters a header cannot have become `?`."""
     return re.sub(r"[^!-~]", "?", ",".join(names[:_MAX_NAMED_FIELDS])).encode("ascii")
 
 
 class Completions:
-    """Handlers that submit completion requests to the engine and return the streamed or whole responses."""
+    """Handlers of completions and chat completions. `complete` also serves `/v1/messages` and `/v1/responses`."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -44,11 +44,11 @@ class Completions:
         return await self._context.respond(request, partial(self._respond, ChatCompletionRequest, ChatBuilder))
 
     async def render_prompt(self, request: Request) -> Response:
-        """Handle `POST /v1/completions/render`. Return what would be computed for each prompt, and compute nothing."""
+        """Handle `POST /v1/completions/render`. Return each prompt's token ids and parameters, and generate nothing."""
         return json_response(await self._render(CompletionRequest, CompletionBuilder, request))
 
     async def render_chat(self, request: Request) -> Response:
-        """Handle `POST /v1/chat/completions/render`, as `render_prompt` for a conversation."""
+        """Handle `POST /v1/chat/completions/render`. Return the prompt's token ids and parameters, as one object."""
         (rendered,) = await self._render(ChatCompletionRequest, ChatBuilder, request)
         return json_response(rendered)
 
@@ -81,7 +81,10 @@ class Completions:
     async def _plan(
         self, asked: CompletionRequest | ChatCompletionRequest, arrival_seconds: float, *, size: int
     ) -> tuple[list[Choice], ChatPlan | None]:
-        """Return the choices to compute for a request, and for a chat request its plan. `size`: bytes of the body."""
+        """Return the choices to submit for a request, and its `ChatPlan`, None for a request without a conversation.
+
+        Raises an `ApiError` if the request is invalid. `size`: bytes of the body.
+        """
         context, processor = self._context, self._context.processor
         processor.check(asked)
         chat = await context.chat.plan(asked) if isinstance(asked, ChatCompletionRequest) else None
@@ -102,12 +105,12 @@ class Completions:
     ) -> Response:
         """Submit a completion request to the engine, and return the response that delivers the tokens.
 
-        All routes that generate text call this method. Their own request becomes a chat completion request, and their
-        builder writes the response in their own form.
+        All routes that generate text call this method. Routes of other APIs convert their request to a chat completion
+        request, and their builder writes the response in their form. Raises an `ApiError` for a rejected request.
 
         Args:
             size: bytes of the body. A thread encodes the prompts of a large body.
-            about: further arguments of the builder.
+            about: arguments of `builder` besides those of `ResponseBuilder`.
         """
         context = self._context
         choices, chat = await self._plan(asked, arrival_seconds, size=size)
@@ -134,7 +137,7 @@ class Completions:
         return response
 
     def report_ignored_fields(self, response: Response, asked: RequestModel) -> None:
-        """Name the ignored fields of a request in a header of its response, and count them."""
+        """Name a request's ignored fields, if any, in the response header `x-ignored-fields`, and count them."""
         if ignored := asked.ignored_fields:
             response.raw_headers.append((b"x-ignored-fields", _header_list(ignored)))
             for name in {name.partition("[")[0] for name in ignored}:

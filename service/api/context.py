@@ -36,7 +36,7 @@ Respond: TypeAlias = Callable[[Request, bytes, float], Awaitable[Response]]
 
 @dataclass(eq=False)
 class ApiContext:
-    """Shared state of the route handlers. `worker`: start-up message of the latest worker process; None before one."""
+    """Shared state of the route handlers. `worker`: start-up message of the latest worker; None until one is ready."""
 
     settings: ServeSettings
     served: ServedModel
@@ -72,11 +72,14 @@ class ApiContext:
         )
 
     async def read_body(self, request: Request) -> bytes:
-        """Read a request's body, of at most `--max-body-size` bytes. Raises an `ApiError` for a body over the limit."""
+        """Return a request's body. Raises an `ApiError` for one that is compressed or over `--max-body-size` bytes."""
         return await read_body(request, max_bytes=self.settings.max_body_size)
 
     async def respond(self, request: Request, respond: Respond) -> Response:
-        """Return `respond`'s response to a request, or for a retry the buffered response to the first attempt."""
+        """Return `respond`'s response to a request, or for a retry the buffered response to the first attempt.
+
+        Raises `Draining` instead of calling `respond` while the service is shutting down.
+        """
         arrival_seconds = time.monotonic()
         body = await self.read_body(request)
 
@@ -93,7 +96,7 @@ class ApiContext:
             raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
 
     def readiness(self) -> Readiness:
-        """Return the response body of `/ready`: the service's state, and the expected seconds until it is ready."""
+        """Return the response body of `/ready`: the service's state, and expected seconds until ready or drained."""
         now, lifecycle, worker = time.monotonic(), self.lifecycle, self.worker
         serving = worker if worker is not None and worker.epoch >= lifecycle.epoch.value else None
         state: Literal["ready", "loading", "draining", "stalled"] = "ready"

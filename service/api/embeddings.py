@@ -48,7 +48,10 @@ class Embeddings:
         return EmbeddingBody(groups, asked, self._context)
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
-        """Return the sequences of a request's texts, in groups to submit one by one."""
+        """Return one choice per text of a request, in groups to submit one by one.
+
+        Raises an `ApiError` for an unknown model or an invalid request.
+        """
         settings = self._context.settings
         processor = self._context.processor.parsing_special(asked.parse_special)
         processor.check_model(asked.model)
@@ -69,7 +72,10 @@ class Embeddings:
 
 
 class GroupedBody(Delivery):
-    """ASGI response in JSON, sent when the engine has computed all groups of a request's sequences."""
+    """ASGI response in JSON, sent when the engine has computed all groups of a request's sequences.
+
+    The route handler submits the first group. This response submits each further group after the one before it.
+    """
 
     media_type = "application/json"
 
@@ -81,7 +87,7 @@ class GroupedBody(Delivery):
 
     @property
     def choices(self) -> list[Choice]:
-        """Choices of all groups, follow-up groups included."""
+        """Choices of all groups, including the follow-up groups added so far."""
         return [choice for group in self._groups for choice in group.choices]
 
     @abstractmethod
@@ -89,7 +95,7 @@ class GroupedBody(Delivery):
         """Store the result of a sequence, which is in its only token delta."""
 
     def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
-        """Return a further group of sequences that the results of a group make necessary, if any."""
+        """Return the further group of sequences that the results of a group require; None if none is needed."""
         return None
 
     @abstractmethod
@@ -117,7 +123,8 @@ class GroupedBody(Delivery):
     async def _submit(self, group: InflightRequest) -> None:
         """Submit the request's next group of texts as soon as there is capacity.
 
-        The previous, computed group counts as unfinished until then, so that a shutdown waits for the request.
+        The previous, computed group counts as unfinished until then, so that a shutdown waits for the request. Raises
+        ClientGone if the client disconnects.
         """
         while True:
             if not self._has_client:
@@ -159,7 +166,7 @@ class EmbeddingBody(GroupedBody):
 
 
 def embedding_submit(token_ids: Sequence[int], arrival_seconds: float, pooling: Pooling) -> Submit:
-    """Return the command to compute the embedding of a text."""
+    """Return the engine command, with a new uid, to compute the embedding of a text's token ids."""
     return Submit(
         uid=uuid.uuid4().hex,
         attempt=0,
@@ -175,7 +182,10 @@ def embedding_submit(token_ids: Sequence[int], arrival_seconds: float, pooling: 
 def split_request(
     choices: Sequence[Choice], terms: QueuePolicy, arrival_seconds: float, *, max_group: int
 ) -> list[InflightRequest]:
-    """Split a request into groups to submit one by one. Only the first group has the queue timeout."""
+    """Split a request's choices into groups, see `group_choices`, each an inflight request to submit by itself.
+
+    The first group has the queue timeout in `terms`, the later groups have none.
+    """
     later_terms = replace(terms, timeout_seconds=float("inf"))
     return [
         InflightRequest(choices=group, arrival_seconds=arrival_seconds, terms=later_terms if number else terms)
@@ -184,9 +194,9 @@ def split_request(
 
 
 def group_choices(choices: Sequence[Choice], max_group: int) -> list[list[Choice]]:
-    """Split choices into groups of at most `max_group` choices and, in total, `_GROUP_TOKENS` prompt tokens.
+    """Split choices, in order, into groups of at most `max_group` choices.
 
-    A longer prompt is a group of its own.
+    The prompts of a group have at most `_GROUP_TOKENS` tokens together; a longer prompt is a group of its own.
     """
     groups: list[list[Choice]] = []
     num_tokens = 0

@@ -34,7 +34,7 @@ class Messages:
         return response
 
     async def count_tokens(self, request: Request) -> Response:
-        """Handle `POST /v1/messages/count_tokens`. Return the number of tokens of the prompt, and compute nothing."""
+        """Handle `POST /v1/messages/count_tokens`. Return the number of prompt tokens, and generate nothing."""
         asked = CountTokensRequest.parse(await self._context.read_body(request))
         self._context.processor.check_model(asked.model)
         plan = await self._context.chat.plan(asked.chat())

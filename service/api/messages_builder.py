@@ -27,7 +27,8 @@ from service.requests.inflight import Choice
 class MessagesBuilder(ChatBuilder):
     """Builder of the response to a `/v1/messages` request. Such a request has one choice.
 
-    A message is a list of blocks. A block is open from its first part to the first part of the next block.
+    A message is a list of blocks: text, thinking or tool calls. The parser splits the completion into parts, each a
+    piece of one block. A block is open from its first part to the first part of the next block.
 
     Args:
         request_id: id of the HTTP request, which error events contain.
@@ -45,7 +46,7 @@ class MessagesBuilder(ChatBuilder):
         self._stop_sequence: str | None = None
 
     def body(self, wholes: Any, usage: responses.Usage, timings: responses.Timings) -> Any:
-        """Return the JSON body. The input of a call that was cut off is empty, since its JSON is incomplete."""
+        """Return the message as a struct. A call that was cut off has the `input` {}, since its JSON is incomplete."""
         ((choice, delta),) = wholes
         blocks: list[OutputBlock] = []
         arguments: dict[int, str] = {}  # JSON text, by the block's index
@@ -66,7 +67,7 @@ class MessagesBuilder(ChatBuilder):
         return self._generated(blocks, message_usage(usage), self._stop_reason)
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Any]:
-        """Return the stream events of a token delta. The last token delta also ends the open block."""
+        """Return a token delta's events; with `is_first`, after `message_start`. The last delta ends the open block."""
         events = []
         if is_first:
             usage = MessageUsage(input_tokens=choice.num_prompt_tokens, output_tokens=0)
@@ -81,15 +82,15 @@ class MessagesBuilder(ChatBuilder):
         return events
 
     def encode(self, event: Any) -> bytes:
-        """Return an event as bytes of the stream."""
+        """Return the bytes of a server-sent event, with the event's `type` as its name."""
         return encode_event(event, b"event: %b\ndata: " % event.type.encode())
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the event that reports an error and ends the stream."""
+        """Return the encoded event that reports an error and ends the stream."""
         return self.encode(messages_error(error, self._request_id))
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
-        """Return the encoded events with the reason for the message's end and the usage."""
+        """Return the encoded last events: `message_delta`, with stop reason and usage, and `message_stop`."""
         assert usage is not None
         delta = BlockDelta(stop_reason=self._stop_reason, stop_sequence=self._stop_sequence)
         ending = MessageEvent(type="message_delta", delta=delta, usage=message_usage(usage))
@@ -117,7 +118,7 @@ class MessagesBuilder(ChatBuilder):
         return MessageEvent(type="content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _visible_parts(self, choice: Choice, delta: TokenDelta) -> list[Part]:
-        """Return the parts of the message that a token delta completes. A message without parts gets an empty text."""
+        """Return the parts that a delta completes, except hidden reasoning. An empty message gets an empty text."""
         parts = self._parts(choice, delta)
         if not self._shows_reasoning:
             parts = [part for part in parts if part.kind is not PartKind.REASONING]
@@ -125,7 +126,7 @@ class MessagesBuilder(ChatBuilder):
         return [Part(PartKind.TEXT, "")] if is_empty else parts
 
     def _opened(self, choice: Choice, part: Part) -> list[MessageEvent]:
-        """Return the events before a part: the end of the open block and the beginning of the next, if it begins."""
+        """If a part begins a block, end the open block and open the new one. Return the events of both; else []."""
         last = self._closed() if self._begins(part) else []
         if (block := self._begun(choice, part)) is None:
             return []
@@ -135,7 +136,7 @@ class MessagesBuilder(ChatBuilder):
         return part.kind is PartKind.CALL or part.kind not in (self._open, PartKind.ARGUMENTS)
 
     def _begun(self, choice: Choice, part: Part) -> OutputBlock | None:
-        """Return the empty block that a part begins; None if the part belongs to the open block."""
+        """Open the block that a part begins, and return it, still empty; None if the part belongs to the open block."""
         if not self._begins(part):
             return None
         self._open = part.kind
@@ -151,7 +152,7 @@ class MessagesBuilder(ChatBuilder):
                 return OutputBlock(type="text", text="")
 
     def _closed(self) -> list[MessageEvent]:
-        """Return the events that end the open block, if there is one."""
+        """End the open block. Return its last events; [] if no block is open."""
         if (kind := self._open) is None:
             return []
         self._open = None
@@ -172,7 +173,7 @@ class MessagesBuilder(ChatBuilder):
         )
 
     def _end(self, choice: Choice, finish: Finish | None) -> None:
-        """Store the reason for the message's end."""
+        """Set the message's stop reason and stop sequence from the choice's finish."""
         reason, stop = self._finish_fields(choice, finish)
         if isinstance(stop, str):
             self._stop_reason, self._stop_sequence = "stop_sequence", stop

@@ -1,4 +1,4 @@
-"""Table of the API's routes. The table registers the handlers and defines `/openapi.json`."""
+"""Table of the API's routes, from which the handlers are registered and `/openapi.json` is made."""
 
 import functools
 import importlib.metadata
@@ -60,6 +60,7 @@ class RouteEntry:
     content: struct of the JSON response; for a response that is not JSON, its media type.
     is_list: the response is a JSON list of `content`.
     event: struct of each event's data, if the response can be a stream.
+    request: model of the JSON request body, if the route reads a body.
     errors: classes of error responses, besides the errors that every route can return.
     examples: example request bodies by name.
     """
@@ -204,7 +205,7 @@ ROUTES = (
         examples={"a head": {"prompt": "The dog", "layer": 0, "head": 0}},
     ),
     RouteEntry("GET", "/health", "health", "Check that the API process is alive", responses.Health),
-    RouteEntry("GET", "/ready", "ready", "Check that a request would be served now", responses.Readiness),
+    RouteEntry("GET", "/ready", "ready", "Check that the server is ready", responses.Readiness),
     RouteEntry("GET", "/version", "version", "Get the version of the server", responses.Version),
     RouteEntry("GET", "/metrics", "metrics", "Get metrics for Prometheus", "text/plain"),
     RouteEntry("GET", "/openapi.json", "", "Get this OpenAPI document", "application/json"),

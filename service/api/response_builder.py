@@ -29,7 +29,7 @@ _TEXT = PartKind.TEXT  # an attribute of an enum class takes 10 times as long to
 
 
 class ResponseBuilder(ABC):
-    """Builder of the JSON body or the stream events of one response. Keeps state between the events of a stream."""
+    """Builder of one response: its body, or the events of its stream, between which the builder keeps state."""
 
     id_prefix: ClassVar[str]
     has_timings: ClassVar[bool] = True  # True: the event that ends the last choice has the field `timings`
@@ -71,18 +71,21 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> Body:
-        """Return the response's JSON body. `wholes` has for each choice all its token deltas joined to one."""
+        """Return the response body as a struct. `wholes`: each choice to return, with its deltas joined to one."""
 
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return the stream events of a token delta; with `is_first`, also the requested data of the prompt."""
+        """Return a delta's stream events; with `is_first` (the choice's first), also the requested prompt data."""
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the event that reports an error and ends the stream."""
+        """Return the encoded event that reports an error and ends the stream."""
         return encode_event(error.body())
 
     def plain_event(self, choice: Choice, text: str) -> bytes:
-        """Return the encoded stream events of a token delta that has only text, without logprobs or an ending."""
+        """Return the encoded stream events of a token delta that has only text; b"" if its text completes no part.
+
+        Call only after the choice's first event, and not for the delta that ends the choice or has logprobs.
+        """
         index, kind = choice.index, _TEXT
         if self._new_parser is not None:
             parser = self._parsers.get(index) or self.parser_of(choice)
@@ -95,11 +98,11 @@ class ResponseBuilder(ABC):
         return self._part_event(choice, kind, text)
 
     def _part_event(self, choice: Choice, kind: PartKind, text: str) -> bytes:
-        """Return the encoded stream events of a part of the completion."""
+        """Return the encoded stream events of a part of the completion; b"" for reasoning that is not shown."""
         return self._framed(choice, kind, text)
 
     def _framed(self, choice: Choice, kind: PartKind, text: str) -> bytes:
-        """Return the encoded stream event of a text. The bytes around it are cached from the last event of the kind."""
+        """Return the encoded stream event of a text. The bytes around the text are cached until the kind changes."""
         frame = self._frames.get(choice.index)
         if frame is None or frame[0] is not kind:
             event = self.encode(self._text_event(choice, kind, _ANY_TEXT))
@@ -108,10 +111,10 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
-        """Return the stream event of a text: content, reasoning, or name or arguments of a tool call, by its kind."""
+        """Return the event, as a struct, of a text of this kind. A call's text is the name of the tool."""
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
-        """Return the encoded events after the last choice has ended. `usage`: None if the client did not ask for it."""
+        """Return the encoded events after the last choice has ended: usage, unless it is None, and [DONE]."""
         events = [DONE]
         if usage is not None:
             summary = self._event_type(id=self._id, created=self._created, model=self._model, choices=[])
@@ -120,14 +123,14 @@ class ResponseBuilder(ABC):
         return events
 
     def parser_of(self, choice: Choice) -> OutputParser:
-        """Return the parser of a choice's text, for a chat completion that is not only text."""
+        """Return the parser of a choice's text. Call only if the chat plan has parsers (for reasoning or calls)."""
         assert self._new_parser is not None
         if (parser := self._parsers.get(choice.index)) is None:
             parser = self._parsers[choice.index] = self._new_parser()
         return parser
 
     def num_reasoning_tokens(self, choices: Iterable[Choice]) -> int | None:
-        """Return the number of reasoning tokens in the choices; None for a response without parsed reasoning."""
+        """Return the number of reasoning tokens in the choices; None if the response is not parsed for reasoning."""
         if self._new_parser is None or self._chat is None:
             return None
         total, found = 0, False
@@ -159,7 +162,7 @@ class CompletionBuilder(ResponseBuilder):
     _event_type = responses.Completion
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.Completion:
-        """Return the JSON body. The choices are numbered anew from 0, because `best_of` returns only some of them."""
+        """Return the body as a struct. Its choices are numbered from 0, because `best_of` returns only some choices."""
         choices: list[responses.CompletionChoice] = []
         for index, (choice, delta) in enumerate(wholes):
             (event,) = self.events(choice, delta, is_first=True)
@@ -171,7 +174,7 @@ class CompletionBuilder(ResponseBuilder):
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return a list of one stream event with the text of a token delta and the requested logprobs and token ids."""
+        """Return a list of one event: a delta's text, requested logprobs and ids; with `is_first`, the prompt's too."""
         reason, stop = _finish_fields(delta.finish)
         text = choice.prompt_text + delta.text if is_first else delta.text
         built = responses.CompletionChoice(
@@ -200,7 +203,7 @@ class CompletionBuilder(ResponseBuilder):
 
 
 class ChatBuilder(ResponseBuilder):
-    """Builder of the response to a `/v1/chat/completions` request. In a stream, choice 0 has the prompt's logprobs."""
+    """Builder of a `/v1/chat/completions` response. In a stream, choice 0's first event has the prompt's logprobs."""
 
     id_prefix = "chatcmpl-"
     _event_type = responses.ChatCompletionChunk
@@ -211,7 +214,7 @@ class ChatBuilder(ResponseBuilder):
         self._shows_reasoning = getattr(asked, "include_reasoning", True) is not False
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.ChatCompletion:
-        """Return the JSON body: one assistant message per choice."""
+        """Return the response body as a struct, with one assistant message per choice."""
         first, _ = wholes[0]
         choices = []
         for choice, delta in wholes:
@@ -241,7 +244,8 @@ class ChatBuilder(ResponseBuilder):
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
         """Return the stream events of a token delta; with `is_first`, an event with the role `assistant` before them.
 
-        The last event has the delta's logprobs, token ids and end. A delta without parts and such data has no event.
+        The last event has the delta's logprobs, token ids and finish reason. Without such data, a delta that completes
+        no part of the message has no event.
         """
         deltas = [shown for part in self._parts(choice, delta) if (shown := self._delta(choice, part)) is not None]
         shows_tokens = self._shows_ids or self._num_logprobs is not None
@@ -282,14 +286,14 @@ class ChatBuilder(ResponseBuilder):
         return responses.ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[choice])
 
     def _parts(self, choice: Choice, delta: TokenDelta) -> list[Part]:
-        """Return the parts of the message that a token delta completes."""
+        """Return the parts (text, reasoning, calls) that a token delta completes; at the end, also those held back."""
         if self._new_parser is None:
             return [Part(PartKind.TEXT, delta.text)] if delta.text else []
         parser = self.parser_of(choice)
         return [*parser.push(delta.text), *(parser.flush() if delta.finish is not None else ())]
 
     def _delta(self, choice: Choice, part: Part) -> responses.ChatDelta | None:
-        """Return the stream delta of a part; None for reasoning that the client does not want."""
+        """Return the stream delta of a part, counting tool calls; None for reasoning that is not shown."""
         match part.kind:
             case PartKind.TEXT:
                 return responses.ChatDelta(content=part.text)
@@ -312,7 +316,7 @@ class ChatBuilder(ResponseBuilder):
                 return responses.ChatDelta(tool_calls=[responses.ToolCallDelta(index=number, function=piece)])
 
     def _message(self, choice: Choice, parts: list[Part]) -> responses.ChatMessage:
-        """Return the message of all parts of a completion."""
+        """Return the message made of all parts of a completion, without reasoning that the client does not want."""
         calls: list[responses.ToolCall] = []
         texts = {PartKind.TEXT: "", PartKind.REASONING: ""}
         for kind, text in parts:
@@ -332,15 +336,15 @@ class ChatBuilder(ResponseBuilder):
         return message
 
     def _call_id(self, choice: Choice, number: int) -> str:
-        """Return the id of a choice's tool call. It depends on the choice alone, so a repeated response is equal."""
+        """Return the id of a choice's tool call, derived from the choice's uid and the call's number."""
         digest = hashlib.blake2b(f"{choice.submit.uid}:{number}".encode(), digest_size=12).hexdigest()
         length = None if self._chat is None else self._chat.call_id_length
         return f"call_{digest}" if length is None else digest[:length]
 
     def _finish_fields(self, choice: Choice, finish: Finish | None) -> tuple[ChatFinishReason | None, str | int | None]:
-        """Return the fields `finish_reason` and `stop_reason`. The reason after complete tool calls is `tool_calls`.
+        """Return the fields `finish_reason` and `stop_reason`. After complete tool calls, the first is `tool_calls`.
 
-        The reason is `stop` if a stop string or stop token of the client ended the completion, perhaps within a call.
+        It is `stop` if a stop string or stop token of the client ended the completion, perhaps within a call.
         """
         reason, stop = _finish_fields(finish)
         parser = self._parsers.get(choice.index)
@@ -352,7 +356,7 @@ class ChatBuilder(ResponseBuilder):
 
 
 def _finish_fields(finish: Finish | None) -> tuple[Literal["stop", "length"] | None, str | int | None]:
-    """Return a choice's response fields `finish_reason`, None while it is unfinished, and `stop_reason`."""
+    """Return the fields `finish_reason` and `stop_reason` (matched stop string or token id). None before the end."""
     if finish is None:
         return None, None
     return "stop" if finish.reason is FinishReason.STOP else "length", finish.stop_reason

@@ -23,7 +23,7 @@ _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output":
 
 
 class ResponsesApi:
-    """Handlers of `/v1/responses`, and the store of the responses."""
+    """Handlers of `/v1/responses` and its sub-paths, and the store of the responses."""
 
     def __init__(self, context: ApiContext, completions: Completions) -> None:
         self._context = context
@@ -63,7 +63,7 @@ class ResponsesApi:
         return self._run(record, response, is_stream=bool(asked.stream))
 
     def _conversation(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
-        """Return the items of the conversation up to the end of an earlier response. Raises an `ApiError`."""
+        """Return a stored response's input and output items. Raises an `ApiError` if it is not stored or unfinished."""
         record = self.store.get(response_id, tenant, param="previous_response_id")
         if not record.is_finished:
             raise InvalidRequest(
@@ -73,7 +73,10 @@ class ResponsesApi:
         return record.conversation()
 
     def _record(self, asked: ResponsesRequest, tenant: str, earlier: list[dict[str, Any]]) -> StoredResponse | None:
-        """Return the record of a response to store, else None. Raises an `ApiError` if the store is off or full."""
+        """Return a new record for the response, which stores it when it ends; None if it is not to be stored.
+
+        Raises an `ApiError` if the request needs the store and it is off, or if it is full.
+        """
         if asked.store is False or not self.store.is_on:
             if asked.store or asked.background:
                 param = "store" if asked.store else "background"
@@ -93,7 +96,7 @@ class ResponsesApi:
         return record
 
     def _run(self, record: StoredResponse, response: Response, *, is_stream: bool) -> Response:
-        """Generate a response in the background. Return its state now, or the stream of its events."""
+        """Start to generate a response in the background. Return its present state, or the stream of its events."""
 
         async def make() -> Response:
             return response
@@ -112,7 +115,7 @@ class ResponsesApi:
         return BufferedResponseReplay(record.events, is_again=False) if is_stream else _json(state)
 
     async def read(self, request: Request, response_id: str) -> Response:
-        """Handle `GET /v1/responses/{response_id}`: the response so far, or the events of a background response."""
+        """Handle `GET /v1/responses/{response_id}`: the response so far; or a background response's event stream."""
         record = self.store.get(response_id, _tenant(request))
         if (streams := request.query_params.get("stream", "false").lower()) not in ("true", "false"):
             raise InvalidRequest("stream must be true or false", param="stream")
@@ -134,7 +137,7 @@ class ResponsesApi:
         return json_response(DeletedResponse(id=response_id))
 
     async def cancel(self, request: Request, response_id: str) -> Response:
-        """Handle `POST /v1/responses/{response_id}/cancel`. A response that has ended stays as it is."""
+        """Handle `POST /v1/responses/{response_id}/cancel`. Cancel a background response that runs, and return it."""
         record = self.store.get(response_id, _tenant(request))
         if record.events is None:
             raise InvalidRequest(
@@ -144,7 +147,11 @@ class ResponsesApi:
         return _json(record.body)
 
     async def input_items(self, request: Request, response_id: str) -> Response:
-        """Handle `GET /v1/responses/{response_id}/input_items`: one page of the items, the latest first."""
+        """Handle `GET /v1/responses/{response_id}/input_items`: one page of the items that the response answers.
+
+        These are the request's input items and, before them, all items of the conversation that the request continues.
+        The default order is the latest first.
+        """
         record = self.store.get(response_id, _tenant(request))
         limit = _number(request, "limit", 20, least=1, most=100)
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
@@ -155,7 +162,9 @@ class ResponsesApi:
         if after is not None:
             ids = [item["id"] for item in items]
             if after not in ids:
-                raise InvalidRequest("after names no input item of the response; send the id of one", param="after")
+                raise InvalidRequest(
+                    "after: no input item of the response has this id; send the id of one", param="after"
+                )
             items = items[ids.index(after) + 1 :]
         page = items[:limit]
         ends = [item["id"] for item in (*page[:1], *page[-1:])] or [None, None]
@@ -165,18 +174,18 @@ class ResponsesApi:
 
 
 def _with_id(item: InputItem) -> dict[str, Any]:
-    """Return an input item as it is stored: with the client's id, or a new one."""
+    """Return an input item as the JSON object to store, with the client's id or a new one."""
     stored = item.stored()
     return {"id": item.id or f"{_ID_PREFIXES[stored['type']]}_{uuid.uuid4().hex}", **stored}
 
 
 def _tenant(request: Request) -> str:
-    """Return the name of a request's API key; empty on a server without keys."""
+    """Return the name of a request's API key, which owns the stored response; empty on a server without keys."""
     return str(getattr(request.state, KEY_NAME, ""))
 
 
 def _number(request: Request, name: str, default: int, *, least: int, most: int) -> int:
-    """Return a query parameter that is a whole number. Raises InvalidRequest."""
+    """Return a query parameter, or `default` if it is missing. Raises InvalidRequest unless it is in the range."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -43,7 +43,8 @@ _EMPTY_DELTA = b'"","sequence_number":0}\n\n'
 class ResponsesBuilder(ChatBuilder):
     """Builder of the response to a `/v1/responses` request. Such a request has one choice.
 
-    A response is a list of output items. An item is open from its first part to the first part of the next item.
+    A response is a list of output items: messages, reasoning or function calls. The parser splits the completion into
+    parts, each a piece of one item. An item is open from its first part to the first part of the next item.
 
     Args:
         origin: the request, whose fields the response repeats.
@@ -75,13 +76,13 @@ class ResponsesBuilder(ChatBuilder):
             record.begin(self._id, self.snapshot)
 
     def body(self, wholes: Any, usage: responses.Usage, timings: responses.Timings) -> Any:
-        """Return the JSON body: the response that the events of a stream would end with."""
+        """Return the finished response as a struct, as in a stream's last event. Store it if it has a record."""
         ((choice, delta),) = wholes
         self.events(choice, delta, is_first=True)
         return self._end(usage, timings)
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Any]:
-        """Return the stream events of a token delta. The last token delta also ends the open item."""
+        """Return a delta's events; with `is_first`, after `response.created`. The last delta ends the open item."""
         events = []
         if is_first:
             begun = self._response("in_progress")
@@ -100,11 +101,11 @@ class ResponsesBuilder(ChatBuilder):
         return [*events, *self._closed("incomplete" if self._is_cut else "completed")]
 
     def encode(self, event: Any) -> bytes:
-        """Return an event as bytes of the stream."""
+        """Return the bytes of a server-sent event, with the event's `type` as its name."""
         return encode_event(event, b"event: %b\ndata: " % event.type.encode())
 
     def error_event(self, error: ApiError) -> bytes:
-        """Store the failed response. Return the last event: `response.failed`, or `error` if no event came before."""
+        """Store the response as failed. Return the encoded `response.failed`, or `error` if no event came before."""
         response = self._response("failed")
         response.error = response_failure(error)
         self._keep(response)
@@ -113,13 +114,13 @@ class ResponsesBuilder(ChatBuilder):
         return self.encode(self._event("error", code=error.code, message=error.message, param=error.param))
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
-        """Return the encoded event with the whole response."""
+        """Return the encoded last event, which has the finished response. Store the response if it has a record."""
         assert usage is not None
         response = self._end(usage, timings)
         return [self.encode(self._event(f"response.{response.status}", response=response))]
 
     def snapshot(self, *, error: ApiError | None = None, is_cancelled: bool = False) -> bytes:
-        """Return the JSON of the response so far: running, failed with an error, or cancelled."""
+        """Return the JSON of the response so far: as queued or running, with `error` as failed, or as cancelled."""
         if error is None and not is_cancelled:
             return encode(self._response("in_progress" if self._num_events else "queued"))
         response = self._response("cancelled" if error is None else "failed")
@@ -153,7 +154,7 @@ class ResponsesBuilder(ChatBuilder):
         return place if self._open is PartKind.CALL else {**place, "content_index": 0}
 
     def _opened(self, choice: Choice, part: Part) -> list[ModelResponseEvent]:
-        """Return the events before a part: the end of the open item and the beginning of the next, if it begins one."""
+        """If a part begins an item, end the open item and open the new one. Return the events of both; else []."""
         item_kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
         if item_kind is self._open and part.kind is not PartKind.CALL:
             return []
@@ -185,7 +186,7 @@ class ResponsesBuilder(ChatBuilder):
         return events
 
     def _delta_event(self, text: str) -> ModelResponseEvent:
-        """Return the event of the open item's next text, with the logprobs of the message's tokens."""
+        """Append a text to the open item. Return the event for it, which in a message has the logprobs not sent yet."""
         assert self._open is not None
         self._pieces.append(text)
         logprobs: dict[str, Any] = {}
@@ -242,7 +243,7 @@ class ResponsesBuilder(ChatBuilder):
                 )
 
     def _response(self, status: ResponseStatus) -> ModelResponse:
-        """Return the response so far, with this status."""
+        """Return the response so far, with this status. An open item is incomplete unless the status is in_progress."""
         output = list(self._output)
         if self._open is not None:
             output[-1] = self._whole("in_progress" if status == "in_progress" else "incomplete")
@@ -251,7 +252,7 @@ class ResponsesBuilder(ChatBuilder):
         )
 
     def _end(self, usage: responses.Usage, timings: responses.Timings) -> ModelResponse:
-        """Return the whole response, and store it."""
+        """Return the finished response, with usage and timings, and store it if it has a record."""
         response = self._response("incomplete" if self._is_cut else "completed")
         response.usage, response.timings = response_usage(usage), timings
         if self._is_cut:
@@ -266,7 +267,7 @@ class ResponsesBuilder(ChatBuilder):
             self._record.end(encode(response))
 
     def _text_logprobs(self, delta: TokenDelta) -> list[ChatTokenLogprob]:
-        """Return the logprobs of the tokens of a token delta that belong to the message."""
+        """Return the logprobs now known to be of message text, up to this delta; [] if none are requested."""
         if self._num_logprobs is None:
             return []
         entries = chat_logprobs(delta.logprobs or (), self._logprob_format).content
@@ -285,13 +286,13 @@ class MessageTokens:
     def __init__(self, parser: OutputParser, decoder: StreamDecoder) -> None:
         self._parser = parser
         self._decoder = decoder
-        self._undecided: list[ChatTokenLogprob] = []  # tokens since the last part, such as the beginning of a mark
+        self._undecided: list[ChatTokenLogprob] = []  # tokens since the last part, such as the first of a special tag
         self._is_text = False  # the last part was text
 
     def select(self, token_ids: list[int], entries: list[ChatTokenLogprob], *, is_end: bool) -> list[ChatTokenLogprob]:
-        """Filter the entries of the next tokens. An entry waits until the parser shows if its token is message text.
+        """Filter the logprobs of the next tokens. A logprob waits until the parser shows if its token is message text.
 
-        Returns the entries of message text that are decided now, with those of earlier calls that had to wait.
+        Returns the logprobs now known to be of message text, with those of earlier calls that had to wait.
         """
         found: list[ChatTokenLogprob] = []
         for token_id, entry in zip(token_ids, entries, strict=True):
@@ -304,7 +305,10 @@ class MessageTokens:
         return [*found, *self._decided({part.kind for part in self._parser.flush()}, is_end=True)] if is_end else found
 
     def _decided(self, kinds: set[PartKind], *, is_end: bool = False) -> list[ChatTokenLogprob]:
-        """Return the undecided entries if they are text, by the kinds of new parts; at the end, by the last part."""
+        """Decide the waiting logprobs by the kinds of the new parts; at the end, without new parts, by the last part.
+
+        Return them if they are of message text, else drop them and return []. Without new parts, they keep waiting.
+        """
         if not kinds and not is_end:
             return []
         self._is_text = PartKind.TEXT in kinds if kinds else self._is_text

@@ -49,7 +49,7 @@ Write: TypeAlias = Callable[[list[float], EmbeddingUsage], msgspec.Struct]
 
 
 class Scores:
-    """Handlers of the scoring routes."""
+    """Handlers of `/v1/score` and `/v1/rerank`."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -105,7 +105,7 @@ class Scores:
         return YesNoBody(groups, context.served.rerank, terms, write, context)
 
     def _embedding_choices(self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float) -> list[Choice]:
-        """Return a sequence for each text: the queries, then the documents."""
+        """Return for each text a choice that computes its embedding: first the queries, then the documents."""
         processor, pooling = self._context.processor, Pooling(self._context.settings.embedding_pooling)
         texts = [(text, pairs.query_param) for text in pairs.queries]
         texts += [(text, pairs.document_param) for text in pairs.documents]
@@ -122,7 +122,10 @@ class Scores:
         ]
 
     def _yes_no_choices(self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float) -> list[Choice]:
-        """Return a sequence for each pair of texts, which can generate only the token `yes`."""
+        """Return for each pair of texts a choice with a prompt of both, which can generate only the token `yes`.
+
+        Raises InvalidRequest if a prompt exceeds the context, or all prompts together exceed `_MAX_TOKENS`.
+        """
         processor, rerank = self._context.processor, self._context.served.rerank
         assert rerank is not None
         room = processor.max_context_length - 1
@@ -140,7 +143,7 @@ class Scores:
 
 
 class ScoreBody(GroupedBody):
-    """Response to a request for scores."""
+    """Response with the scores of all pairs, in the form of `write`. A subclass computes the scores."""
 
     def __init__(self, groups: list[InflightRequest], write: Write, context: ApiContext) -> None:
         super().__init__(groups, context)
@@ -156,7 +159,7 @@ class ScoreBody(GroupedBody):
 
 
 class SimilarityBody(ScoreBody):
-    """Response with cosine similarities of embeddings."""
+    """Response whose scores are cosine similarities of the embeddings of a pair's two texts, from -1 to 1."""
 
     def __init__(self, groups: list[InflightRequest], pairs: TextPairs, write: Write, context: ApiContext) -> None:
         super().__init__(groups, write, context)
@@ -178,7 +181,7 @@ class SimilarityBody(ScoreBody):
 
 
 class YesNoBody(ScoreBody):
-    """Response with probabilities of yes.
+    """Response whose scores are p(yes) / (p(yes) + p(no)).
 
     The sequence of a pair can generate only `yes`, and reports the logprobs of `yes` and of the most likely tokens. If
     `no` is not among these tokens, a second sequence, which can generate only `no`, reports the logprob of `no`.
@@ -233,7 +236,7 @@ def _choice(index: int, submit: Submit) -> Choice:
 
 
 def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: float) -> Submit:
-    """Return the command to generate the token `answer_id` after a prompt, with the most likely tokens' logprobs."""
+    """Return the engine command to generate `answer_id` after a prompt, with its logprob and the likeliest tokens'."""
     params = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS, allowed_token_ids=(answer_id,)
     )

@@ -62,11 +62,14 @@ class Delivery(Response, ABC):
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Number of reasoning tokens so far; None for a response without parsed reasoning."""
+        """Number of reasoning tokens so far; None if the response is not parsed for reasoning."""
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. Raises an `ApiError` if the request failed before anything was sent."""
+        """Send the response. Raises the request's `ApiError` if it failed before anything was sent.
+
+        A later error is reported in the stream. If the client disconnects, only count the cancelled request.
+        """
         if DELIVERY in (state := scope.get("state", {})):
             state[DELIVERY] = self
         watcher = asyncio.create_task(self._watch(receive))
@@ -90,7 +93,7 @@ class Delivery(Response, ABC):
 
     @property
     def failure(self) -> ApiError | None:
-        """Error that ended the request, even if its stream had begun."""
+        """Error that ended the request, even if its stream had begun; None without an error."""
         return self._request.failure
 
     @property
@@ -141,7 +144,7 @@ class Delivery(Response, ABC):
         )
 
     def _record_failure(self) -> None:
-        """Count a failed request's unsent tokens as wasted, and record its choices that ended with an error."""
+        """Count a failed request's unsent tokens as wasted, and record its failed choices in the metrics."""
         self._metrics.count_wasted_tokens("failed", self._num_undelivered())
         for choice in self._request.choices:
             if choice.finish is not None and choice.finish.reason in (FinishReason.ERROR, FinishReason.REFUSED):
@@ -149,7 +152,7 @@ class Delivery(Response, ABC):
 
 
 class CompletionDelivery(Delivery):
-    """ASGI response to a completion or chat completion request. A `ResponseBuilder` builds its events or body."""
+    """ASGI response of every route that generates text. A `ResponseBuilder` builds its events or body."""
 
     def __init__(self, request: InflightRequest, builder: ResponseBuilder, **delivery: Any) -> None:
         super().__init__(request, **delivery)
@@ -164,7 +167,7 @@ class CompletionDelivery(Delivery):
         return self._builder.num_reasoning_tokens(self._request.choices)
 
     def _usage(self) -> Usage:
-        """Return a request's token counts so far. Cached prompt tokens are included after all choices have finished."""
+        """Return the token counts so far; after all choices have finished, with the cached and the reasoning tokens."""
         usage = Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self.num_sent_tokens,
@@ -263,7 +266,7 @@ class CompletionStream(CompletionDelivery):
         return partial(body.write, events)
 
     def _events(self, arrived: Deltas) -> bytes:
-        """Encode token deltas as events. After the last choice's end, add the usage event, if requested, and [DONE]."""
+        """Encode token deltas as events; after the last choice's end, add the builder's last events. Can return b""."""
         events: list[bytes] = []
         times: Timings | None = None
         for choice, delta in arrived:
@@ -282,7 +285,7 @@ class CompletionStream(CompletionDelivery):
             self._unbegun.discard(choice.index)
             built = self._builder.events(choice, delta, is_first=is_first)
             if not built:
-                continue  # such as the beginning of a mark, or of a tool's name
+                continue  # such as the beginning of a tag, or of a tool's name
             if self._sends_running_usage:
                 for opening in built[:-1]:
                     opening.usage = before

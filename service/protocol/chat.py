@@ -61,14 +61,17 @@ class Message(RequestModel):
 
     @property
     def text(self) -> str:
-        """Content of the message as one text. Text parts are joined by newlines."""
+        """Content of the message as one text; "" without content. Text parts are joined by newlines."""
         if self.content is None:
             return ""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise InvalidRequest for a message without content, and for a tool's result that answers no call before it."""
+    """Raise InvalidRequest for messages that do not form a conversation.
+
+    Only assistant messages may have tool calls, or lack content. A tool's result must name a call before it.
+    """
     call_ids: set[str] = set()
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
@@ -88,8 +91,8 @@ def check_messages(messages: Sequence[Message]) -> None:
 def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bool) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates expect. A tool's result gets the name of the called tool.
 
-    arguments_are_text: leave the arguments of past calls as JSON text, instead of as an object.
-    Raises InvalidRequest for arguments that are not a JSON object.
+    arguments_are_text: leave the arguments of past calls as JSON text; else they become objects.
+    Raises InvalidRequest for arguments that are not a JSON object, in both cases.
     """
     names: dict[str, str] = {}
     rendered = []
@@ -159,7 +162,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: Annotated[Any, Unsupported()] = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for `top_logprobs` without `logprobs`, and for two different token limits."""
+        """Raise InvalidRequest for invalid messages or tools, and for fields that contradict or need each other."""
         super().check_fields()
         check_messages(self.messages)
         _ = self.callable_tools
@@ -181,7 +184,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def callable_tools(self) -> tuple[list[ToolDefinition], bool]:
-        """Tools that the completion may call, and True if it must call one. Raises InvalidRequest."""
+        """Tools that the completion may call, and True if it must call one. Raises InvalidRequest for invalid tools."""
         return callable_tools(self.tools, self.tool_choice)
 
     @property
@@ -191,7 +194,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 def _adds_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
-    """Return `asked`; if it is None, return True unless the final message is continued. Raises InvalidRequest."""
+    """Return `asked`; if it is None, return `not continue_final_message`. Raises InvalidRequest if both are true."""
     if asked and continue_final_message:
         raise InvalidRequest(
             "add_generation_prompt and continue_final_message must not both be true; leave out one of them",
@@ -218,8 +221,7 @@ class TokenizeRequest(RequestModel):
     return_token_strs: bool | None = None
     parse_special: ParseSpecial = None
     continue_final_message: bool | None = None
-    # Fields that vLLM's clients send. Only values without effect are accepted.
-    chat_template: None = None
+    chat_template: None = None  # vLLM's clients send this field; only null is accepted
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
 
     def subject(self) -> str | list[Message]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 
 class ApiError(Exception):
-    """Base class of error responses. The client sees the message, so a message contains no path and no traceback.
+    """Base class of exceptions that become error responses. Clients see the message: no paths and no tracebacks.
 
     A subclass sets its `status`, `type` and `code` as class arguments, or inherits them.
     """
@@ -59,7 +59,7 @@ class RouteNotFound(ApiError, status=404, type="invalid_request_error", code="ro
 
 
 class ResponseGone(ApiError, status=404, type="invalid_request_error", code="answer_gone"):
-    """Rejection of a request to resume a stream whose response is no longer buffered."""
+    """Rejection of a request to resume or repeat a response of which the next part is no longer buffered."""
 
 
 class ResponseNotFound(ApiError, status=404, type="invalid_request_error", code="response_not_found"):
@@ -95,7 +95,7 @@ class ClientGone(ApiError, status=499, type="client_closed_request", code="clien
 
 
 class EngineFailed(ApiError, code="engine_failed"):
-    """Failure of the engine to compute a response. With `retry` False, a header keeps OpenAI's SDKs from retrying."""
+    """Failure of the engine, chat template or grammar compiler. `retry`: True if OpenAI's SDKs should retry."""
 
     def __init__(self, message: str, *, retry: bool) -> None:
         super().__init__(message)
@@ -129,11 +129,11 @@ class WaitTooLong(Overloaded, code="queue_time"):
 
 
 class ResponseStoreFull(Overloaded, code="response_store_full"):
-    """Rejection of a request whose response cannot be stored beside the running background responses."""
+    """Rejection of a request to store a response, because running background responses fill the store."""
 
 
 class TooManyConnections(Overloaded, status=503, type="server_error", code="too_many_connections"):
-    """Rejection of a request because the server has as many connections as it may."""
+    """Rejection of a request because the server has reached its limit of connections."""
 
 
 class QueueTimeout(RetryLater, status=408, type="timeout_error", code="queue_timeout"):
@@ -141,7 +141,7 @@ class QueueTimeout(RetryLater, status=408, type="timeout_error", code="queue_tim
 
 
 class Draining(RetryLater, status=503, type="server_error", code="draining"):
-    """Rejection of a request because the server is shutting down."""
+    """Rejection of a new request, or end of a running request, because the server is shutting down."""
 
     def headers(self) -> dict[str, str]:
         # The client's retry must open a new connection, which a load balancer routes to another server.

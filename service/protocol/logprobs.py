@@ -13,8 +13,9 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobFormat:
-    """Format of logprobs: `num_top` most likely tokens per position, named "token_id:N" if `names_are_ids`.
+    """Format of logprobs: the number of most likely tokens per position, `num_top`, and the names of tokens.
 
+    names_are_ids: name each token "token_id:N", instead of by its text.
     visible_token_ids: special tokens that add their name to the completion's text.
     """
 
@@ -33,12 +34,12 @@ class LogprobFormat:
         return list(self.tokenizer.token_bytes(token_id) or name) or None
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-        """Return the `num_top` most likely token ids at a position with logprobs; -9999 stands for minus infinity."""
+        """Return the ids and logprobs of the `num_top` most likely tokens of a position; -9999 is the least logprob."""
         return ((token_id, max(value, _IMPOSSIBLE)) for token_id, value in entry.top[: self.num_top])
 
 
 class LogprobWriter:
-    """Writer of one completion's logprobs in the format of `/v1/completions`, for a part of the tokens at a time."""
+    """Writer of one completion's logprobs in the format of `/v1/completions`, some tokens at a time, in order."""
 
     def __init__(self, format: LogprobFormat) -> None:
         self._format = format
@@ -65,7 +66,7 @@ class LogprobWriter:
         return written
 
     def _begin(self, visible_token_ids: frozenset[int]) -> None:
-        """Begin a part of the text, in which these special tokens add their names."""
+        """Begin a part of the text that starts with a whole character. In it, these special tokens add their names."""
         self._num_characters += len(self._decoder.flush())
         self._visible_token_ids = visible_token_ids
         self._decoder = StreamDecoder(self._format.tokenizer, visible_token_ids)
@@ -106,7 +107,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> res
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob], format: LogprobFormat) -> responses.PromptLogprobs:
-    """Return for each prompt token, except the first, its logprob and those of the most likely tokens there."""
+    """Return for each prompt token its logprob and those of the most likely tokens there; None for the first token."""
     written: responses.PromptLogprobs = []
     for entry in entries:
         if entry.logprob is None or entry.rank is None:

@@ -67,11 +67,14 @@ class PlacedBlock:
         if self.block.type in ("image", "document", "search_result"):
             problem = f"{self.block.type} blocks are not supported: this server reads text only; send a text block"
         else:
-            problem = f"{where} has no blocks of type {self.block.type[:50]!r}; use {', '.join(types)}"
+            problem = f"{where} cannot have blocks of type {self.block.type[:50]!r}; use {', '.join(types)}"
         raise InvalidRequest(f"{self.place}: {problem}", param=self.place)
 
     def result(self) -> str:
-        """Return the text of a tool's result. The text of a failed tool begins with `Error: `."""
+        """Return the text of this tool_result block. If its tool failed, the text begins with `Error: `.
+
+        Raises InvalidRequest for content other than text.
+        """
         content, param = self.block.content, f"{self.place}.content"
         if content is None or isinstance(content, str):
             text = content or ""
@@ -93,7 +96,7 @@ class ConversationMessage(RequestModel):
     content: str | Annotated[list[ContentBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     def placed_blocks(self, place: str) -> list[PlacedBlock]:
-        """Return the blocks of this message's content. Content that is a string becomes one text block."""
+        """Return this message's blocks, for the message at `place`. Content that is a string becomes one text block."""
         return _placed(self.content, f"{place}.content")
 
 
@@ -109,7 +112,10 @@ class CustomTool(RequestModel):
     strict: bool | None = None
 
     def definition(self, place: str) -> ToolDefinition:
-        """Return the tool in OpenAI's form. Raises InvalidRequest for a tool that the server would have to run."""
+        """Return the tool, which is at `place` in the request, in OpenAI's form.
+
+        Raises InvalidRequest for a tool that the server would have to run, or without a schema of type object.
+        """
         if self.type not in (None, "custom"):
             raise InvalidRequest(
                 f"{place}.type: {str(self.type)[:50]!r} is not supported, because this server runs no tools; "
@@ -136,7 +142,7 @@ class MessagesToolChoice(RequestModel):
 
 
 class ThinkingConfig(RequestModel):
-    """Field `thinking`. `disabled`: no reasoning; `budget_tokens`: maximum reasoning tokens."""
+    """Field `thinking`. `disabled`: no reasoning; `budget_tokens`: its maximum tokens; display `omitted`: hide it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
@@ -158,7 +164,7 @@ class OutputConfig(RequestModel):
 
 
 class MessagesChat(ChatCompletionRequest):
-    """Chat completion request that generates a message. Its `max_tokens` may exceed the context."""
+    """Chat completion request that generates a message. A `max_tokens` beyond the context is lowered to fit."""
 
     @property
     def fits_context(self) -> bool:
@@ -207,7 +213,7 @@ class CountTokensRequest(RequestModel):
             raise ThreadUnsupported(message, param="thread")
 
     def chat(self) -> ChatCompletionRequest:
-        """Return the chat completion request that generates the message. Raises InvalidRequest."""
+        """Return the chat completion request that generates the message. Raises InvalidRequest if it is invalid."""
         fields = {name: value for name in _SAME_FIELDS if (value := getattr(self, name)) is not None}
         choice, wanted = self.tool_choice, self._wanted_format()
         tools = [tool.definition(f"tools[{number}]") for number, tool in enumerate(self.tools or ())]
@@ -295,7 +301,10 @@ def _system_message(blocks: Sequence[PlacedBlock]) -> Message:
 
 
 def _user_messages(blocks: Sequence[PlacedBlock], call_ids: set[str]) -> Iterator[Message]:
-    """Yield the messages of a user's turn: the results of tools, which chat templates expect first, then the text."""
+    """Yield the messages of a user's turn: the results of tools, which chat templates expect first, then the text.
+
+    Raises InvalidRequest for a result that names none of `call_ids`, the tool calls so far.
+    """
     results = [each for each in blocks if each.block.type == "tool_result"]
     for each in results:
         if (call_id := each.get("tool_use_id")) not in call_ids:
@@ -358,7 +367,7 @@ StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool
 
 
 class ThinkingTokens(msgspec.Struct, kw_only=True):
-    """Details of `output_tokens`. `thinking_tokens` counts the tokens of reasoning, marks included."""
+    """Details of `output_tokens`. `thinking_tokens` counts the tokens of reasoning and of the tags around it."""
 
     thinking_tokens: int
 
@@ -419,7 +428,7 @@ class BlockDelta(msgspec.Struct, kw_only=True):
 
 
 class MessageEvent(msgspec.Struct, kw_only=True):
-    """Event of a stream. The event's name is its `type`."""
+    """Event of a stream of `/v1/messages`. `type` is also the event's name, and says which fields are present."""
 
     type: Literal[
         "message_start",
@@ -481,7 +490,7 @@ def is_messages_path(path: str) -> bool:
 
 
 def messages_error(error: ApiError, request_id: str | None) -> MessagesErrorBody:
-    """Return the body of an error response in Anthropic's form."""
+    """Return the body of an error response in Anthropic's form. Its message names the fields of the Messages API."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
     message = error.message
     for name, new in _RENAMED.items():

@@ -13,7 +13,7 @@ ResponseStatus: TypeAlias = Literal["queued", "in_progress", "completed", "incom
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    """Text of a message. `logprobs` has one entry per token of the text if they are requested, else none."""
+    """Text of a message. `logprobs` has one entry per token of the text if logprobs are requested, else it is empty."""
 
     text: str
     annotations: list[Any] = []
@@ -36,7 +36,7 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """Reasoning before the message and calls. There is never a summary."""
+    """Output item of `/v1/responses`: reasoning, before the message and calls. `summary` is always empty."""
 
     id: str
     status: ItemStatus
@@ -45,7 +45,7 @@ class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reaso
 
 
 class OutputFunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """Function call. `arguments` is JSON text. The item `function_call_output` answers it by `call_id`."""
+    """Output item of `/v1/responses`: function call. `arguments` is JSON text. The call's result names `call_id`."""
 
     id: str
     status: ItemStatus
@@ -65,7 +65,7 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
-    """Details of `output_tokens`. `reasoning_tokens` counts the tokens of reasoning, marks included."""
+    """Details of `output_tokens`. `reasoning_tokens` counts the tokens of reasoning and of the tags around it."""
 
     reasoning_tokens: int
 
@@ -94,7 +94,7 @@ class IncompleteDetails(msgspec.Struct, kw_only=True):
 
 
 class ModelResponse(msgspec.Struct, kw_only=True):
-    """Response of `/v1/responses`. Fields after `output` repeat the request; `usage` and `timings` come at the end."""
+    """Response of `/v1/responses`. Fields after `timings` repeat the request. `usage` is null before the last token."""
 
     id: str
     object: Literal["response"] = "response"
@@ -159,7 +159,7 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 class InputItemList(msgspec.Struct, kw_only=True):
-    """Response of `GET /v1/responses/{response_id}/input_items`."""
+    """Response of `GET /v1/responses/{response_id}/input_items`: a page of the items that the response answers."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -169,7 +169,7 @@ class InputItemList(msgspec.Struct, kw_only=True):
 
 
 def response_usage(usage: Usage) -> ResponseUsage:
-    """Return the final token counts of a chat completion in the form of a response."""
+    """Return the final token counts of a chat completion in the form of the Responses API."""
     prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
@@ -183,7 +183,7 @@ def response_usage(usage: Usage) -> ResponseUsage:
 
 
 def response_failure(error: ApiError) -> ResponseFailure:
-    """Return an error in the form of the field `error` of a response."""
+    """Return an error in the form of a response's field `error`, which has one of only three codes."""
     if isinstance(error, InvalidRequest):
         return ResponseFailure(code="invalid_prompt", message=error.message)
     code: Literal["rate_limit_exceeded", "server_error"] = (

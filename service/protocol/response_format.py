@@ -84,7 +84,7 @@ class StructuredOutputs(RequestModel):
     grammar: GuidedGrammar | None = None
 
     def constraint(self) -> OutputConstraint:
-        """Return the output constraint. Raises InvalidRequest unless exactly one field is set."""
+        """Return the output constraint. Raises InvalidRequest unless exactly one field is set, and for a bad schema."""
         given: dict[ConstraintKind, Any] = self.model_dump(by_alias=True, exclude_none=True)  # type: ignore[assignment]
         if len(given) != 1:
             raise InvalidRequest(
@@ -98,7 +98,7 @@ class StructuredOutputs(RequestModel):
 
 
 def guided_constraint(param: str, content: Any) -> OutputConstraint:
-    """Return the output constraint in a request field of `GUIDED`, `param`. Raises InvalidRequest for a bad schema."""
+    """Return the output constraint of the field `param`, a key of `GUIDED`. Raises InvalidRequest for a bad schema."""
     kind = GUIDED[param]
     return OutputConstraint(kind, _checked_schema(content, param) if kind == "json" else content, param)
 

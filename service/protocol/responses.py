@@ -1,4 +1,4 @@
-"""Response bodies of all routes except embeddings and attention. `/openapi.json` documents these structs."""
+"""Response bodies for completions, chat, tokens, models, server state and errors, also for `/openapi.json`."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -34,10 +34,10 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """Completion, or one chunk of a completion in a stream. `stop_reason` is the stop string or token id that matched.
+    """Completion, or one chunk of it in a stream. `stop_reason` is the matched stop string or token id, if any.
 
     `token_ids` and `prompt_token_ids` are sent with `return_token_ids`. In a stream, fields of the prompt are sent in
-    the first chunk.
+    the first chunk of each choice.
     """
 
     index: int
@@ -57,7 +57,7 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    """Details of `completion_tokens`. `reasoning_tokens` counts the tokens of reasoning, marks included."""
+    """Details of `completion_tokens`. `reasoning_tokens` counts the tokens of reasoning and of the tags around it."""
 
     reasoning_tokens: int
 
@@ -194,7 +194,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """Part of a message in one event of a stream: first the role, then text. The last part may be empty."""
+    """Part of a message in one event of a stream: first the role, then text, reasoning or calls. It may be empty."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -217,7 +217,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     """Event of a chat stream. `timings` are in the event that ends the last choice, and in the usage event after it.
 
-    The event that begins the first choice has the prompt's token ids and logprobs, if requested.
+    If requested, the first event of the stream has the prompt's token ids, and the first of choice 0 its logprobs.
     """
 
     id: str
@@ -249,7 +249,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
-    """Response of `/tokenize`. `count` is the number of tokens; `token_strs` are their texts, null unless requested."""
+    """Response of `/tokenize`. `tokens` are `count` token ids; `token_strs` are their texts, null if not requested."""
 
     count: int
     max_model_len: int
@@ -258,7 +258,7 @@ class Tokenized(msgspec.Struct, kw_only=True):
 
 
 class RenderedPrompt(msgspec.Struct, kw_only=True):
-    """Response of the `/render` routes: what a request computes for one prompt, in the shape of vLLM's.
+    """Token ids and parameters that a request gives to the engine for one prompt, in the shape of vLLM's `/render`.
 
     `sampling_params.seed` is null if each completion gets a random seed.
     """
@@ -324,7 +324,7 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """Body of every error response."""
+    """Body of an error response, except on `/v1/messages`, which has Anthropic's form."""
 
     error: ErrorDetail
 

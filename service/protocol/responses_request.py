@@ -55,7 +55,7 @@ _RENAMED = {
 
 
 def _only(remedy: str, *kinds: str) -> BeforeValidator:
-    """Return a validator that rejects objects whose `type` is not in `kinds`. The error ends with the remedy."""
+    """Return a validator that rejects objects of a `type` not in `kinds`. Its error message ends with the remedy."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -150,14 +150,14 @@ class InputFunctionOutput(RequestModel):
 
 
 class ReasoningPart(RequestModel):
-    """Part of a reasoning item."""
+    """Part of a reasoning item: reasoning text, or text of a summary of it."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class InputReasoning(RequestModel):
-    """Reasoning of an earlier response. Chat templates that read reasoning get the text."""
+    """Reasoning of an earlier response. Chat templates that read reasoning get `content`, or `summary` without it."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -186,7 +186,7 @@ _STORED_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[_Item])
 
 
 def read_items(stored: list[dict[str, Any]]) -> list[InputItem]:
-    """Return the items of a stored response."""
+    """Return stored input and output items, given as JSON objects, in the form of the request field `input`."""
     return _STORED_ITEMS.validate_python(stored)
 
 
@@ -221,7 +221,7 @@ class TextFormat(RequestModel):
     description: str | None = None
 
     def response_format(self) -> ResponseFormat:
-        """Return the same format in the form of chat completions. Raises InvalidRequest for a missing field."""
+        """Return the format in the form of chat completions. Raises InvalidRequest for a missing name or schema."""
         if self.type != "json_schema":
             return ResponseFormat(type=self.type)
         for name, value in (("name", self.name), ("schema", self.schema_)):
@@ -243,7 +243,7 @@ class TextOptions(RequestModel):
 
 
 class ReasoningOptions(RequestModel):
-    """Field `reasoning`. The reasoning is returned whole; there is no summary."""
+    """Field `reasoning`. Reasoning is returned whole and never summarized, whatever `summary` says."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -372,7 +372,7 @@ class ResponsesRequest(RequestModel):
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     def chat(self, earlier: Sequence[InputItem]) -> ResponsesChat:
-        """Return the chat completion request that generates the response. Raises InvalidRequest.
+        """Return the chat completion request that generates the response. Raises InvalidRequest if it is invalid.
 
         Args:
             earlier: items before the input, from the response `previous_response_id`.
@@ -458,7 +458,10 @@ class ResponsesRequest(RequestModel):
 
 
 def _messages(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> list[Message]:
-    """Return the messages of a conversation. Reasoning, text and calls of one response are one assistant message."""
+    """Return the messages of a conversation. Reasoning, text and calls of one response are one assistant message.
+
+    Raises InvalidRequest for a function's output without an earlier call, or for invalid arguments of a call.
+    """
     messages: list[dict[str, Any]] = []
     call_ids: set[str] = set()
     for number, item in enumerate([*earlier, *items], -len(earlier)):
@@ -493,7 +496,7 @@ def _message(**fields: Any) -> Message:
 
 
 def _call(item: InputFunctionCall, number: int) -> PastToolCall:
-    """Return a function call in the form of chat completions. Raises InvalidRequest for invalid arguments."""
+    """Return a function call in the form of chat completions. Raises InvalidRequest if its arguments are no object."""
     function = CalledFunction(name=item.name, arguments=item.arguments)
     if function.parsed_arguments() is None:
         param = f"input[{number}].arguments"
@@ -513,7 +516,7 @@ def _named(function: ChosenFunction) -> NamedToolChoice:
 
 
 def _dumped(value: RequestModel | str | None) -> Any:
-    """Return a field of the request as a JSON value without null members; {} for a missing field."""
+    """Return the value of a request field as a JSON value without null members; {} for None."""
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, RequestModel) else value or {}
 
 
@@ -524,6 +527,6 @@ def _renamed(text: str) -> str:
 
 
 def rename_fields(error: ApiError) -> None:
-    """Make an error of a chat completion request name the fields of the response request."""
+    """Change an error of a chat completion request, in place, to name the fields of the response request."""
     if error.param is not None and (param := _renamed(error.param)) != error.param:
         error.param, error.message = param, _renamed(error.message)

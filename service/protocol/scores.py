@@ -20,9 +20,12 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextPairs:
-    """Pairs of a query and a document: one query for all documents, or one for each.
+    """Pairs of a query and a document: one query for all documents, or one query for each document.
 
-    query_param, document_param: request fields of the texts.
+    query_param, document_param: request fields of the texts, for error messages.
+
+    Raises:
+        InvalidRequest: a text is missing or empty, or the numbers of texts do not fit.
     """
 
     queries: list[str]
@@ -43,7 +46,7 @@ class TextPairs:
 
     @property
     def indices(self) -> list[tuple[int, int]]:
-        """Indices of each pair's query and document."""
+        """Index of the query and index of the document, for each pair."""
         return [(0 if len(self.queries) == 1 else index, index) for index in range(len(self.documents))]
 
 
@@ -62,7 +65,7 @@ class PairsRequest(RequestModel):
 
 
 class ScoreRequest(PairsRequest):
-    """Body of `POST /v1/score`: two fields with a text or a list of texts, in any of vLLM's names."""
+    """Body of `POST /v1/score`: two fields with a text or a list of texts, by any of vLLM's three pairs of names."""
 
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys((name for pair in _PAIRS for name in pair), _TEXTS_ERROR),
@@ -76,7 +79,7 @@ class ScoreRequest(PairsRequest):
     items: str | Texts | None = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest unless exactly one pair of fields is given."""
+        """Raise InvalidRequest unless exactly one pair of fields is given, with texts that form pairs."""
         given = {name for pair in _PAIRS for name in pair if getattr(self, name) is not None}
         if not any(given == set(pair) for pair in _PAIRS):
             names = ", ".join(sorted(given)) or "none of them"
@@ -99,7 +102,7 @@ class ScoreRequest(PairsRequest):
 
 
 class DocumentText(RequestModel):
-    """A document as an object with its text."""
+    """Field `documents[]`, if a document is an object instead of a string."""
 
     text: str
 
@@ -147,13 +150,13 @@ class ScoreList(msgspec.Struct, kw_only=True):
 
 
 class RankedText(msgspec.Struct, kw_only=True):
-    """Text of a ranked document."""
+    """Field `results[].document`: the text of a ranked document."""
 
     text: str
 
 
 class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A document's score. `index`: its place in the request."""
+    """Score of a document. `index`: its index in the field `documents` of the request."""
 
     index: int
     relevance_score: float
@@ -161,7 +164,7 @@ class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Ranking(msgspec.Struct, kw_only=True):
-    """Response body of `/v1/rerank`: the documents that fit the query best, best first."""
+    """Response body of `/v1/rerank`: the `top_n` documents that fit the query best, or all, best first."""
 
     id: str
     model: str

@@ -28,7 +28,9 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = None
 
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Return the JSON Schema of the arguments. By default, it allows only the arguments in `properties`.
+        """Return the JSON Schema of the arguments. Unless it says otherwise, it allows only those in `properties`.
+
+        A schema with `$ref`, `anyOf` or the like gets no such limit.
 
         Raises:
             InvalidRequest: the schema does not describe an object.
@@ -60,7 +62,7 @@ class ToolDefinition(RequestModel):
 
 
 class NamedFunction(RequestModel):
-    """Name of a tool."""
+    """Field `tool_choice.function`: the name of a tool."""
 
     name: str
 
@@ -102,7 +104,7 @@ class CalledFunction(RequestModel):
     arguments: str = "{}"
 
     def parsed_arguments(self) -> dict[str, Any] | None:
-        """Return the arguments as an object; None: they are something else, or hold over 20,000 lists and objects.
+        """Return the arguments as an object; None if they are no JSON object, or hold over 20,000 lists and objects.
 
         If the call was cut off at `max_tokens`, the object has the values before the cut.
         """
@@ -130,7 +132,7 @@ def callable_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None
     """Return the tools that a completion may call, and True if it must call one.
 
     Raises:
-        InvalidRequest: two tools have the same name, or `tool_choice` needs a tool that is not in `tools`.
+        InvalidRequest: two tools have the same name, or `tool_choice` names or requires a tool that is missing.
     """
     by_name = {tool.function.name: tool for tool in tools or ()}
     if len(by_name) < len(tools or ()):

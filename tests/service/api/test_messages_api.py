@@ -303,7 +303,7 @@ def test_count_tokens_returns_the_length_of_the_prompt(client: TestClient, queue
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]: image blocks"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is required"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "a user message has no blocks of type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "a user message cannot have blocks"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
             "messages[0].content[0].tool_use_id names no tool_use block of an earlier message",
