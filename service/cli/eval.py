@@ -151,7 +151,10 @@ def _evaluate_unquantized(
 
 
 def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, torch.dtype]:
-    """Return the quantization of the weights and the dtype of the KV-cache. Raises SettingsError if not supported."""
+    """Return the GPU quantization of the weights (None on a CPU, or without one), and the dtype of the KV-cache.
+
+    Raises SettingsError if the device or the dtype of the model does not support them.
+    """
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
     return find_quantization(settings.quantize, device, dtype), cache_dtype

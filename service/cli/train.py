@@ -31,7 +31,10 @@ _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 
 
 class _Interruption:
-    """Handler of SIGINT and SIGTERM: the first stops training after the current step, the second ends the process."""
+    """Handler of SIGINT and SIGTERM: the first stops training after the current step, the second ends the process.
+
+    Before the first training step, a signal raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.is_requested = False
