@@ -35,10 +35,10 @@ class ChatPlan:
 
     token_ids: prompt.
     constraint: grammar of the completion: output format, tool calls and limit of reasoning tokens; None: any text.
-    visible_token_ids: special tokens that the parser must see in the completion's text.
-    new_parser: returns a parser of one completion; None: the whole completion is text.
+    visible_token_ids: special tokens whose names the completion's text shows, because the parser needs them.
+    new_parser: creates a parser for one completion; None: the whole completion is text.
     call_id_length: see `ToolFormat.id_length`.
-    reasoning_end_id: closing mark of the reasoning, if the mark is one token.
+    reasoning_end_id: token id of the tag that ends the reasoning, such as </think>; None if it is not one token.
     """
 
     token_ids: list[int]
@@ -78,7 +78,10 @@ class ChatPrompts:
         )
 
     async def plan(self, asked: ChatCompletionRequest) -> ChatPlan:
-        """Prepare a chat request for the engine. Raises the errors of `encode`, and InvalidRequest."""
+        """Render the prompt of a chat request, and find the constraint and the parser of its completions.
+
+        Raises the errors of `encode`, and InvalidRequest for a strict tool if the model has no chat template.
+        """
         form = self._form
         tools, must_call = asked.callable_tools
         strict = next((tool.function.name for tool in tools if tool.function.strict), None)

@@ -70,7 +70,7 @@ class StoredResponse:
             self.end(self._snapshot(error=error if isinstance(error, ApiError) else ApiError("internal error")))
 
     def cancel(self) -> None:
-        """Stop the generation, and end the response as cancelled, unless it has ended."""
+        """End the response as cancelled, unless it has ended, and stop the generation of a background response."""
         if self.events is not None:
             self.events.abandon()
         if self._snapshot is not None:
