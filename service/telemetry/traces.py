@@ -85,7 +85,10 @@ class RequestTracer:
                 logger.warning("the last traces were not sent within %g s, and are lost", timeout_seconds)
 
     def record(self, record: RequestRecord) -> None:
-        """Make the spans of a request that has ended: the request, and within it queue, prefill and decode."""
+        """Make the spans of a request that has ended: the request, and within it queue, prefill and decode.
+
+        Requests of probes, and requests rejected before their head was complete, get no spans.
+        """
         if record.method is None or record.is_probe:
             return
         method = record.method if record.method in _METHODS else "HTTP"

@@ -85,7 +85,10 @@ class EngineFacts:
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
     def found(self) -> dict[str, object]:
-        """Return name and chosen value of each setting that may be "auto"; some values end with a reason."""
+        """Return, by name, the values for the listing of settings at start-up that the engine has chosen for "auto".
+
+        Further entries: the format of the matrices. Some values end with the reason of the choice.
+        """
         values: dict[str, object] = {
             "device": self.device,
             "attention": self.attention if self.kernel_level is None else f"{self.attention} ({self.kernel_level})",
@@ -379,7 +382,10 @@ def check_quantize(quantize: str, manifest: Manifest) -> None:
 
 
 def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantization | None:
-    """Return the GPU quantization of a --quantize setting; None on a CPU. Raises `SettingsError` if unsupported."""
+    """Return the GPU quantization of a --quantize setting; None on a CPU and for none.
+
+    Raises `SettingsError` if the device or `dtype` does not support the setting.
+    """
     try:
         return choose_quantization(quantize, torch.device(device), dtype)
     except ValueError as error:
