@@ -221,7 +221,7 @@ class Engine:
         return StepResult(events, self._stats(plan, len(updates), num_tokens, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """Return the attention weights of a text as bytes of float32 numbers, see `ModelRunner.attention_weights`."""
+        """Return the attention weights of a text in one layer as float32 bytes, see `ModelRunner.attention_weights`."""
         return self._runner.attention_weights(token_ids, layer=layer, heads=heads)
 
     def abort_all(self, error: str) -> list[TokenDelta]:
