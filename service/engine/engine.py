@@ -119,7 +119,10 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def submit(self, submit: Submit) -> None:
-        """Accept a submission: it replaces an older attempt of its uid, and is ignored if its attempt is not newer."""
+        """Accept a submission: it replaces an older attempt of its uid, and is ignored if its attempt is not newer.
+
+        An invalid submission raises no exception: an event of a later step reports its error.
+        """
         known = self._outputs.get(submit.uid)
         if known is not None:
             if submit.attempt <= known.sequence.attempt:

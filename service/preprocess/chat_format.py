@@ -27,7 +27,7 @@ class ChatFormat:
 
     tools: format of tool calls.
     reasoning: format of the model's reasoning, such as <think> tags around it; None: the model does not reason.
-    tools_go_to: place from which the chat template reads the tools: the variable `tools`, or the field `tools` of the
+    tools_go_to: input of the chat template that has the tools. variable: `tools`. message: the field `tools` of the
         system message, as JSON text (Phi-4-mini). text: the template has no tools, so Kvasir writes them into messages.
     is_plain: the model has no chat template, and --tool-format is auto: the model was not trained for tools.
     arguments_are_text: the template expects the arguments of past calls as JSON text, not as an object.

@@ -252,7 +252,7 @@ class ChatPrompts:
                 message = f"the chat template fails with these tools: {failure}; simplify their schemas"
                 raise InvalidRequest(message, param="tools") from None
             if more:  # most likely a value has a type that the template does not expect
-                message = f"the chat template fails with the variables in chat_template_kwargs: {failure}"
+                message = f"the chat template fails with the variables in chat_template_kwargs: {failure}; correct them"
                 raise InvalidRequest(message, param="chat_template_kwargs") from None
             raise EngineFailed(f"the model's chat template failed: {failure}", retry=False) from None
         except (ForbiddenText, TokenizerError) as error:

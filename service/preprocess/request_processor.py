@@ -70,9 +70,7 @@ class RequestProcessor:
         Args:
             chat: prompt and parsing of a chat request; None for a request with prompts.
             grammar: compiled grammar of the request's output constraint; None without one.
-        Raises:
-            InvalidRequest: a field does not fit the model or another field.
-            ContextLengthExceeded: a prompt leaves too little room for its completion.
+        Raises an `ApiError` if a field does not fit the model or another field, or if a prompt is too long.
         """
         prompts: Iterable[str | list[int]] = [[] if chat is None else chat.token_ids]
         prompt_param = "messages"

@@ -69,7 +69,7 @@ def _reasoning(
     mark_ids: Mapping[str, int],
     eos_token_ids: Sequence[int],
 ) -> str:
-    """Return the Lark expression of reasoning after its opening mark, up to and including its closing mark."""
+    """Return the Lark expression of reasoning after its opening tag, up to and including its closing tag."""
     if max_tokens is None:
         return document.until(reasoning.closing)
     closing = mark_ids.get(reasoning.closing)
