@@ -214,7 +214,10 @@ class CompletionReader:
         return outcome
 
     def finish(self) -> Outcome:
-        """Return the outcome of the request. Its end is the arrival of the last bytes, or the end of the connection."""
+        """End the request with the result that its response shows, and return its outcome.
+
+        Its end is the arrival of the last bytes, or the end of the connection.
+        """
         self.end(*self._ending()).end_seconds = self._now
         return self.outcome
 

@@ -181,7 +181,7 @@ class ChatSession:
         self._note("new conversation")
 
     def set_system(self, text: str) -> None:
-        """Set the system prompt, or show it if `text` is empty; `none` removes it."""
+        """Set the system prompt to `text` (`none` removes it, an empty text keeps it), and show it."""
         if text:
             self.system = "" if text == "none" else text
         self._note(f"system prompt: {visible(self.system) or 'none'}")

@@ -43,7 +43,10 @@ class _Interruption:
             signal.signal(number, self._request)
 
     def should_stop(self) -> bool:
-        """Return True after SIGINT or SIGTERM. The training loop calls this method before each step."""
+        """Return True after SIGINT or SIGTERM. The training loop calls this method before each step.
+
+        From the first call on, a signal no longer raises KeyboardInterrupt.
+        """
         self._has_begun = True
         return self.is_requested
 

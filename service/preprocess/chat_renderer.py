@@ -163,7 +163,10 @@ class ChatPrompts:
         continue_final_message: bool,
         more: Mapping[str, Any],
     ) -> tuple[list[int], bool | None]:
-        """Return the prompt token ids of a conversation, and whether it ends in reasoning, as for `OutputParser`."""
+        """Return the prompt token ids of a conversation, and the value of `is_reasoning` for `OutputParser`.
+
+        This value says if the prompt ends within reasoning. Raises the errors of `encode`.
+        """
         if self._template is None:
             raise InvalidRequest(
                 "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
@@ -195,7 +198,10 @@ class ChatPrompts:
     def _constraint(
         self, asked: ChatCompletionRequest, tools: list[ToolSchema], *, must_call: bool, is_reasoning: bool | None
     ) -> OutputConstraint | None:
-        """Return the constraint of a completion: the client's output format, or the grammar of a chat completion."""
+        """Return the constraint of a completion: the client's output format, or the grammar of a chat completion.
+
+        The grammar is needed for tools, a limit of reasoning, and an output format after reasoning. None: any text.
+        """
         form, wanted = self._form, asked.output_constraint
         reasons = form.reasoning is not None and is_reasoning is not False
         max_tokens = self._max_reasoning_tokens(asked) if reasons else None

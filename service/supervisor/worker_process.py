@@ -54,7 +54,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker."""
+        """Process id of the worker process, which a forked standby must have reported."""
         assert self._pid is not None, "the worker process has reported its process id"
         return self._pid
 
@@ -81,7 +81,8 @@ class WorkerProcess:
         Args:
             order: pickled `service.worker.worker.WorkerOrder`.
             descriptors: file descriptors of the shared memory and of the worker's end of the channel.
-            has_standby: the worker process forks a standby first, which this method returns. Main becomes its parent.
+            has_standby: the worker process forks a standby first. Main becomes the standby's parent.
+        Returns the standby, or None without one.
         """
         ours, theirs = socket.socketpair()
         # A memory file carries the order: writing to a process that still imports could block main.

@@ -400,6 +400,9 @@ def _num_blocks(
     Args:
         reserved_bytes: main memory to leave free for the server's other processes.
         profiled_bytes: measured GPU memory that the KV-cache may take; None on a CPU.
+    Raises:
+        ValueError, SettingsError: the KV-cache, as requested or for one context, does not fit into free memory; or the
+            requested KV-cache does not hold one context.
     """
     if profiled_bytes is None:
         free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes)
