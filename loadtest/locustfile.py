@@ -51,7 +51,7 @@ class CompletionUser(User):
 
     @task
     def complete(self) -> None:
-        """Send the next request of the workload, and record its outcome.
+        """Send the next request of the workload, and record its outcome. The last of `--requests` ends the locust run.
 
         In a closed loop, the user waits for Retry-After after a 429. In an open loop (`--rate`), the user first waits
         until the arrival time of the request. Latency counts from that time, even if all users were busy then.

@@ -86,7 +86,10 @@ def build_server(
 
 
 def make_observers(settings: ServeSettings, served: ServedModel) -> "tuple[list[Observe], RequestTracer | None]":
-    """Return the functions that get every finished request, and the tracer; both as the settings ask for them."""
+    """Return the functions to call with the record of each request at its end, and the tracer of requests.
+
+    The list is empty without JSON logs and tracing. The tracer is None without --otlp-endpoint.
+    """
     if settings.log_prompts:
         logger.warning(
             "--log-prompts: the log contains the prompts and completions of all clients; restrict its readers"
@@ -99,7 +102,10 @@ def make_observers(settings: ServeSettings, served: ServedModel) -> "tuple[list[
 
 
 def load_tracer(endpoint: str, model_name: str) -> "RequestTracer":
-    """Import OpenTelemetry, which is an optional dependency, and return a tracer that is not started yet."""
+    """Import OpenTelemetry, an optional dependency, and return a tracer that is not started yet.
+
+    Raises SettingsError if OpenTelemetry is not installed.
+    """
     try:
         return pkgutil.resolve_name("service.telemetry.traces:RequestTracer")(endpoint, model_name)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:

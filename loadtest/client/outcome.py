@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def itl_seconds(self) -> list[float]:
-        """Seconds between each two consecutive chunks of the stream."""
+        """Seconds between each two consecutive chunks of the stream; empty for fewer than two chunks."""
         return [later - earlier for earlier, later in pairwise(self.chunk_seconds)]
 
     @property
@@ -91,7 +91,10 @@ class LoadRun:
 
     @classmethod
     def ended_now(cls, outcomes: Sequence[Outcome], began_seconds: float, began_cpu_seconds: float) -> Self:
-        """Return the `LoadRun` of finished requests. `began_...`: wall-clock and CPU seconds when the load began."""
+        """Return the `LoadRun` of finished requests, from the first intended send to the last end of a response.
+
+        began_...: `time.perf_counter()` and `time.process_time()` when the load began.
+        """
         cpu_share = (time.process_time() - began_cpu_seconds) / max(time.perf_counter() - began_seconds, 1e-9)
         first = min((outcome.intended_seconds for outcome in outcomes), default=began_seconds)
         last = max([first + 1e-9, *(outcome.end_seconds for outcome in outcomes)])

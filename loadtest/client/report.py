@@ -26,7 +26,7 @@ from loadtest.measurement.figures import Column, table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Service level objectives of a load test; None: no limit. A latency limit is missed if nothing was measured."""
+    """Service level objectives of a load test; None: no limit. A load without a measured latency misses its limit."""
 
     ttft_p95_ms: float | None = described(None, "maximum 95th percentile of time to first token, ms")
     tpot_p95_ms: float | None = described(None, "maximum 95th percentile of time per output token, ms")
@@ -42,7 +42,10 @@ class Slo:
         return cls(**{name: getattr(arguments, f"slo_{name}") for name in options_of(cls)})
 
     def is_good(self, outcome: Outcome) -> bool:
-        """Return True if a request counts as goodput, as in vLLM: a success within the limits of TTFT, TPOT, E2E."""
+        """Return True if a request counts as goodput, as in vLLM: a success within the limits of TTFT, TPOT and E2E.
+
+        A latency that the request does not have, such as TPOT for one token, exceeds no limit.
+        """
         limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.e2e_p95_ms)
         seconds = (outcome.ttft_seconds, outcome.tpot_seconds, outcome.e2e_seconds)
         pairs = zip(limits, seconds, strict=True)
@@ -50,7 +53,10 @@ class Slo:
         return outcome.ending is Ending.OK and is_kept
 
     def breaches(self, outcomes: Sequence[Outcome], tokens_per_second: float) -> list[str]:
-        """Return a line of text for each objective that the load missed, with the measured value and the limit."""
+        """Return a line of text for each objective that the load missed, with the measured value and the limit.
+
+        A load without requests gets one line, even without limits.
+        """
         if not outcomes:
             return ["no request was sent"]
         lines = []
@@ -92,7 +98,10 @@ def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
 def summarize(
     run: LoadRun, *, label: str, slo: Slo, request_rate: float | None = None, max_concurrency: int | None = None
 ) -> dict[str, Any]:
-    """Return the summary of one load test, JSON-ready: the keys of `vllm bench serve`, and a few more."""
+    """Return the summary of one load test, JSON-ready: the keys of `vllm bench serve`, and a few more.
+
+    Requests that were meant to be sent outside the counted interval are left out.
+    """
     outcomes, seconds = sorted(run.sent, key=lambda outcome: outcome.index), run.duration_seconds
     done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
     endings = Counter(outcome.ending for outcome in outcomes)
@@ -166,7 +175,7 @@ _COLUMNS = (
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with a row per load test, and below it the failures and the missed objectives."""
+    """Return a Markdown table with a row per load test; below it failures, missed objectives and a busy client."""
     rows, notes = [], []
     for run in results:
         label, texts = run["label"], {}

@@ -60,7 +60,10 @@ class Target:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def fetch_json(self, path: str, payload: Any = None) -> Any:
-        """Send a GET, or a POST if there is a payload, and return the JSON response. Raises `OSError` if that fails."""
+        """Send a GET, or a POST with `payload` as JSON, and return the parsed JSON of the response.
+
+        Raises `OSError` if the request fails, also by its status, and `ValueError` if the response is not JSON.
+        """
         body = None if payload is None else json.dumps(payload).encode()
         headers = {"Content-Type": "application/json"} | self.authorization
         request = urllib.request.Request(self.url + path, body, headers)
@@ -71,8 +74,8 @@ class Target:
 def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
     """Return the id of a service's model, and the workload with prompt lengths in tokens of that model.
 
-    The service's `/tokenize` counts the tokens. Without `/tokenize`, a token counts as four characters.
-    Raises `OSError` if the service cannot be reached.
+    The service's `/tokenize` counts the tokens. Without `/tokenize`, a token counts as four characters. The context
+    length in `/v1/models`, if any, replaces that of `spec`. Raises `OSError` if the service cannot be reached.
     """
     listed, text, tokenized = target.fetch_json("/v1/models")["data"][0], tales(), dict[str, Any]()
     with suppress(urllib.error.HTTPError):
@@ -200,7 +203,7 @@ class CompletionReader:
             self._broken = f"not a completion: {error}"
 
     def end(self, ending: Ending, detail: str) -> Outcome:
-        """Return the outcome of the request, which ends now with this result and this explanation."""
+        """End the request now with this result and this explanation, and return its completed outcome."""
         outcome = self.outcome
         outcome.ending, outcome.detail, outcome.end_seconds = ending, detail, time.perf_counter()
         if not self._has_usage:
@@ -211,7 +214,10 @@ class CompletionReader:
         return outcome
 
     def finish(self) -> Outcome:
-        """Return the outcome of the request. Its end is the arrival of the last bytes, or the end of the connection."""
+        """End the request with the result that its response shows, and return its outcome.
+
+        Its end is the arrival of the last bytes, or the end of the connection.
+        """
         self.end(*self._ending()).end_seconds = self._now
         return self.outcome
 
@@ -251,11 +257,17 @@ class CompletionClient:
     def complete(
         self, request: LoadRequest, *, model: str | None = None, intended_seconds: float | None = None
     ) -> Outcome:
-        """Send one completion request and read its response to the end. Failures are outcomes, not exceptions."""
+        """Send one completion request, and return its outcome after the response or the planned disconnect.
+
+        Failures are outcomes, not exceptions.
+        """
         return self.read(CompletionReader(request, intended_seconds), model=model)
 
     def read(self, reader: CompletionReader, *, model: str | None = None) -> Outcome:
-        """Send the reader's request and feed it the response. The reader's `outcome` has each chunk once it arrives."""
+        """Send the reader's request, feed the response to the reader, and return its outcome, as `complete` does.
+
+        Meanwhile, `reader.outcome` gets the time of each chunk on its arrival.
+        """
         body = json.dumps(reader.request.body(model)).encode()
         headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
         headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))} | self.target.authorization

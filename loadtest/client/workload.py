@@ -109,7 +109,7 @@ class Passages:
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     def cut(self, start: int, num_tokens: int) -> str:
-        """Return passage number `start` (any integer) of the text: at least one word, about `num_tokens` tokens."""
+        """Return passage number `start` (any integer) of the text: at least one word, up to `num_tokens` tokens."""
         count = len(self._words)
         at = (start * self._stride) % count
         chosen, length = [self._words[at]], self._word_tokens[at] + 1  # a cut may split one more token
@@ -206,6 +206,6 @@ def spec_from_arguments(arguments: argparse.Namespace) -> WorkloadSpec:
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Yield arrival times of requests in seconds from the start: a Poisson process of `rate` requests per second."""
+    """Yield arrival times in seconds from the start, without end: a Poisson process of `rate` requests per second."""
     rng = random.Random(seed)
     return itertools.accumulate(iter(lambda: rng.expovariate(rate), None))

@@ -55,7 +55,10 @@ class InProcess:
     def complete(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, num_streams: int | None = None
     ) -> "EngineRun":
-        """Continue prompts greedily by exactly this number of tokens: all together, or `num_streams` at a time."""
+        """Continue prompts greedily by exactly `num_tokens` tokens, and return the times of the tokens.
+
+        num_streams: number of prompts in the engine at a time; None: all prompts.
+        """
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         submits = [submit_of(next(self._uids), prompt, params) for prompt in prompts]
         return run_closed(self.engine, submits, num_streams=num_streams or len(submits))
@@ -76,7 +79,7 @@ def submit_of(uid: str, token_ids: Sequence[int], params: SamplingParams) -> Sub
 
 @dataclass(kw_only=True, slots=True)
 class EngineRun:
-    """Times and tokens of a closed loop. Lists have one item per sequence; times are `time.perf_counter()` seconds.
+    """Times and token counts of a closed loop. Lists have one item per sequence. Times: `time.perf_counter()` seconds.
 
     token_seconds: end of each token's engine step. num_cached_tokens: prompt tokens found in the prefix cache.
     """
@@ -116,7 +119,7 @@ class EngineRun:
 
 
 def run_closed(engine: Any, submits: Iterable[Submit], *, num_streams: int) -> EngineRun:
-    """Run all these sequences in an engine, `num_streams` at a time, and return their times and tokens.
+    """Run all these sequences in an engine, `num_streams` at a time, and return their times and token counts.
 
     Raises:
         RuntimeError: a sequence ended with an error, or the engine is idle while sequences are unfinished.

@@ -61,7 +61,7 @@ def described(default: Any, text: str) -> Any:
 
 
 def options_of(settings: Any) -> dict[str, tuple[Any, ...]]:
-    """Return an option for each described field of a dataclass."""
+    """Return an option for `add_options` for each field of a dataclass that was declared by `described`."""
     return {each.name: (each.default, each.metadata["help"]) for each in fields(settings) if each.metadata}
 
 

@@ -211,7 +211,7 @@ def _pins(environment: str) -> list[str]:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Install the peers and compare. After an interruption, return what was measured."""
+    """Install the peers, compare them with Kvasir, and return all figures, also after an interruption."""
     if min(arguments.rounds, arguments.threads) < 1:
         raise ValueError("--rounds and --threads must be at least 1")
     files, peers = PeerFiles(arguments.directory), [peer for peer in PEERS if peer.name in arguments.peers]
@@ -250,7 +250,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit code: 0; 1 after an interruption, also with JSON."""
+    """Run the benchmark. Return the exit code: 0; 1 after an interruption, although the JSON is written then too."""
     names = [peer.name for peer in PEERS]
     options = {
         "shapes": (["qwen3-0.6b", "llama-3.2-1b"], "model shapes", SHAPE_SIZES),

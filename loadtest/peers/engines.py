@@ -143,7 +143,7 @@ def _largest_cache(cell: Cell) -> int:
 
 
 def random_prompts(cell: Cell, vocab_size: int, seed: int | str) -> list[list[int]]:
-    """Return the random prompts of one measurement of a cell."""
+    """Return the random prompts of one measurement of a cell, as token ids."""
     rng = random.Random(seed)
     return [random_prompt(rng, vocab_size, cell.prompt_tokens) for _ in range(cell.num_prompts)]
 

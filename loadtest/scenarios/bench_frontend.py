@@ -49,7 +49,7 @@ class InstantEngine:
         self._live.pop(uid, None)
 
     def step(self, **_: Any) -> SimpleNamespace:
-        """Return one token for every unfinished sequence, and step statistics that are all 0."""
+        """Wait until the next step is due. Return a token for every unfinished sequence, and statistics of zeros."""
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
         self._next_step_seconds = time.monotonic() + self._step_seconds
         events = [self._next_token(submit, done) for submit, done in list(self._live.values())]

@@ -84,7 +84,10 @@ def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[st
 def measure_loads(
     arguments: argparse.Namespace, service: ServiceProcess, other_key: str, num_slots: int
 ) -> dict[str, Any]:
-    """Measure saturation, overload, and saturation again on the service. Return the figures of the three loads."""
+    """Measure saturation, overload, and saturation again on the service. Return the figures of the three loads.
+
+    Raises MeasurementFailed if no request ends at saturation.
+    """
     target, seconds = service.target, arguments.seconds
     sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "output_tokens", "seed")}
     # Requests of one length that begin together also end together, and the load would come in waves.

@@ -96,7 +96,10 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num_streams: int) -> LoadRun:
-    """Send requests from N clients. Each client waits for the end of its previous request, and for its Retry-After."""
+    """Send requests from `num_streams` clients, each one after the other, and return the load.
+
+    Each client waits for the end of its previous request, and then for the Retry-After if it was rejected.
+    """
     queue, outcomes = iter(requests), list[Outcome]()
 
     def stream() -> None:
@@ -130,7 +133,7 @@ def _join(outcomes: list[Outcome], greenlets: list[Any]) -> LoadRun:
 def complete_all(
     target: Target, requests: Iterable[LoadRequest], *, num_streams: int, timeout_seconds: float = 120.0
 ) -> LoadRun:
-    """Send requests to a service in a closed loop. Raises `MeasurementFailed` if a request does not succeed."""
+    """Send requests as `run_closed`, and return the load. Raises `MeasurementFailed` if a request does not succeed."""
     client = CompletionClient(target, timeout_seconds=timeout_seconds)
     run = run_closed(client, requests, num_streams=num_streams)
     client.close()

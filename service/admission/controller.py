@@ -108,7 +108,7 @@ class _RetryQueue:
     num_retried: float = 1.0
 
     def num_expected(self, now: float, before: float) -> float:
-        """Return how many rejected sequences are expected to be retried between the times `now` and `before`."""
+        """Drop the retries due before `now`. Return how many of the others, due before `before`, are expected."""
         del self.due_seconds[: bisect_left(self.due_seconds, now)]
         return min(1.0, self.num_retried / self.num_rejected) * bisect_left(self.due_seconds, before)
 
@@ -208,7 +208,7 @@ class Admission:
         self._check_retry_after()
 
     def ended(self, tenant: str = "") -> None:
-        """Record that a started sequence has ended, for whatever reason."""
+        """Record the end of a sequence, for any reason. Its start must be recorded before, even if it never ran."""
         self._advance(num_ended=1)
         holding = self._holdings[tenant]
         holding.num_sequences -= 1
@@ -218,12 +218,12 @@ class Admission:
         self._check_retry_after()
 
     def limit_running(self, max_num_running: int | None) -> None:
-        """Use the engine's current limit on running sequences; None: the configured limit, --max-num-running."""
+        """Set the engine's current limit on running sequences, at most --max-num-running; None: --max-num-running."""
         configured = self._configured_max_num_running
         self._max_num_running = configured if max_num_running is None else min(max_num_running, configured)
 
     def retry_after(self, token_counts: list[int], terms: QueuePolicy) -> float:
-        """Return the Retry-After, in seconds, of an admitted request that timed out in the queue."""
+        """Record that an admitted request timed out in the queue, and return its Retry-After in seconds."""
         demand = _Demand(len(token_counts), sum(token_counts), terms)
         shortage = self._shortage(demand)
         return self._retry_after(demand, 0.0 if shortage is None else shortage.seconds)

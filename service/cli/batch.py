@@ -103,7 +103,7 @@ def _answer(
 
 
 def read_batch(path: Path) -> Iterator[BatchLine]:
-    """Yield the lines of an input file, except empty ones. Raises OSError."""
+    """Yield the lines of an input file, except blank ones. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if text.strip():
@@ -131,7 +131,7 @@ def _read_line(number: int, text: bytes) -> BatchLine:
 
 
 def _check_ids(path: Path) -> tuple[int, set[int]]:
-    """Return the number of lines of an input file, and the numbers of its lines without a custom_id.
+    """Return the number of non-blank lines of an input file, and the numbers of its lines without a custom_id.
 
     Raises:
         ValueError: two lines have the same custom_id, or there is no such file.
@@ -208,7 +208,7 @@ class BatchOutput:
         self._file.close()
 
     def has(self, line: BatchLine) -> bool:
-        """Return True if the file has the output of an input line."""
+        """Return True if the file has the output of this input line, so that the line need not be sent."""
         return line.number in self._bad_lines if line.custom_id is None else line.custom_id in self._ids
 
     def write_reply(self, line: BatchLine, reply: Reply) -> None:

@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 
 def main(settings: ChatSettings) -> int:
-    """Run `kvasir chat` until the end of the input. Return 1 if a piped message got no answer."""
+    """Run `kvasir chat` until the end of the input or /exit. Return 1 if a piped message or command failed, else 0."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not be in UTF-8
@@ -47,7 +47,11 @@ class ChatSession:
         self._dim, self._plain = (DIM, PLAIN) if sys.stdout.isatty() else ("", "")
 
     def run(self) -> int:
-        """Read messages and commands until the end of the input. Raises KeyboardInterrupt at the second Ctrl-C."""
+        """Read messages and commands, and handle each, until the end of the input or /exit.
+
+        Return the exit code: 1 if a message or command from a pipe failed, else 0. Raises KeyboardInterrupt at the
+        second Ctrl-C in a row.
+        """
         if self.is_interactive:
             self._note(f"{visible(self.model)} at {self.settings.url}. /help lists the commands, Ctrl-D leaves.")
         was_interrupted = False
@@ -81,7 +85,7 @@ class ChatSession:
         return "\n".join(line.removesuffix("\\") for line in lines)
 
     def _take(self, line: str) -> None:
-        """Run a command or send a message, and print an error as one line."""
+        """Run the command in a line, or send the line as a message. A failure is printed as one line, and counted."""
         name, _, argument = line.strip().partition(" ")
         try:
             if line.startswith("/") and not line.startswith("//"):
@@ -95,14 +99,17 @@ class ChatSession:
             print(f"kvasir chat: {error_line(first_line(error))}", file=sys.stderr)
 
     def send(self, text: str) -> None:
-        """Add a message of the user to the conversation and stream the answer."""
+        """Add a message of the user to the conversation, in place of an unanswered last one, and print the answer."""
         if self.messages and self.messages[-1]["role"] == "user":
             self.messages.pop()  # the unanswered message: many templates reject two user messages in a row
         self.messages.append({"role": "user", "content": text})
         self.answer()
 
     def answer(self) -> None:
-        """Stream an answer to the conversation. Ctrl-C ends the answer, and the part that arrived stays."""
+        """Request an answer, print it as it arrives, and add it to the conversation.
+
+        After Ctrl-C or an error, the part that has arrived stays in the conversation. An error is raised.
+        """
         body = {"model": self.model, "messages": self._all_messages(), **self.settings.sampling()}
         text, started, first = "", time.monotonic(), None
         is_thinking, is_stopped = False, False
@@ -132,7 +139,7 @@ class ChatSession:
             self._note("[stopped]")
 
     def _stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the deltas of an answer. If the server is busy, wait for the time that it asks for, and retry."""
+        """Yield the deltas of an answer. If a busy server asks for a retry within 30 s, retry then, at most twice."""
         for attempt in range(MAX_RETRIES + 1):
             try:
                 yield from self.client.stream(body)
@@ -174,13 +181,13 @@ class ChatSession:
         self._note("new conversation")
 
     def set_system(self, text: str) -> None:
-        """Set the system prompt, or show it if `text` is empty; `none` removes it."""
+        """Set the system prompt to `text` (`none` removes it, an empty text keeps it), and show it."""
         if text:
             self.system = "" if text == "none" else text
         self._note(f"system prompt: {visible(self.system) or 'none'}")
 
     def set_sampling(self, text: str) -> None:
-        """Set a sampling parameter, or show all if `text` is empty."""
+        """Set the sampling parameter in `text` ("NAME VALUE"; the value `none` unsets it), and show all set ones."""
         name, _, value = text.partition(" ")
         if name and not value:
             raise SettingsError(f"/set needs a value: /set {name} VALUE; none is the server's default")
@@ -190,7 +197,7 @@ class ChatSession:
         self._note(", ".join(given) or "the server's defaults")
 
     def retry(self, _: str) -> None:
-        """Replace the last answer by a new answer."""
+        """Answer the last message of the user again, in place of its answer if it has one."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         if not self.messages:
@@ -204,13 +211,13 @@ class ChatSession:
         self._note(f"the conversation has {len(self.messages)} messages")
 
     def save(self, name: str) -> None:
-        """Write the conversation to a JSON file."""
+        """Write the conversation, with the system prompt, to a JSON file."""
         path = _file(name, "/save")
         path.write_text(json.dumps({"model": self.model, "messages": self._all_messages()}, indent=2) + "\n")
         self._note(f"saved {len(self.messages)} messages in {path}")
 
     def load(self, name: str) -> None:
-        """Replace the conversation by that of a file written by /save."""
+        """Replace the conversation and the system prompt by those in a file written by /save."""
         path = _file(name, "/load")
         try:
             messages = json.loads(path.read_text())["messages"]
@@ -228,7 +235,7 @@ class ChatSession:
         self._note(self.stats)
 
     def read_lines(self, _: str) -> None:
-        """Read a message of several lines, up to a line with a single dot."""
+        """Read lines up to one with only a dot, or to the end of input, and send them as one message unless blank."""
         self._note("end the message with a line that has only a dot")
         lines: list[str] = []
         while (line := self._read(". ")) is not None and line != ".":
@@ -237,7 +244,7 @@ class ChatSession:
             self.send("\n".join(lines))
 
     def leave(self, _: str) -> None:
-        """End the program."""
+        """Leave `kvasir chat`: raise EOFError, at which `run` returns."""
         raise EOFError
 
 

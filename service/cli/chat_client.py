@@ -17,7 +17,7 @@ _KEPT = "\n\t\u200c\u200d"  # line break, tab, and the joiners of emoji and of I
 class ChatError(RuntimeError):
     """Failed request. The message is the fact and the remedy; `reason` is the fact alone.
 
-    retry_seconds: time after which the server asks for a retry; None: a retry would fail again.
+    retry_seconds: time after which a busy server asks for a retry; None: the server asks for none.
     """
 
     def __init__(self, reason: str, remedy: str, *, retry_seconds: float | None = None) -> None:
@@ -45,7 +45,7 @@ class ChatClient:
         )
 
     def find_model(self) -> str:
-        """Return the first model that the server lists."""
+        """Return the name of the first model that the server lists. Raises ChatError."""
         with closing(self._connect()) as connection:
             response = self._request(connection, "GET", "/v1/models")
             try:
@@ -93,7 +93,7 @@ class ChatClient:
         return response
 
     def _rejection(self, response: http.client.HTTPResponse) -> ChatError:
-        """Return the error of a response that is not 200."""
+        """Return the error to raise for a response whose status is not 200."""
         text = response.read(1 << 16).decode(errors="replace")
         try:
             reason = str(json.loads(text)["error"]["message"])

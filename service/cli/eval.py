@@ -94,7 +94,10 @@ def main(settings: EvalSettings) -> int:
 
 
 def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
-    """Return the number of tokens of an evaluation window. lm-evaluation-harness needs at least 3."""
+    """Return the number of tokens of an evaluation window. lm-evaluation-harness needs at least 3.
+
+    Raises SettingsError if --max-context-length is under 3, or over the maximum of the model.
+    """
     wanted, available = settings.max_context_length, config.max_context_length
     if wanted == "auto":
         return min(available, _USUAL_CONTEXT)
@@ -106,7 +109,10 @@ def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
 
 
 def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
-    """Return the documents to evaluate, by source: held-out documents of the recipe, and the files of `--texts`."""
+    """Return the documents to evaluate, by source: held-out documents of the recipe, and the files of `--texts`.
+
+    Sources without documents are left out. Raises SettingsError for equal names, or a recipe without such documents.
+    """
     recipe = () if settings.config is None else load_train_config(settings.config).sources
     sources = [source for source in recipe if source.held_out or source.held_out_ids]
     for text in settings.texts:
@@ -151,7 +157,10 @@ def _evaluate_unquantized(
 
 
 def _find_quantization(settings: EvalSettings) -> tuple[Quantization | None, torch.dtype]:
-    """Return the quantization of the weights and the dtype of the KV-cache. Raises SettingsError if not supported."""
+    """Return the GPU quantization of the weights (None on a CPU, or without one), and the dtype of the KV-cache.
+
+    Raises SettingsError if the device or the dtype of the model does not support them.
+    """
     device, dtype = find_device(settings.device), _DTYPES[settings.dtype]
     cache_dtype = find_cache_dtype(settings.kv_cache_dtype, device, dtype)
     return find_quantization(settings.quantize, device, dtype), cache_dtype

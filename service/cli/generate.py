@@ -48,7 +48,10 @@ def main(settings: GenerateSettings) -> int:
 def _submit(
     settings: GenerateSettings, tokenizer: Tokenizer, defaults: RequestDefaults, max_context_length: int
 ) -> Submit:
-    """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default."""
+    """Build the engine request. A given flag overrides the checkpoint's default, which overrides the flag's default.
+
+    Raises SettingsError if prompt and --max-tokens exceed the context length.
+    """
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     prompt_ids = (*begin, *tokenizer.encode(settings.prompt))
     room = max_context_length - len(prompt_ids)

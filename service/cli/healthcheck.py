@@ -15,7 +15,7 @@ _STATUS_LINE_BYTES = 1024
 
 
 def main(environment: Mapping[str, str]) -> int:
-    """Request `GET /ready` at KVASIR_HOST and KVASIR_PORT, and print the reason if the service is not ready."""
+    """Request `GET /ready` at KVASIR_HOST and KVASIR_PORT. Return 0 if ready; else print the reason, and return 1."""
     host = environment.get("KVASIR_HOST", DEFAULT_HOST)
     host, port = _LOOPBACK.get(host, host), environment.get("KVASIR_PORT", DEFAULT_PORT)
     lines = ["GET /ready HTTP/1.1", "Host: localhost", "Connection: close"]

@@ -165,7 +165,7 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 
 def _short(value: object) -> str:
-    """Format a value of the training record: of a hash the first 16 characters, of a float at least 4 digits."""
+    """Format a value of the training record. Hashes, floats and long lists are shortened."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"{len(value)} numbers" if len(value) > 8 else str(value)
     if isinstance(value, float):

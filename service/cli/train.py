@@ -31,7 +31,10 @@ _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 
 
 class _Interruption:
-    """Handler of SIGINT and SIGTERM: the first stops training after the current step, the second ends the process."""
+    """Handler of SIGINT and SIGTERM: the first stops training after the current step, the second ends the process.
+
+    Before the first training step, a signal raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -40,7 +43,10 @@ class _Interruption:
             signal.signal(number, self._request)
 
     def should_stop(self) -> bool:
-        """Return True after SIGINT or SIGTERM. The training loop calls this method before each step."""
+        """Return True after SIGINT or SIGTERM. The training loop calls this method before each step.
+
+        From the first call on, a signal no longer raises KeyboardInterrupt.
+        """
         self._has_begun = True
         return self.is_requested
 

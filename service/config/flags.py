@@ -91,7 +91,10 @@ def option(
 
 
 def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: str, summary: str) -> dict[str, Any]:
-    """Parse the command line `argv`. Return the value of each given flag, still a string, by settings field."""
+    """Parse the command line `argv`. Return the value of each given flag by settings field, not validated yet.
+
+    Prints the help page and exits for --help. Raises SettingsError for an unknown flag or a missing value.
+    """
     help_texts = _help_texts(kind) if {"-h", "--help"} & set(argv) else dict.fromkeys(kind.model_fields, "")
     parser = _Parser(
         prog=f"kvasir {command}",

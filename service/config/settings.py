@@ -139,8 +139,8 @@ class ServeSettings(ModelSettings):
     """format in which the model writes tool calls; auto: the chat template's, else hermes; docs/tools.md
     lists the names"""
     reasoning_format: str = option("http", "auto", metavar="auto|none|NAME")
-    """marks of the model's reasoning, which responses separate from the content; auto: the chat template's;
-    docs/tools.md lists the names"""
+    """format of the model's reasoning, such as <think> tags, which responses separate from the content; auto: the chat
+    template's; docs/tools.md lists the names"""
     parse_special: bool = option("http", True)
     """parse names of special tokens in the prompts of completions as these tokens, unless a request sets parse_special;
     messages of chat completions are always plain text"""
@@ -453,7 +453,10 @@ class ConvertSettings(CommandSettings):
 
 
 def read_settings(kind: type[Settings], argv: Sequence[str], *, command: str, summary: str) -> Settings:
-    """Read the settings of a command from flags and environment. Raises SettingsError: a flag or value is wrong."""
+    """Read the settings of a command from flags and environment. Raises SettingsError: a flag or value is wrong.
+
+    Warnings on stderr name KVASIR_ variables that are no settings, and the shipped model if it is used.
+    """
     given = flags.parse_flags(kind, argv, command=command, summary=summary)
     for name in sorted(set(os.environ) - {flags.variable_of(name) for name in _field_names(flags.CommandSettings)}):
         # An error would stop services in Kubernetes, which gives every pod KVASIR_SERVICE_HOST for a Service kvasir.
@@ -510,14 +513,17 @@ def find_default_checkpoint() -> Path | None:
 
 
 def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> Iterable[str]:
-    """Return a line per setting with its effective value. `found`: values for "auto" and None, and further facts."""
+    """Return a line of text per setting: its name and effective value, for the listing printed at start-up.
+
+    found: values by name, which replace those of settings (such as "auto"), and values of further lines.
+    """
     values = effective_settings(settings, found)
     width = max(map(len, values))
     return (f"{name:<{width}}  {value}" for name, value in values.items())
 
 
 def effective_settings(settings: CommandSettings, found: Mapping[str, object]) -> dict[str, str]:
-    """Return the effective value of each setting, as text. `found`: as for `effective_values`."""
+    """Return the effective value of each setting by name, as text. `found`: as for `effective_values`."""
     values = {**dict(settings), **found}
     return {
         name: value.human_readable() if isinstance(value, ByteSize) else str(value) for name, value in values.items()
@@ -525,7 +531,10 @@ def effective_settings(settings: CommandSettings, found: Mapping[str, object]) -
 
 
 def context_length(settings: ModelSettings, config: ModelConfig) -> int:
-    """Return the maximum tokens of prompt and completion together: the setting, or the maximum of the model."""
+    """Return the maximum tokens of prompt and completion together: the setting, or the maximum of the model if "auto".
+
+    Raises SettingsError if the setting is over the maximum of the model.
+    """
     wanted, available = settings.max_context_length, config.max_context_length
     if wanted != "auto" and wanted > available:
         raise SettingsError(

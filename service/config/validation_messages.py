@@ -30,5 +30,8 @@ def reword(kind: str, message: str) -> str:
 
 
 def unknown_field(fields: Container[str], body: bytes) -> str | None:
-    """Return the first unknown field of a JSON object, since a misspelt name explains a missing field; else None."""
+    """Return the first key of the JSON object `body` that is not in `fields`, cut to 100 characters; else None.
+
+    For the error about a missing field, which a misspelt name explains.
+    """
     return next((name[:100] for name in json.loads(body) if name not in fields), None)

@@ -119,7 +119,10 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def submit(self, submit: Submit) -> None:
-        """Accept a submission: it replaces an older attempt of its uid, and is ignored if its attempt is not newer."""
+        """Accept a submission: it replaces an older attempt of its uid, and is ignored if its attempt is not newer.
+
+        An invalid submission raises no exception: an event of a later step reports its error.
+        """
         known = self._outputs.get(submit.uid)
         if known is not None:
             if submit.attempt <= known.sequence.attempt:
@@ -221,7 +224,7 @@ class Engine:
         return StepResult(events, self._stats(plan, len(updates), num_tokens, len(failed), time.perf_counter() - began))
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
-        """Return the attention weights of a text as bytes of float32 numbers, see `ModelRunner.attention_weights`."""
+        """Return the attention weights of a text in one layer as float32 bytes, see `ModelRunner.attention_weights`."""
         return self._runner.attention_weights(token_ids, layer=layer, heads=heads)
 
     def abort_all(self, error: str) -> list[TokenDelta]:

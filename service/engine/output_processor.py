@@ -54,7 +54,7 @@ class Detokenizer:
         return len(token_ids), streamed + text, stop
 
     def flush(self) -> tuple[str, str | None]:
-        """Return the text held back at the end of the sequence, and the stop string that ends the text, or None."""
+        """Return the text that is still held back, up to a stop string in it, and this stop string, or None."""
         self._held += self._decoder.flush()
         shown, stop = self._cut()
         if stop is None:
@@ -62,7 +62,10 @@ class Detokenizer:
         return shown, stop
 
     def _cut(self) -> tuple[str, str | None]:
-        """Return the held-back text up to its first stop string, and the stop string; "" and None without one."""
+        """If the held-back text has a stop string, clear the text. Return its part before, and the stop string.
+
+        The part includes the stop string if the request asks for that. Return "" and None without a stop string.
+        """
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if not found:
             return "", None

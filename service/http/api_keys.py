@@ -38,7 +38,10 @@ class ApiKeys:
 
 
 def read_api_keys(settings: ServeSettings) -> ApiKeys:
-    """Return the API keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together."""
+    """Return the API keys of `--api-keys-file`, KVASIR_API_KEYS and KVASIR_API_KEY together; no keys if none is set.
+
+    Raises SettingsError if the file, a line or a key cannot be used, or if two names or two keys are equal.
+    """
     found: list[tuple[str, str]] = []
     warnings: list[str] = []
     if (path := settings.api_keys_file) is not None:

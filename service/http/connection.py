@@ -131,7 +131,7 @@ class ChunkedBody:
 
 
 def chunked_body(scope: Scope) -> ChunkedBody | None:
-    """Return the writer of a response's body; None under another ASGI server, and for a buffered response."""
+    """Return the direct writer of a request's response body; None under another ASGI server, and if it is buffered."""
     body: ChunkedBody | None = scope.get("extensions", {}).get(_BODY_EXTENSION)
     return body
 
@@ -478,7 +478,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _make_room(self) -> bool:
-        """Close the longest-idle other connection. Return False if no other connection is idle for long enough."""
+        """Close the longest-idle other connection, and return True.
+
+        Return False if no connection is idle for long enough, or if the longest-idle one has bytes to read.
+        """
         now = self.loop.time()
         others = (each for each in self.connections if isinstance(each, BoundedHttpProtocol))
         ready = (each for each in others if each._closable_at <= now)

@@ -73,13 +73,13 @@ def error_body(error: ApiError, scope: Scope) -> object:
 
 
 def error_event(error: ApiError, path: str) -> bytes:
-    """Return the event of an error that ends a stream of the route `path`."""
+    """Return the bytes of the SSE event by which an error ends a stream of the route `path`."""
     body = error_body(error, {"path": path})
     return encode_event(body, b"event: error\ndata: ") if is_messages_path(path) else encode_event(body)
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """Return an HTTP response for an error of the request in `scope`."""
+    """Return the HTTP response that reports an error to the client, in the format of the request's route (`scope`)."""
     return json_response(error_body(error, scope), error.status, error.headers())
 
 

@@ -75,7 +75,7 @@ class Lifecycle:
 
     @property
     def worker_signs(self) -> tuple[int, int, int]:
-        """Worker's number of heartbeats, epoch of the last ready worker, restarts. Any change is a sign of life."""
+        """Worker's number of heartbeats, epoch of the last ready worker, restarts. Any change counts as a heartbeat."""
         return self.num_heartbeats.value, self.ready_epoch.value, self.epoch.value
 
     def record_api_heartbeat(self) -> None:
@@ -104,7 +104,7 @@ class Watchdog:
         self._silence = 0.0
 
     def silence(self) -> float:
-        """Return the seconds since the last heartbeat, counting at most 1 s of the time between two calls.
+        """Check for a heartbeat, and return the seconds since the last, counting at most 1 s between two calls.
 
         The limit keeps a pause of the watching process from looking like a silent process. Call at least once a second.
         """

@@ -109,7 +109,7 @@ class Metrics:
         self._children = {key: child for key, child in self._children.items() if key[0] != name}
 
     def observe_worker_start(self, worker: WorkerReady) -> None:
-        """Record that a worker is ready and idle."""
+        """Record the KV-cache and start-up time of a new worker, and that it has no running and no waiting choices."""
         self._clear("cache_config_info")  # an earlier worker's labels
         shape = (str(worker.block_size), str(worker.num_blocks), worker.kv_cache_dtype, worker.device)
         self._metric("cache_config_info", *shape).set(1)

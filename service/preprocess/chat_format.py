@@ -26,13 +26,13 @@ class ChatFormat:
     """Formats of chat completions.
 
     tools: format of tool calls.
-    reasoning: marks around the model's reasoning; None: the model does not reason.
-    tools_go_to: place from which the chat template reads the tools: the variable `tools`, or the field `tools` of the
+    reasoning: format of the model's reasoning, such as <think> tags around it; None: the model does not reason.
+    tools_go_to: input of the chat template that has the tools. variable: `tools`. message: the field `tools` of the
         system message, as JSON text (Phi-4-mini). text: the template has no tools, so Kvasir writes them into messages.
     is_plain: the model has no chat template, and --tool-format is auto: the model was not trained for tools.
     arguments_are_text: the template expects the arguments of past calls as JSON text, not as an object.
     variables: names of variables that the template reads.
-    mark_ids: ids of the marks that are single tokens of the tokenizer.
+    mark_ids: token ids of the tags of tool calls and reasoning, such as <think>, that are single tokens; by text.
     """
 
     tools: ToolFormat = DEFAULT_FORMAT
@@ -44,7 +44,7 @@ class ChatFormat:
     mark_ids: Mapping[str, int] = field(default_factory=dict)
 
     def new_parser(self, schemas: Sequence[ToolSchema], is_reasoning: bool | None) -> Callable[[], OutputParser] | None:
-        """Return a function that returns a parser of one completion; None if every completion is plain text.
+        """Return a function that creates a parser for one completion; None if every completion is plain text.
 
         schemas: tools that the completion may call.
         is_reasoning: see `OutputParser`.
@@ -60,13 +60,16 @@ class ChatFormat:
         )
 
     def visible_token_ids(self, tokenizer: Tokenizer, *, has_tools: bool) -> tuple[int, ...]:
-        """Return the special tokens that a parser must see in the completion's text."""
+        """Return the ids of the special tokens that tag reasoning and, with `has_tools`, tool calls.
+
+        The completion's text must show these tokens, because a parser finds reasoning and tool calls by them.
+        """
         marks = () if self.reasoning is None else (self.reasoning.opening, self.reasoning.closing)
         names = (*marks, *(self.tools.marks if has_tools else ()))
         return tuple(tokenizer.special_tokens[name] for name in names if name in tokenizer.special_tokens)
 
     def describe(self) -> dict[str, object]:
-        """Return the entries of the start-up listing by name."""
+        """Return the names of the formats by setting, `tool_format` and `reasoning_format`, to print at start-up."""
         place = ", described in the system message" if self.tools_go_to == "text" else ""
         return {
             "tool_format": f"{self.tools.name}{place}",
@@ -77,9 +80,9 @@ class ChatFormat:
 def read_chat_format(
     template: ChatTemplate, process: TemplateProcess, tokenizer: Tokenizer, *, tool_format: str, reasoning_format: str
 ) -> ChatFormat:
-    """Return the formats of a chat template's model.
+    """Return the formats of tool calls and reasoning that a model with this chat template uses.
 
-    tool_format, reasoning_format: name of a format, or auto, or none.
+    tool_format, reasoning_format: name of a format, or auto: found from the template. reasoning_format: also none.
     Raises SettingsError for an unknown name, and TemplateFailure if the template cannot be compiled.
     """
     source = template.source

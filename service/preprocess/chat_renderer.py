@@ -35,10 +35,10 @@ class ChatPlan:
 
     token_ids: prompt.
     constraint: grammar of the completion: output format, tool calls and limit of reasoning tokens; None: any text.
-    visible_token_ids: special tokens that the parser must see in the completion's text.
-    new_parser: returns a parser of one completion; None: the whole completion is text.
+    visible_token_ids: special tokens whose names the completion's text shows, because the parser needs them.
+    new_parser: creates a parser for one completion; None: the whole completion is text.
     call_id_length: see `ToolFormat.id_length`.
-    reasoning_end_id: closing mark of the reasoning, if the mark is one token.
+    reasoning_end_id: token id of the tag that ends the reasoning, such as </think>; None if it is not one token.
     """
 
     token_ids: list[int]
@@ -78,7 +78,10 @@ class ChatPrompts:
         )
 
     async def plan(self, asked: ChatCompletionRequest) -> ChatPlan:
-        """Prepare a chat request for the engine. Raises the errors of `encode`, and InvalidRequest."""
+        """Render the prompt of a chat request, and find the constraint and the parser of its completions.
+
+        Raises the errors of `encode`, and InvalidRequest for a strict tool if the model has no chat template.
+        """
         form = self._form
         tools, must_call = asked.callable_tools
         strict = next((tool.function.name for tool in tools if tool.function.strict), None)
@@ -160,7 +163,10 @@ class ChatPrompts:
         continue_final_message: bool,
         more: Mapping[str, Any],
     ) -> tuple[list[int], bool | None]:
-        """Return the prompt token ids of a conversation, and whether it ends in reasoning, as for `OutputParser`."""
+        """Return the prompt token ids of a conversation, and the value of `is_reasoning` for `OutputParser`.
+
+        This value says if the prompt ends within reasoning. Raises the errors of `encode`.
+        """
         if self._template is None:
             raise InvalidRequest(
                 "this server has no chat template (--chat-template none); use /v1/completions", param="messages"
@@ -192,7 +198,10 @@ class ChatPrompts:
     def _constraint(
         self, asked: ChatCompletionRequest, tools: list[ToolSchema], *, must_call: bool, is_reasoning: bool | None
     ) -> OutputConstraint | None:
-        """Return the constraint of a completion: the client's output format, or the grammar of a chat completion."""
+        """Return the constraint of a completion: the client's output format, or the grammar of a chat completion.
+
+        The grammar is needed for tools, a limit of reasoning, and an output format after reasoning. None: any text.
+        """
         form, wanted = self._form, asked.output_constraint
         reasons = form.reasoning is not None and is_reasoning is not False
         max_tokens = self._max_reasoning_tokens(asked) if reasons else None
@@ -249,7 +258,7 @@ class ChatPrompts:
                 message = f"the chat template fails with these tools: {failure}; simplify their schemas"
                 raise InvalidRequest(message, param="tools") from None
             if more:  # most likely a value has a type that the template does not expect
-                message = f"the chat template fails with the variables in chat_template_kwargs: {failure}"
+                message = f"the chat template fails with the variables in chat_template_kwargs: {failure}; correct them"
                 raise InvalidRequest(message, param="chat_template_kwargs") from None
             raise EngineFailed(f"the model's chat template failed: {failure}", retry=False) from None
         except (ForbiddenText, TokenizerError) as error:

@@ -70,6 +70,7 @@ class RequestProcessor:
         Args:
             chat: prompt and parsing of a chat request; None for a request with prompts.
             grammar: compiled grammar of the request's output constraint; None without one.
+        Raises an `ApiError` if a field does not fit the model or another field, or if a prompt is too long.
         """
         prompts: Iterable[str | list[int]] = [[] if chat is None else chat.token_ids]
         prompt_param = "messages"
@@ -343,7 +344,7 @@ class RequestProcessor:
         return 0 if longest is None else -(-num_bytes // longest)
 
     def _visible_token_ids(self, request: GenerationRequest, chat: ChatPlan | None) -> tuple[int, ...]:
-        """Return the special tokens whose names are part of the completion's text."""
+        """Return the ids of the special tokens whose names are part of the completion's text."""
         if not request.value("skip_special_tokens"):
             return tuple(self.tokenizer.special_tokens.values())
         return () if chat is None else chat.visible_token_ids
@@ -463,6 +464,7 @@ def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int
     """Return the token ids of the request field `bad_words`: one sequence per spelling, without duplicates.
 
     As in vLLM, a word has two spellings: with a leading space, as within a text, and without, as at a text's start.
+    Raises InvalidRequest for a word that has no tokens or cannot be tokenized.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -34,9 +34,10 @@ class RerankPrompt:
         self._escaper = SpecialTokenEscaper(tokenizer)
 
     def encode(self, pairs: TextPairs, query: str, document: str, *, max_tokens: int | None = None) -> list[int]:
-        """Return a prompt's token ids. Special tokens in the texts are plain text. Raises InvalidRequest.
+        """Return the token ids of a pair's prompt. Names of special tokens in the texts are plain text.
 
         max_tokens: cut the document's end so that the prompt has at most this many tokens, if the rest leaves room.
+        Raises InvalidRequest if a text cannot be tokenized.
         """
         param = pairs.document_param
         try:

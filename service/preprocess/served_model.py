@@ -62,7 +62,10 @@ class ServedModel:
     rerank: RerankPrompt | None = None
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
-        """Return the checkpoint's entries of the start-up listing by name: resolved settings and special tokens."""
+        """Return, by name, the values that the listing of settings at start-up takes from the checkpoint.
+
+        These are settings such as "auto" that the checkpoint resolves, and the begin- and end-of-text tokens.
+        """
         tokenizer = self.tokenizer
         begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
         begin_names, end_names = (
@@ -118,7 +121,7 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
 
 
 def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
-    """Read the checkpoint's request defaults, or none with --no-generation-config. Raises `CheckpointError`."""
+    """Read the checkpoint's request defaults; none with --no-generation-config. Raises `CheckpointError` if invalid."""
     config = read_file(directory) if settings.generation_config else GenerationConfig()
     sampling = {name: value for name in _SAMPLING if (value := getattr(config, name)) is not None}
     try:
@@ -133,7 +136,10 @@ def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
 def _chat(
     settings: ServeSettings, tokenizer: Tokenizer, special_tokens: Mapping[str, str]
 ) -> tuple[ChatTemplate | None, ChatFormat]:
-    """Return the chat template and its formats of tool calls and reasoning. Raises CheckpointError."""
+    """Return the chat template (None if switched off) and its formats of tool calls and reasoning.
+
+    Raises CheckpointError if the template cannot be used, and SettingsError for an unknown format.
+    """
     template = _template(settings, special_tokens)
     if template is None:
         return None, ChatFormat()
@@ -153,7 +159,7 @@ def _chat(
 
 
 def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """Return the chat template that --chat-template selects; None for "none". Raises `CheckpointError`."""
+    """Return the chat template of --chat-template; None for "none". Raises `CheckpointError` if it cannot be read."""
     origin = settings.chat_template
     template = None
     if origin == "none":

@@ -88,7 +88,7 @@ class EngineClient:
         return len(uids)
 
     def receive(self, events: Sequence[Event]) -> None:
-        """Process the events of one message from the worker."""
+        """Update requests, admission and metrics from the events of one message, and send new tokens to the clients."""
         touched: dict[InflightRequest, None] = {}
         for event in events:
             if isinstance(event, TokenDelta):
@@ -115,7 +115,7 @@ class EngineClient:
                 send()
 
     def fail_all(self, error: ApiError) -> None:
-        """End every inflight request with `error`."""
+        """End every unfinished request and query with `error`, unless it has failed already."""
         for request in self._requests:
             request.fail(error)
 

@@ -181,7 +181,7 @@ class InflightRequest:
 
     @property
     def failure(self) -> ApiError | None:
-        """Error that ends the request, even if the error is not sent yet."""
+        """Error that ends the request, even if the error is not sent yet; None without an error."""
         return self._failure
 
     @property

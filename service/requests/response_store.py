@@ -115,7 +115,10 @@ class BufferedResponse:
         self._on_change(self)
 
     def read(self, start: int) -> bytes:
-        """Return all parts from `start` on, as sent to a client. The events of a stream get ids."""
+        """Return the parts from number `start` on, joined, as sent to a client, and count their tokens as read.
+
+        At least one such part must be kept. The events of a stream get ids.
+        """
         sent = [self._parts[index][0] for index in range(start - self._num_dropped, len(self._parts))]
         self._num_read_tokens = max(self._num_read_tokens, self._parts[-1][1])
         if self.is_stream and self._has_ids:
@@ -123,7 +126,7 @@ class BufferedResponse:
         return b"".join(sent)
 
     def abandon(self) -> None:
-        """Disconnect from the response, since no client came back for it, and report its unread tokens as waste."""
+        """Stop the generation, as if the client had disconnected, and report tokens that no client read as waste."""
         if self.is_finished and not self._abandoned.is_set():
             self._waste(self._num_tokens - self._num_read_tokens)
         self._abandoned.set()
@@ -255,7 +258,10 @@ class ResponseStore:
         self._by_key: dict[tuple[str, str], BufferedResponse] = {}
 
     async def answer(self, request: Request, body: bytes, make: Make) -> Response:
-        """Return the response to a request: the result of `make`, or a buffered response to an earlier attempt."""
+        """Return the response to a request: the result of `make`, or a buffered response to an earlier attempt.
+
+        Raises an `ApiError` if Last-Event-ID or Idempotency-Key is invalid, belongs to another request or has expired.
+        """
         key = request.headers.get("idempotency-key")
         identity = RequestIdentity(
             tenant=str(getattr(request.state, KEY_NAME, "")),

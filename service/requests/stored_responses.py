@@ -51,7 +51,7 @@ class StoredResponse:
 
     @property
     def body(self) -> bytes:
-        """JSON of the response so far."""
+        """JSON of the response so far; empty before `begin`."""
         return self._body if self._snapshot is None else self._snapshot()
 
     def begin(self, response_id: str, snapshot: Snapshot) -> None:
@@ -65,12 +65,12 @@ class StoredResponse:
             self._keep(self)
 
     def fail(self, error: Exception) -> None:
-        """End the response with an error, unless it has ended."""
+        """End the response with an error, unless it has ended or has not begun."""
         if self._snapshot is not None:
             self.end(self._snapshot(error=error if isinstance(error, ApiError) else ApiError("internal error")))
 
     def cancel(self) -> None:
-        """Stop the generation, and end the response as cancelled, unless it has ended."""
+        """End the response as cancelled, unless it has ended, and stop the generation of a background response."""
         if self.events is not None:
             self.events.abandon()
         if self._snapshot is not None:
@@ -171,7 +171,7 @@ class StoredResponses:
             self.delete(record)
 
     def _oldest(self) -> Iterator[StoredResponse]:
-        """Return the ended responses, oldest first. The caller may delete each."""
+        """Yield the ended responses, oldest first, while the caller deletes each. Stop at one that is not deleted."""
         while self._ended:
             record = next(iter(self._ended.values()))
             yield record

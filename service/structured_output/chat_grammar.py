@@ -69,7 +69,10 @@ def _reasoning(
     mark_ids: Mapping[str, int],
     eos_token_ids: Sequence[int],
 ) -> str:
-    """Return the Lark expression of reasoning after its opening mark, up to and including its closing mark."""
+    """Return the Lark expression of reasoning after its opening tag, up to and including its closing tag.
+
+    Raises GrammarError for a limit of reasoning tokens if the closing tag is not one token.
+    """
     if max_tokens is None:
         return document.until(reasoning.closing)
     closing = mark_ids.get(reasoning.closing)

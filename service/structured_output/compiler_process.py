@@ -141,7 +141,7 @@ def _prepare(opening: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, An
 
 
 def _faulty_tool(command: Mapping[str, Any], compiled: Callable[[Mapping[str, Any]], str]) -> str | None:
-    """Return the name of the first tool of a chat completion whose calls alone cannot be compiled, if there is one."""
+    """Return the name of the first tool of a chat completion whose calls alone cannot be compiled; None without one."""
     content = command["content"]
     for tool in content["tools"] if command["kind"] == "chat" else ():
         try:

@@ -55,8 +55,8 @@ class Supervisor:
     Args:
         worker: first worker process, which has been started and is importing torch.
         start_worker: starts another worker process; with True a standby, which imports torch at low priority.
-        begin: sends a worker process its order to load the model and serve; with True the worker forks a standby first,
-            which is returned.
+        begin: sends a worker process the message to load the model and serve; with True the worker first forks a
+            standby, which `begin` returns.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class Supervisor:
         """Run the service until a signal or failure ends it. Return the exit code: 0 after a signal, 1 after a failure.
 
         Raises:
-            StartError: the first worker ended before it was ready, or the system lacks processes or memory.
+            StartError: the first worker ended before it was ready, the port is in use, or the system lacks processes or
+                memory.
         """
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGINT, self.on_signal)

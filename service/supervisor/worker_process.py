@@ -1,8 +1,8 @@
 """Worker process as seen by main. First worker, replacement and standby worker start in the same way.
 
-A worker process imports torch and the engine, waits for its order (`begin`), loads the model and serves. A standby
-worker is a worker process without an order yet: it holds neither weights nor KV-cache. Usually the worker forks its
-standby when it gets its order, so that both share the memory of their imports.
+A worker process imports torch and the engine, waits for the message of `begin` (its order), loads the model and
+serves. A standby worker is a worker process that has no order yet: it holds neither weights nor KV-cache. Usually the
+worker forks its standby when it gets its order, so that both share the memory of their imports.
 """
 
 import os
@@ -54,7 +54,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker."""
+        """Process id of the worker process, which a forked standby must have reported."""
         assert self._pid is not None, "the worker process has reported its process id"
         return self._pid
 
@@ -76,12 +76,13 @@ class WorkerProcess:
         return self.exitcode is None and self._has_imported
 
     def begin(self, order: bytes, descriptors: Sequence[int], *, has_standby: bool) -> "WorkerProcess | None":
-        """Order the worker process to load the model and serve. If the process has died, nothing happens.
+        """Send the worker process the message to load the model and serve. If the process has died, nothing is sent.
 
         Args:
             order: pickled `service.worker.worker.WorkerOrder`.
             descriptors: file descriptors of the shared memory and of the worker's end of the channel.
-            has_standby: the worker process forks a standby first, which this method returns. Main becomes its parent.
+            has_standby: the worker process forks a standby first. Main becomes the standby's parent.
+        Returns the standby, or None without one.
         """
         ours, theirs = socket.socketpair()
         # A memory file carries the order: writing to a process that still imports could block main.

@@ -38,7 +38,7 @@ class CollectorExporter(SpanExporter):
         self._next_warning_seconds = 0.0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans to the collector, in the SDK's thread."""
+        """Send spans to the collector, and return the result. The SDK calls this in its thread."""
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS and monotonic() >= self._next_warning_seconds:
             self._next_warning_seconds = monotonic() + _WARNING_SECONDS
@@ -75,7 +75,7 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("kvasir")
 
     def close(self, timeout_seconds: float) -> None:
-        """Send the remaining spans, for at most that many seconds."""
+        """Stop tracing, and send the remaining spans for at most `timeout_seconds`; a warning reports lost spans."""
         if self._provider is not None:
             # A daemon thread, since an export may hang for longer.
             flush = threading.Thread(target=self._provider.shutdown, daemon=True)
@@ -85,7 +85,10 @@ class RequestTracer:
                 logger.warning("the last traces were not sent within %g s, and are lost", timeout_seconds)
 
     def record(self, record: RequestRecord) -> None:
-        """Make the spans of a request that has ended: the request, and within it queue, prefill and decode."""
+        """Make the spans of a request that has ended: the request, and within it queue, prefill and decode.
+
+        Requests of probes, and requests rejected before their head was complete, get no spans.
+        """
         if record.method is None or record.is_probe:
             return
         method = record.method if record.method in _METHODS else "HTTP"

@@ -85,7 +85,10 @@ class EngineFacts:
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
     def found(self) -> dict[str, object]:
-        """Return name and chosen value of each setting that may be "auto"; some values end with a reason."""
+        """Return, by name, the values for the listing of settings at start-up that the engine has chosen for "auto".
+
+        Further entries: the format of the matrices. Some values end with the reason of the choice.
+        """
         values: dict[str, object] = {
             "device": self.device,
             "attention": self.attention if self.kernel_level is None else f"{self.attention} ({self.kernel_level})",
@@ -360,7 +363,7 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
-    """Return the reason for the log's entry `matrices`: the checkpoint's quantization; {} if it has none."""
+    """Return the reason for `EngineFacts.matrices`, by this name: the checkpoint's quantization; {} if it has none."""
     if (stored := manifest.quantization) is None:
         return {}
     is_kept = matrices in ("int4", "int8") or not stored.is_kept
@@ -379,7 +382,10 @@ def check_quantize(quantize: str, manifest: Manifest) -> None:
 
 
 def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantization | None:
-    """Return the GPU quantization of a --quantize setting; None on a CPU. Raises `SettingsError` if unsupported."""
+    """Return the GPU quantization of a --quantize setting; None on a CPU and for none.
+
+    Raises `SettingsError` if the device or `dtype` does not support the setting.
+    """
     try:
         return choose_quantization(quantize, torch.device(device), dtype)
     except ValueError as error:
@@ -394,6 +400,9 @@ def _num_blocks(
     Args:
         reserved_bytes: main memory to leave free for the server's other processes.
         profiled_bytes: measured GPU memory that the KV-cache may take; None on a CPU.
+    Raises:
+        ValueError, SettingsError: the KV-cache, as requested or for one context, does not fit into free memory; or the
+            requested KV-cache does not hold one context.
     """
     if profiled_bytes is None:
         free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes)

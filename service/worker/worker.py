@@ -1,4 +1,4 @@
-"""Worker process: imports torch, waits for its order from main, builds the engine and runs the engine loop.
+"""Worker process: imports torch, waits for a message from main (its order), builds the engine and runs its loop.
 
 A carrier thread sends the events of a step to the API process while the engine loop computes the next step.
 """
@@ -65,7 +65,7 @@ class CheckpointChanged(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrder:
-    """Order from main to a worker process to load this model and serve it with these settings."""
+    """Content of the message (order) by which main lets a worker process load this model and serve it."""
 
     worker_class: str  # "module:class" of the `Worker`
     settings: ServeSettings
@@ -76,7 +76,7 @@ class WorkerOrder:
 
 
 def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
-    """Run a worker process: import torch, wait for the order of main, fork a standby and serve.
+    """Run a worker process: import torch, wait for main's order to serve, fork a standby if main wants one, and serve.
 
     The process ends with its parent.
 
@@ -124,7 +124,11 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
 
 
 def _receive_order(descriptor: int) -> list[int]:
-    """Report this process's id to main. Return the file descriptors of main's order, or end with main."""
+    """Send this process's id to main, wait for main's order to serve, and return the file descriptors in its message.
+
+    They are the file of the pickled `WorkerOrder`, the shared memory, the channel and, only if a standby is wanted, the
+    standby's socket to main. If main closes its end of the socket instead, the process exits.
+    """
     try:
         with socket.socket(fileno=os.dup(descriptor)) as control:
             control.send(str(os.getpid()).encode())
@@ -167,7 +171,7 @@ def _fork_standby(main_pid: int) -> bool:
 
 
 class Worker:
-    """Worker process: builds the engine as its `WorkerOrder` says, sends `WorkerReady`, and runs the engine loop."""
+    """Worker process: builds the engine of its `WorkerOrder`, sends `WorkerReady`, and runs the engine loop."""
 
     def __init__(self, order: WorkerOrder, lifecycle: Lifecycle, channel: WorkerChannel) -> None:
         self.order = order
@@ -217,7 +221,10 @@ class Worker:
             print("\n".join(effective_values(self.settings, found)), flush=True)
 
     def build(self) -> "tuple[Engine, EngineFacts]":
-        """Return a warmed-up engine and its resolved settings. Raises what `engine_factory.build_engine` raises."""
+        """Return a warmed-up engine and its resolved settings. Raises what `engine_factory.build_engine` raises.
+
+        The first worker stores its number of KV-cache blocks in the shared memory, for its replacements.
+        """
         from service.worker.engine_factory import build_engine
 
         lifecycle = self.lifecycle

@@ -12,7 +12,10 @@ from loadtest.peers.drivers.protocol import Prompts, Wave, serve
 
 
 def measure(prompts: Prompts, output_tokens: int) -> Wave:
-    """Run llama-batched-bench with the number and length of these prompts, and return its times."""
+    """Run llama-batched-bench with the number and length of these prompts, and return its times.
+
+    Raises RuntimeError, with the end of its standard error, if it fails.
+    """
     bench, model, threads = sys.argv[1:]
     sequences, length = len(prompts), len(prompts[0])
     steps = max(1, output_tokens - 1)  # the prompt step yields the first token

@@ -61,7 +61,10 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
-    """Return the GPU quantization for a value of --quantize; None for `none`, and for int8 and int4 on a CPU."""
+    """Return the GPU quantization for a value of --quantize; None for `none`, and for int8 and int4 on a CPU.
+
+    Raises ValueError if the device cannot use this value.
+    """
     if quantize == "none":
         return None
     if device.type == "cpu":
@@ -174,7 +177,10 @@ def _trial_cache(model: Transformer, largest: LargestStep, *, num_blocks: int) -
 
 @torch.inference_mode()
 def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
-    """Run the largest step: full prompts, prompt logprobs, top-p sampling. Return its GPU memory without KV-cache."""
+    """Run the largest step on the GPU: full prompts, prompt logprobs, top-p sampling. Return the GPU's memory.
+
+    The peak does not include the KV-cache of this trial run.
+    """
     device, lengths = model.token_embedding.weight.device, largest.lengths
     torch.cuda.synchronize()
     count = -(-max(lengths) // largest.block_size)

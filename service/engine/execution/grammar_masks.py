@@ -60,7 +60,10 @@ class Grammars:
         self._compiling_thread.submit(getattr, self, "_vocabulary").result()
 
     def hold(self, submit: Submit) -> bool:
-        """Hold a submission until its grammar is compiled, and return True; False if the submission need not wait."""
+        """Hold a submission until its grammar is compiled, and return True; False if the submission need not wait.
+
+        A submission is dropped, also with True, if a newer or equal attempt of its uid is held already.
+        """
         assert submit.grammar is not None
         held = self._held.get(submit.uid)
         if held is not None and submit.attempt <= held.attempt:
@@ -106,7 +109,10 @@ class Grammars:
             known.pop(uid, None)
 
     def error(self, uid: str) -> str | None:
-        """Return the error message of a sequence's grammar matcher, such as an exceeded limit; None without error."""
+        """Return the error message of a sequence's grammar matcher, such as an exceeded limit; None without error.
+
+        After an error, the grammar is also removed from the cache.
+        """
         matcher = self._matchers.get(uid)
         if matcher is None or not matcher.is_error():
             return None

@@ -122,7 +122,7 @@ class InputBuilder:
         self._previous: _Previous | None = None
 
     def build(self, plan: StepPlan, masks: Masks | None = None) -> ModelInputs:
-        """Return the inputs of a step plan with at least one chunk. If possible, update the previous step's tensors."""
+        """Return the inputs of a step plan with at least one chunk. If possible, reuse the previous step's tensors."""
         previous = self._previous
         if previous is not None and plan.is_decode and self._continues(previous, plan.chunks):
             return self._update(previous, plan, masks)
@@ -181,7 +181,7 @@ class InputBuilder:
         )
 
     def _continues(self, previous: _Previous, chunks: tuple[Chunk, ...]) -> bool:
-        """Return True if the chunks decode the previous step's sequences again, and still fit its block tables."""
+        """Return True if the chunks decode the previous step's sequences again, and fit the width of its tables."""
         return (
             [chunk.start for chunk in chunks] == previous.contexts
             and all(map(is_, [chunk.block_table for chunk in chunks], previous.tables))

@@ -135,7 +135,7 @@ class ModelRunner:
             return self._run(inputs, None)
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
-        """Run the model and sample. `decoded`: logits that native kernels have computed already, for a decode step."""
+        """Run the model, unless `decoded` has the result of native kernels for a decode step, and sample."""
         if decoded is None:
             likely = None
             x_TE, logits_RV = self._compute(inputs)
@@ -168,7 +168,7 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     def _pool(self, x_TE: Tensor, pooled_rows: Sequence[tuple[Chunk, int]]) -> dict[str, NDArray[np.float64]]:
-        """Return by uid the hidden states, after the final norm, summed over the tokens that an embedding pools."""
+        """Return, by uid, the sum E of hidden states after the final norm, over a chunk's tokens that are pooled."""
         chunks = (x_TE[row : row + chunk.num_pooled] for chunk, row in pooled_rows)
         sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
         return dict(zip((chunk.uid for chunk, _ in pooled_rows), sums_BE.cpu().numpy(), strict=True))

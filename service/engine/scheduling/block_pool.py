@@ -75,7 +75,10 @@ class BlockPool:
             self._reference_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Decrement the reference counts of a sequence's blocks. Of freed blocks, the last is allocated again first."""
+        """Decrement the reference counts of a sequence's blocks. Blocks that reach 0 are free, but may stay cached.
+
+        Free blocks outside the prefix cache are allocated again first. Of cached blocks, the last one comes first.
+        """
         for block in reversed(blocks):  # a prefix is useless without its beginning
             assert self._reference_counts[block] > 0, f"block {block} is freed twice"
             self._reference_counts[block] -= 1

@@ -48,7 +48,7 @@ class FairQueue:
             del self._queues[tenant]
 
     def first(self) -> SequenceState:
-        """Return the waiting sequence to admit next. The queue must not be empty."""
+        """Return the waiting sequence to admit next, and leave it in the queue. The queue must not be empty."""
         served, queues = self._num_served, self._queues
         tenant = min(queues, key=lambda name: (served[name], queues[name][0].rank))
         return queues[tenant][0]
@@ -59,7 +59,7 @@ class FairQueue:
         return [sequence for sequence in late if sequence.first_scheduled_seconds is None]
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """Charge computed tokens to a tenant. A tenant without a counter is ignored."""
+        """Add computed tokens to a tenant's counter of served tokens. A tenant without a counter is ignored."""
         if tenant in self._num_served:
             self._num_served[tenant] += num_tokens
 

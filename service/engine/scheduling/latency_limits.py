@@ -40,7 +40,10 @@ class PrefillBudget:
         self._prompt_tokens = 0.0  # number of tokens computed in that time, with the same decay
 
     def max_allowed_tokens(self, num_decodes: int) -> int:
-        """Return the maximum number of prefill tokens of one prompt in a step with `num_decodes` decodes."""
+        """Return the maximum number of prefill tokens of one prompt in a step with `num_decodes` decodes.
+
+        The number is `sys.maxsize` without a limit, without decodes, and until the first decode step is observed.
+        """
         if not (num_decodes and self._row_seconds) or math.isinf(self._slowdown):
             return sys.maxsize
         decode_seconds = self._row_seconds * (num_decodes + _FIXED_ROWS)

@@ -142,7 +142,7 @@ class Scheduler:
         return ended
 
     def schedule(self) -> StepPlan:
-        """Plan the next step of the engine. A `commit` with the sampled tokens must follow."""
+        """Admit waiting sequences, and plan the engine's next step. A `commit` with the sampled tokens must follow."""
         self._num_preemptions = self._num_prompt_tokens = 0
         self._scheduled_seconds = self._clock()
         budget, size = self._config.max_batched_tokens, self._config.block_size
