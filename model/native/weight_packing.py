@@ -78,7 +78,7 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     """Pack the matrix of a linear layer of any kind, or of an embedding, for the native kernels.
 
     pages: memory of the packed matrix.
-    gated: the first half of the outputs is a gate for the second half, as in a gated MLP.
+    gated: the first half of the outputs is a gate for the second half, as in a gated MLP; see `interleaved`.
     """
     if isinstance(module, Int4Linear):
         return _pack_int4(module.weight.to_int4(), module.bias_F, pages, gated=gated)
