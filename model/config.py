@@ -157,7 +157,10 @@ class ModelConfig:
         scaling = self.rope_scaling
         for divisors in (None, None) if scaling is None else (scaling.short_divisors, scaling.long_divisors):
             if divisors is not None and len(divisors) != self.rotary_size // 2:
-                raise ValueError(f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies")
+                raise ValueError(
+                    f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
+                    "give one for each"
+                )
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
@@ -218,7 +221,7 @@ class ModelConfig:
         return None if layer in self.global_layers else self.sliding_window
 
     def for_context(self, length: int) -> Self:
-        """Return the config for contexts of at most `length` tokens, on which the frequencies of LongRoPE depend."""
+        """Return this config; if it has LongRoPE, whose frequencies depend on it, with `length` as context length."""
         if self.rope_scaling is None or self.rope_scaling.kind is not RopeScalingKind.LONGROPE:
             return self
         return dataclasses.replace(self, max_context_length=length)
