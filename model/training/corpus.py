@@ -233,7 +233,10 @@ def _share(text: str) -> float:
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a UTF-8 text file, decompressed if its suffix is .xz; raise ValueError for a file that is not text."""
+    """Context manager: open a UTF-8 text file, decompressed if its suffix is .xz.
+
+    Raises ValueError if the file cannot be opened or read, or is not text.
+    """
     try:
         with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8-sig") as file:
             yield file
@@ -253,7 +256,8 @@ def text_suffix(path: Path) -> str:
 def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
     """Yield the "id" and the document of each record of a corpus file. The text of a conversation is its transcript.
 
-    Plain text has the id "" for each document, a JSON record without an id "None".
+    Plain text has the id "" for each document, a JSON record without an id "None". Raises ValueError for a file that
+    cannot be read, or a line that is not a record.
     """
     with open_text(path) as file:
         if text_suffix(path) not in JSON_SUFFIXES:
