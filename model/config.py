@@ -135,8 +135,8 @@ class ModelConfig:
         changes_scores = self.qk_norm or self.score_scale is not None or self.score_soft_cap is not None
         if self.attention is AttentionKind.AVERAGE and (in_scores or changes_scores):
             raise ValueError(
-                "attention=average has no scores; remove qk_norm, score_scale and score_soft_cap, and choose a "
-                "position without scores"
+                "attention=average has no scores; remove qk_norm, score_scale and score_soft_cap, and choose position "
+                "none, learned or sinusoidal"
             )
         needed = {
             "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,
@@ -221,7 +221,10 @@ class ModelConfig:
         return None if layer in self.global_layers else self.sliding_window
 
     def for_context(self, length: int) -> Self:
-        """Return this config; if it has LongRoPE, whose frequencies depend on it, with `length` as context length."""
+        """Return this config, with `max_context_length` = `length` if it has LongRoPE, and unchanged otherwise.
+
+        The frequencies of LongRoPE depend on the longest context that is served.
+        """
         if self.rope_scaling is None or self.rope_scaling.kind is not RopeScalingKind.LONGROPE:
             return self
         return dataclasses.replace(self, max_context_length=length)

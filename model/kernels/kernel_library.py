@@ -123,7 +123,7 @@ class Rows(ctypes.Structure):
 
 
 class StepArguments(ctypes.Structure):
-    """Arguments of the kernels that compute all layers of a model in one call."""
+    """Arguments of the kernels that compute layers, logits, or a whole decode step."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("shape", "rows", "layers")),

@@ -88,9 +88,8 @@ def to_native(model: "Transformer | NativeTransformer") -> "Transformer | Native
 class Decoded(NamedTuple):
     """Result of a decode step: the most likely token id of each sequence, and the float32 logits (sequences, ids).
 
-    The ids are the first `num_ids` of the vocabulary, see `NativeTransformer.decode`.
-
-    Of equal logits the first counts. The id is -1 if a logit or a number of the sequence's hidden state is not finite.
+    The logits are those of the first `num_ids` token ids, see `NativeTransformer.decode`. Of equal logits the first
+    counts. The most likely id is -1 if a logit or a number of the sequence's hidden state is not finite.
     """
 
     ids: list[int]

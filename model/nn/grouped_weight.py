@@ -33,7 +33,7 @@ class GroupedWeight:
     bits: int
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the weights as numbers, float32 (F, I). rows: the outputs wanted; by default all."""
+        """Return the dequantized weights, float32 (F, I). rows: outputs to return; by default all."""
         codes_FI = self.codes_FI[rows]
         scale_FI, offset_FG = _widen(self.scale_FG[rows], codes_FI.shape[1]), self.offset_FG
         scaled_FI = codes_FI * scale_FI
@@ -42,7 +42,7 @@ class GroupedWeight:
     def to_int4(self, rows: Tensor | slice = slice(None)) -> "Int4Weight":
         """Return these weights, which must have 4 bits and no offsets, with an integer multiplier for each group.
 
-        rows: the outputs wanted; by default all. An output's scale is the smallest with which no int8 weight saturates,
+        rows: outputs to return; by default all. An output's scale is the smallest with which no int8 weight saturates,
         whatever the codes are.
         """
         multiplier_FG = -_LEAST_CODE * self.scale_FG[rows]
@@ -65,7 +65,7 @@ class Int4Weight:
     scale_F: Tensor
 
     def int8(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the int8 weights, (F, I), to be multiplied by `scale_F`. rows: the outputs wanted; by default all."""
+        """Return the int8 weights, (F, I), to be multiplied by `scale_F`. rows: outputs to return; by default all."""
         codes_FI = self.codes_FI[rows]
         products_FI = codes_FI * _widen(self.multiplier_FG[rows].short(), codes_FI.shape[1])
         return products_FI.add_(4).bitwise_right_shift_(3).to(torch.int8)

@@ -54,7 +54,7 @@ class Int8Linear(nn.Module):
         return scale_sums(sums_TF, scale_T, self.scale_F, self.bias_F, x_TE.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the weights of the outputs `ids` as numbers: float32 (ids, inputs)."""
+        """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
         return self.weight_FE[ids] * self.scale_F[ids, None]
 
 
@@ -82,7 +82,7 @@ class GroupedLinear(nn.Module):
         return (out_TF if self.bias_F is None else out_TF + self.bias_F).to(x_TE.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the weights of the outputs `ids` as numbers: float32 (ids, inputs)."""
+        """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
         return self.weight.dense(ids)
 
 
@@ -97,7 +97,7 @@ class Int4Linear(GroupedLinear):
         return self._int8.forward(x_TE)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the weights of the outputs `ids` as numbers: float32 (ids, inputs)."""
+        """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
         weight = self.weight.to_int4(ids)
         return weight.int8() * weight.scale_F[:, None]
 

@@ -78,9 +78,9 @@ def _column(logits_BV: Tensor, parts: Sequence[NDArray[np.float32]]) -> Tensor:
 
 
 def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
-    """Return a copy of the logits with -inf where `allowed_RV` (bool) is False. rows: the logits' rows, ascending.
+    """Return a copy of the logits with -inf for the tokens that `allowed_RV` (bool) forbids in these rows.
 
-    Raises ValueError unless `allowed_RV` has a row of the vocabulary's size for each of `rows`.
+    rows: distinct and ascending. Raises ValueError unless `allowed_RV` has a row of vocabulary size for each of them.
     """
     if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
         wanted = (len(rows), logits_BV.shape[1])

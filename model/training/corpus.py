@@ -221,7 +221,10 @@ def leave_out_held_out(sources: Iterable[TextSource]) -> list[TextSource]:
 
 
 def word_runs(text: str) -> Iterator[int]:
-    """Yield the hash of each run of RUN_WORDS words of a text, or one hash of a text with fewer words."""
+    """Yield the hash of each run of RUN_WORDS words of a text, or one hash of a text with fewer words.
+
+    The hashes are comparable only within one process.
+    """
     words = _WORD.findall(text.lower()) or [text.strip()]  # a text of emoji only counts as one word
     for start in range(max(1, len(words) - RUN_WORDS + 1)):
         yield hash(tuple(words[start : start + RUN_WORDS]))

@@ -57,7 +57,8 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
     """Return the last complete save of a run, or None without a save.
 
     Raises:
-        ValueError: the save is damaged, or its run differs from `config` in a value that the saved steps depend on.
+        ValueError: the save is damaged, or its run differs from `config` or `corpora` in a value that the saved steps
+            depend on. The numbers of steps may differ until the learning rate decays.
     """
     path = directory / STATE_FILE
     if not path.exists():
