@@ -135,8 +135,8 @@ class ModelConfig:
         changes_scores = self.qk_norm or self.score_scale is not None or self.score_soft_cap is not None
         if self.attention is AttentionKind.AVERAGE and (in_scores or changes_scores):
             raise ValueError(
-                "attention=average has no scores; remove qk_norm, score_scale and score_soft_cap, and choose a "
-                "position without scores"
+                "attention=average has no scores; remove qk_norm, score_scale and score_soft_cap, and choose position "
+                "none, learned or sinusoidal"
             )
         needed = {
             "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,
@@ -157,7 +157,10 @@ class ModelConfig:
         scaling = self.rope_scaling
         for divisors in (None, None) if scaling is None else (scaling.short_divisors, scaling.long_divisors):
             if divisors is not None and len(divisors) != self.rotary_size // 2:
-                raise ValueError(f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies")
+                raise ValueError(
+                    f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
+                    "give one for each"
+                )
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
@@ -218,7 +221,10 @@ class ModelConfig:
         return None if layer in self.global_layers else self.sliding_window
 
     def for_context(self, length: int) -> Self:
-        """Return the config for contexts of at most `length` tokens, on which the frequencies of LongRoPE depend."""
+        """Return this config, with `max_context_length` = `length` if it has LongRoPE, and unchanged otherwise.
+
+        The frequencies of LongRoPE depend on the longest context that is served.
+        """
         if self.rope_scaling is None or self.rope_scaling.kind is not RopeScalingKind.LONGROPE:
             return self
         return dataclasses.replace(self, max_context_length=length)

@@ -79,7 +79,7 @@ class RopeScalingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of rotary frequencies. Raises ValueError if a field of the kind is missing, or one of another kind given.
+    """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, and for one of another kind.
 
     attention_factor: factor of cosines and sines, of kind longrope; None: see `rotation_factor`.
     short_divisors, long_divisors: divisor of each frequency, for contexts up to `original_context_length` and beyond.
@@ -115,9 +115,10 @@ class RopeScaling:
             raise ValueError("in rope_scaling low_freq_factor must be less than high_freq_factor")
 
     def divisors(self, max_context_length: int) -> tuple[float, ...] | None:
-        """Return LongRoPE's divisor of each frequency (arXiv 2402.13753), for a model that serves this context length.
+        """Return LongRoPE's divisor of each frequency (arXiv 2402.13753); None for another kind of scaling.
 
-        The context that is served decides, not a sequence's length: the rotated keys of a growing sequence are cached.
+        max_context_length: longest context that the model serves. It selects the short or the long divisors for all
+        sequences, because the rotated keys of a growing sequence are cached.
         """
         is_long = self.original_context_length is not None and max_context_length > self.original_context_length
         return self.long_divisors if is_long else self.short_divisors

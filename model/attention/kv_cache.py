@@ -90,7 +90,10 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (self.keys_LNPKD, self.values_LNPKD, *scales))
 
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Write each token's key and value in one layer to the token's cache slot (block * block_size + offset)."""
+        """Write each token's key and value in one layer to the token's cache slot (block * block_size + offset).
+
+        They are rounded to the cache's dtype, as by `rounded`.
+        """
         keys, values = (self.keys_LNPKD, self.key_scales_LNPK), (self.values_LNPKD, self.value_scales_LNPK)
         for (pool_LNPKD, scales_LNPK), new_TKD in ((keys, k_TKD), (values, v_TKD)):
             if self.cache_dtype is torch.int8:
@@ -109,7 +112,7 @@ class KVCache:
         return (blocks[..., None] * self.block_size + offsets).flatten(-2)
 
     def gather(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of one layer's keys and values in these cache slots: two tensors (slots, KV heads, D)."""
+        """Return copies of one layer's keys and values in these cache slots: (slots, KV heads, D), in `dtype`."""
         k_SKD, v_SKD = (
             pool_LNPKD[layer].flatten(0, 1).index_select(0, slots_S)
             for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)

@@ -82,11 +82,11 @@ class NativeAttention:
         return out_THD
 
     def prepare_step(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep:
-        """Return the kernel's arguments that all layers of an engine step share. Computed once per step, then reused.
+        """Return the kernel's arguments that all layers of a step share. `metadata` keeps them for later calls.
 
         Raises:
-            ValueError: a slot or block number is outside the KV-cache. The kernel does not check this, and would
-                corrupt memory.
+            ValueError: in the first call, a slot or block number is outside the KV-cache, or a context is longer than
+                its block table. The kernel does not check this, and would corrupt memory.
         """
         if kv_cache not in metadata.kernel_arguments:
             metadata.kernel_arguments[kv_cache] = self._make_step(metadata, kv_cache)

@@ -91,7 +91,7 @@ class KernelContext:
 
 @dataclass(frozen=True)
 class SelectedKernels:
-    """Chosen backend and its kernels' names. left_out: faster kernels that are not supported here, with the reason."""
+    """Chosen backend and its kernels' names. left_out: better kernels that are not supported, as "name: reason"."""
 
     backend: PagedAttention
     decode: str
@@ -188,7 +188,7 @@ CHUNK_KERNELS: Mapping[str, Callable[[KernelContext], ChunkKernel]] = {
 
 
 def choose(context: KernelContext) -> SelectedKernels:
-    """Return paged attention with the best kernels that support the device, dtype and model."""
+    """Return paged attention with the best kernels that support the device, dtype and model, and the kernels' names."""
     left_out: list[str] = []
     decode_name, decode = _first(DECODE_KERNELS, context, left_out)
     chunk_name, chunks = _first(CHUNK_KERNELS, context, left_out)

@@ -122,7 +122,10 @@ def _mask(q_BQHD: Tensor, k_BSKD: Tensor, form: AttentionForm) -> Tensor | None:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm, mask: Tensor | None) -> Tensor:
-    """Call PyTorch's attention kernel; the tensors' last dimensions are tokens and D. mask None: causal attention."""
+    """Return attention by PyTorch's kernel, or with a soft cap by `_soft_capped`. mask None: causal attention.
+
+    The tensors' last two dimensions are tokens and D, the dimension before is heads.
+    """
     if q.shape[-1] == 0:  # equal weights: zeros replace q and k, because no kernel supports D = 0
         q, k = (v.new_zeros(()).expand(*x.shape[:-1], v.shape[-1]) for x in (q, k))
     if form.soft_cap is not None:

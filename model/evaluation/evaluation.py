@@ -25,7 +25,7 @@ class Evaluation:
     samples: Sequence[Sample] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metrics as JSON values, with one total over all documents and one over all pairs."""
+        """Return the metrics as JSON values: totals of each split, of all minimal pairs and of each group of pairs."""
         groups = {name: _pairs_facts(scores) for name, scores in by_group(self.pairs).items()}
         return {
             "held_out": {name: _held_out_facts(measured) for name, measured in self.held_out.items()},

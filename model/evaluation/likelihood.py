@@ -91,7 +91,8 @@ def score_windows(model: Transformer, windows: Sequence[Window]) -> list[Score]:
     longest = max((window.num_inputs for window in windows), default=0)
     if longest > model.config.max_context_length:
         raise ValueError(
-            f"a text window of {longest} tokens exceeds the model's context of {model.config.max_context_length}"
+            f"a text window of {longest} tokens exceeds the model's context of {model.config.max_context_length}; "
+            "give a shorter text"
         )
     max_tokens = min(_MAX_TOKENS, _MAX_LOGITS // model.config.vocab_size)
     return [score for batch in _batches(windows, max_tokens) for score in _score(model, batch)]
@@ -164,7 +165,10 @@ def begin_of_text(tokenizer: Tokenizer) -> int:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the token id that ends a document in training: BOS if it is an EOS token, else the first EOS token."""
+    """Return the token id that ends a document in training: BOS if it is an EOS token, else the first EOS token.
+
+    Returns None if the tokenizer has no EOS token.
+    """
     if tokenizer.bos_token_id in tokenizer.eos_token_ids:
         return tokenizer.bos_token_id
     return next(iter(tokenizer.eos_token_ids), None)
@@ -176,6 +180,9 @@ def evaluate(
     """Score held-out texts as training does: after `begin_of_text`, and with `end_of_text`, if any, as last scored id.
 
     max_context_length: maximum number of inputs of a window; None: the model's context length.
+
+    Raises:
+        ValueError: there are no texts, a window exceeds the model's context, or the tokenizer cannot encode a text.
     """
     if not texts:
         raise ValueError("no texts to evaluate; give at least one held-out text")

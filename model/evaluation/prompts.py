@@ -68,7 +68,10 @@ PROMPTS = (
 
 
 def read_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Load the chat template of a checkpoint directory; without one, return the plain template, as the service does."""
+    """Return the chat template of a checkpoint directory, with the names of its special tokens, as the service does.
+
+    Without a template in the directory, this is the plain template (`PLAIN_SOURCE`).
+    """
     template = load_chat_template(directory)
     if template is None:
         template = ChatTemplate(source=PLAIN_SOURCE, origin="plain")
@@ -209,7 +212,10 @@ def distinct(samples: Iterable[Sequence[str]], n: int) -> float | None:
 
 
 def repetition(sample: Sequence[str], n: int = 4) -> float | None:
-    """Return seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319), section 6.1: the share of repeated word n-grams."""
+    """Return seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319), section 6.1: the share of repeated word n-grams.
+
+    Returns None for a sample of fewer than n words.
+    """
     unique = distinct([sample], n)
     return None if unique is None else 1 - unique
 

@@ -41,7 +41,10 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
 def multiply_few(
     numbers_TE: Tensor, scale_T: Tensor, weight_FE: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply up to `MAX_ROWS` quantized rows by a quantized matrix, scale, add the bias. All must be contiguous."""
+    """Multiply up to `MAX_ROWS` quantized rows by a quantized matrix, scale, and add the bias; the result has `dtype`.
+
+    All tensors must be contiguous.
+    """
     rows, inputs = numbers_TE.shape
     outputs = len(weight_FE)
     parts, each = cut(outputs, inputs)

@@ -130,6 +130,8 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
 def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
     """Return named formulas for numbers of attention parameters, from one head to all matrices of a layer.
 
+    Biases and norms are not counted. The last formula is of a layer of this config.
+
     Sources: Vaswani et al. 2017 (arXiv 1706.03762, section 3.2.2); for g key/value heads of h query heads Shazeer 2019
     (arXiv 1911.02150) and Ainslie et al. 2023 (arXiv 2305.13245).
     """
@@ -163,7 +165,7 @@ def attention_name(config: ModelConfig) -> str:
 def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
     """Return the formula of KV-cache bytes per token, with its value: keys and values of all KV heads and layers.
 
-    Average attention has no keys.
+    Average attention has no keys. The scales of an int8 cache are not counted, unlike in `kv_bytes_per_token`.
     """
     at = Letters(config)
     keys_and_values = at.d_v if config.attention is AttentionKind.AVERAGE else at.d_k + at.d_v

@@ -105,7 +105,7 @@ def library_name(level: CpuLevel) -> str:
 
 
 def find_built(level: CpuLevel, directories: Sequence[Path]) -> Path | None:
-    """Return the path of a level's kernel library in the first directory with a trusted file, or None.
+    """Return the path of a level's kernel library in the first directory that has a trusted one; None if none has.
 
     A file is trusted if only root or this user could have written it: loading a library runs its code.
     """
@@ -168,7 +168,10 @@ def _compile(compiler: str, level: CpuLevel, scratch: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build the kernel libraries that the arguments name, if the CPU is x86-64. Exit code 1: a build failed; else 0."""
+    """Build the kernel libraries that the arguments name, and print their paths. Return 1 if a build failed, else 0.
+
+    On a CPU that is not x86-64, nothing is built.
+    """
     parser = argparse.ArgumentParser(prog="python -m model.kernels.build", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--directory", type=Path, default=SHIPPED, help=f"directory to write the libraries to (default: {SHIPPED})"

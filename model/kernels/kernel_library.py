@@ -36,9 +36,9 @@ class KernelLibrary:
 
 
 def load_kernels(cache: Path) -> KernelLibrary:
-    """Load the kernel library built for this machine, or compile it into the directory `cache` first.
+    """Load the kernel library of this machine's best CPU level, from `SHIPPED` or from the directory `cache`.
 
-    Compiling takes 10 to 40 s, once for a machine.
+    If both lack the library, it is compiled into `cache` first, which takes 10 to 40 s.
 
     Raises:
         BuildError: no level supports this CPU, or the library cannot be compiled or loaded. The message is one line.
@@ -123,7 +123,7 @@ class Rows(ctypes.Structure):
 
 
 class StepArguments(ctypes.Structure):
-    """Arguments of the kernels that compute all layers of a model in one call."""
+    """Arguments of the kernels that compute layers, logits, or a whole decode step."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("shape", "rows", "layers")),

@@ -37,7 +37,10 @@ _NICENESS = 10  # of the thread that moves matrices to large pages: it gets a te
 
 
 def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Return whether the native kernels compute every part of a model with this config and dtype on a CPU."""
+    """Return whether `NativeTransformer` supports a model with this config and dtype.
+
+    Needed: float32 or bfloat16, softmax attention, and rows of an even size of at most `_MAX_ROW_SIZE`.
+    """
     widths = (config.hidden_size, config.mlp_size, config.num_heads * config.head_dim)
     return (
         dtype in (torch.float32, torch.bfloat16)
@@ -48,7 +51,10 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 def library_for(model: Transformer) -> KernelLibrary | None:
-    """Return the kernel library of a model's native attention backend if it can compute the whole model, else None."""
+    """Return the kernel library of a model's attention backend; None if `to_native` cannot convert the model.
+
+    It can if all layers share one `NativeAttention`, the weights are on a CPU, and `computes` is true.
+    """
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
     if backends or not isinstance(backend, NativeAttention) or weight.device.type != "cpu":
@@ -57,10 +63,11 @@ def library_for(model: Transformer) -> KernelLibrary | None:
 
 
 def to_native(model: "Transformer | NativeTransformer") -> "Transformer | NativeTransformer":
-    """Return a `NativeTransformer` if the native kernels compute all of this model, else the model itself.
+    """Convert a model to a `NativeTransformer`, and leave the given model unusable.
 
-    While the matrices are packed, at most one of them is in memory twice. A low-priority thread then moves the packed
-    matrices to pages of 2 MiB while the model already serves.
+    If `library_for` finds no kernels for the model, return the model itself, unchanged. While the matrices are packed,
+    at most one of them is in memory twice. A low-priority thread then moves the packed matrices to pages of 2 MiB while
+    the model already serves.
     """
     if isinstance(model, NativeTransformer) or (kernels := library_for(model)) is None:
         return model
@@ -81,7 +88,8 @@ def to_native(model: "Transformer | NativeTransformer") -> "Transformer | Native
 class Decoded(NamedTuple):
     """Result of a decode step: the most likely token id of each sequence, and the float32 logits (sequences, ids).
 
-    Of equal logits the first counts. The id is -1 if a logit or a number of the sequence's hidden state is not finite.
+    The logits are those of the first `num_ids` token ids, see `NativeTransformer.decode`. Of equal logits the first
+    counts. The most likely id is -1 if a logit or a number of the sequence's hidden state is not finite.
     """
 
     ids: list[int]
@@ -104,7 +112,7 @@ class _PreparedDecode(NamedTuple):
 
 
 class _PackedEmbedding(nn.Embedding):
-    """Embedding whose rows are unpacked from a matrix. Its `weight` is empty, and has the model's dtype."""
+    """Embedding whose rows are unpacked from a packed matrix. Its `weight` is empty, and has the model's dtype."""
 
     def __init__(self, matrix: Matrix, kernels: KernelLibrary, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(0, 1, dtype=dtype)
@@ -112,10 +120,10 @@ class _PackedEmbedding(nn.Embedding):
         self._unpack = kernels.function("kvasir_unpack_rows", _POINTER, _POINTER, _INT, _POINTER)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return each token's embedding: (tokens, hidden size). Raises IndexError if a token has none."""
+        """Return each token's embedding: (tokens, hidden size). Raises IndexError for an id outside the vocabulary."""
         vocabulary, size = self._shape
         if len(input) and not 0 <= int(input.min()) <= int(input.max()) < vocabulary:
-            raise IndexError(f"a token id is not below {vocabulary}, the size of the vocabulary")
+            raise IndexError(f"a token id is outside the vocabulary; use ids from 0 to {vocabulary - 1}")
         rows_TE, ids_T = torch.empty(len(input), size), input.contiguous()
         self._unpack(ctypes.byref(self._matrix), ids_T.data_ptr(), len(ids_T), rows_TE.data_ptr())
         return rows_TE.to(self.weight.dtype)
@@ -123,6 +131,8 @@ class _PackedEmbedding(nn.Embedding):
 
 class NativeTransformer:
     """Transformer computed by native kernels. It packs the matrices of a `Transformer`, and frees each original.
+
+    The given `Transformer` cannot be used afterwards.
 
     Raises:
         ValueError: the kernels do not support the model, see `computes`.
@@ -175,7 +185,13 @@ class NativeTransformer:
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
     def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
-        """Return the last layer's output before the final norm: float32, in a buffer that the next call overwrites."""
+        """Return the last layer's output before the final norm: float32, in a buffer that the next call overwrites.
+
+        With a KV-cache, the tokens' keys and values are written to the slots that the metadata names.
+
+        Raises:
+            ValueError: see `NativeAttention.prepare_step`.
+        """
         count = len(token_ids_T)
         self._grow_buffers(count)
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
@@ -211,15 +227,18 @@ class NativeTransformer:
     def decode(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, *, num_ids: int
     ) -> Decoded | None:
-        """Compute one decode step, one token per sequence, in a single C call. The next call overwrites the result.
+        """Compute one decode step, one token per sequence, in a single C call. The next call overwrites the logits.
 
-        Pass the same tensors in every step, updated in place: the prepared arguments are then reused. Returns None,
-        having computed nothing, if the caller must use `hidden` and `logits` instead: for metadata without
-        `contexts_B`, for attention that is not native, and for a token id, position, slot or block out of range.
+        The call's arguments are prepared once, and reused while the caller passes the same tensors, updated in place.
         num_ids: number of token ids, from 0 on, whose logits are returned.
 
+        Returns None, without writing to the KV-cache, if `metadata` has no `contexts_B`, if a layer's attention is not
+        native or has a score bias, or if a token id or position is out of range. With reused arguments, a slot or block
+        out of range also returns None. The caller must then use `hidden` and `logits`.
+
         Raises:
-            ValueError: in the first call with these tensors, a slot or a block is outside the KV-cache.
+            ValueError: while the arguments are prepared, see `NativeAttention.prepare_step`.
+            IndexError: a token id is out of range, and PyTorch computes the embeddings: scaled ones, or with positions.
         """
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
         prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
@@ -374,8 +393,9 @@ class NativeTransformer:
         return layer
 
     def _embedding_rows(self, model: Transformer) -> Rows:
-        """Pack the token embedding if it is quantized or tied to the LM head. Return `Rows` with pointers to it.
+        """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.
 
+        Returns `Rows` with pointers to the embedding.
         The pointers are null if the first layer's input is not a plain row of the embedding: scaled, or with positions.
         """
         embedding, rows = model.token_embedding, Rows()

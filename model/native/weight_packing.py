@@ -78,7 +78,7 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     """Pack the matrix of a linear layer of any kind, or of an embedding, for the native kernels.
 
     pages: memory of the packed matrix.
-    gated: the first half of the outputs is a gate for the second half, as in a gated MLP.
+    gated: the first half of the outputs is a gate for the second half, as in a gated MLP; see `interleaved`.
     """
     if isinstance(module, Int4Linear):
         return _pack_int4(module.weight.to_int4(), module.bias_F, pages, gated=gated)
@@ -162,7 +162,10 @@ def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages,
 
 
 def interleaved(rows: Tensor) -> Tensor:
-    """Alternate blocks of 16 gate rows (first half) with 16 up rows (second half), so that one task computes both."""
+    """Alternate blocks of 16 gate rows (first half) with 16 up rows (second half), so that one task computes both.
+
+    Zeros fill up both halves to whole panels.
+    """
     half = len(rows) // 2
     room = padded(2 * half) // 2  # zeros fill the panels
     halves = rows.new_zeros(2, room, *rows.shape[1:])

@@ -33,16 +33,17 @@ class GroupedWeight:
     bits: int
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the weights of all outputs, or of some: float32 (F, I)."""
+        """Return the dequantized weights, float32 (F, I). rows: outputs to return; by default all."""
         codes_FI = self.codes_FI[rows]
         scale_FI, offset_FG = _widen(self.scale_FG[rows], codes_FI.shape[1]), self.offset_FG
         scaled_FI = codes_FI * scale_FI
         return scaled_FI if offset_FG is None else scaled_FI + _widen(offset_FG[rows], codes_FI.shape[1])
 
     def to_int4(self, rows: Tensor | slice = slice(None)) -> "Int4Weight":
-        """Return symmetric 4-bit weights, of all outputs or of some, with integer multipliers.
+        """Return these weights, which must have 4 bits and no offsets, with an integer multiplier for each group.
 
-        An output's scale is the smallest with which no int8 weight saturates, whatever the codes are.
+        rows: outputs to return; by default all. An output's scale is the smallest with which no int8 weight saturates,
+        whatever the codes are.
         """
         multiplier_FG = -_LEAST_CODE * self.scale_FG[rows]
         scale_F = multiplier_FG.abs().amax(dim=1).clamp_(min=_TINY) / _LARGEST_INT8
@@ -64,7 +65,7 @@ class Int4Weight:
     scale_F: Tensor
 
     def int8(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the int8 weights of all outputs, or of some: (F, I)."""
+        """Return the int8 weights, (F, I), to be multiplied by `scale_F`. rows: outputs to return; by default all."""
         codes_FI = self.codes_FI[rows]
         products_FI = codes_FI * _widen(self.multiplier_FG[rows].short(), codes_FI.shape[1])
         return products_FI.add_(4).bitwise_right_shift_(3).to(torch.int8)
@@ -77,9 +78,10 @@ def _widen(numbers_FG: Tensor, inputs: int) -> Tensor:
 def quantize_weight(weight_FI: Tensor, *, searches: bool = True) -> GroupedWeight:
     """Quantize a matrix to 4 bits, symmetric, with a scale for each group of 32 inputs of an output.
 
-    By min-max, a group's largest absolute value becomes the code -8. The search compares other scales too, fits each to
-    its codes by least squares, and keeps the scale with the least squared error. On one thread a million weights take
-    8 ms of CPU time. Two threads that wait for each other after every small operation take 44 ms.
+    By min-max, a group's largest absolute value becomes the code -8. If `searches`, other scales are compared too: each
+    is fitted to its codes by least squares, and the scale with the least squared error is kept. Until the call returns,
+    PyTorch has one thread, with which a million weights take 8 ms of CPU time. Two threads, which wait for each other
+    after every small operation, take 44 ms.
     """
     outputs, inputs = weight_FI.shape
     padded_FI = functional.pad(weight_FI.detach(), (0, -inputs % GROUP_SIZE))
@@ -99,7 +101,10 @@ def quantize_weight(weight_FI: Tensor, *, searches: bool = True) -> GroupedWeigh
 
 
 def _choose_scales(groups_CGS: Tensor, shares: Iterable[float]) -> Tensor:
-    """Return a scale for each group. shares: scales that the search compares; empty: min-max."""
+    """Return a scale for each group, rounded to float16's precision.
+
+    shares: scales that the search compares, as shares of the min-max scale; empty: return the min-max scale.
+    """
     peak_CG1 = groups_CGS.gather(-1, groups_CGS.abs().argmax(-1, keepdim=True))
     first_CG1 = best_CG1 = torch.where(peak_CG1 == 0, _TINY, peak_CG1 / -8)
     most_CG1 = torch.zeros_like(first_CG1)

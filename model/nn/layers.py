@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float, unit_offset: bool) -> Tensor:
-    """Apply an RMS norm to the last dimension of x."""
+    """Apply an RMS norm to the last dimension of x, in float32. The result has the dtype of x."""
     weight_E = 1.0 + weight_E.float() if unit_offset else weight_E.float()
     return functional.rms_norm(x.float(), (x.shape[-1],), weight_E, eps).to(x.dtype)
 

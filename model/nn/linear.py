@@ -1,4 +1,4 @@
-"""Linear layers for serving on CPUs: packed for oneDNN, int8, int8 made from 4 bits, or 8 bits in groups.
+"""Linear layers for serving on CPUs: packed for oneDNN, int8, int8 made from 4 bits, or 4 or 8 bits in groups.
 
 With two or more rows, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a
 single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
@@ -54,7 +54,7 @@ class Int8Linear(nn.Module):
         return scale_sums(sums_TF, scale_T, self.scale_F, self.bias_F, x_TE.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the weights of some outputs, float32."""
+        """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
         return self.weight_FE[ids] * self.scale_F[ids, None]
 
 
@@ -82,7 +82,7 @@ class GroupedLinear(nn.Module):
         return (out_TF if self.bias_F is None else out_TF + self.bias_F).to(x_TE.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the weights of some outputs, float32."""
+        """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
         return self.weight.dense(ids)
 
 
@@ -97,7 +97,7 @@ class Int4Linear(GroupedLinear):
         return self._int8.forward(x_TE)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the weights of some outputs, float32."""
+        """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
         weight = self.weight.to_int4(ids)
         return weight.int8() * weight.scale_F[:, None]
 
@@ -129,9 +129,10 @@ class QuantizedEmbedding(nn.Embedding):
 
 
 class StackedLinear(nn.Module):
-    """Linear layer whose matrix is several matrices, one below the other, until it is packed or quantized.
+    """Weights of a linear layer before it is packed or quantized. Has no `forward`, so the layer cannot be computed.
 
-    parts: for example the matrices of queries, keys and values, each mapped from a checkpoint file.
+    parts: matrices that are one below the other in the layer's matrix, for example of queries, keys and values, each
+    mapped from a checkpoint file.
     """
 
     def __init__(self, parts: Sequence[Tensor], bias_F: Tensor | None) -> None:
@@ -157,7 +158,7 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor
 
 
 def scale_sums(sums_TF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Dequantize sums of int8 or fp8 products: multiply by both scales, add the bias, and convert to `dtype`."""
+    """Dequantize sums of int8 or fp8 products: multiply by the scales of row and output, add the bias, cast."""
     out_TF = sums_TF.float() * scale_T[:, None] * scale_F
     return (out_TF if bias_F is None else out_TF + bias_F.float()).to(dtype)
 
@@ -178,10 +179,10 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
 
 
 def replace_linears(model: Transformer, kind: str | MakeLinear) -> None:
-    """Replace every linear layer of a model by a kind in `LINEAR_KINDS` or by a function's result; free the original.
+    """Replace every linear layer of a model, in place, by a kind in `LINEAR_KINDS` or by a function's result.
 
-    A tied token embedding that is not quantized stays in memory beside its converted copy, by which the LM head
-    multiplies.
+    Each original is freed. A tied LM head becomes a layer of its own. If it is quantized, the token embedding reads its
+    rows (`QuantizedEmbedding`); otherwise the token embedding stays in memory beside it.
     """
     make = LINEAR_KINDS[kind] if isinstance(kind, str) else kind
     if model.lm_head is None:

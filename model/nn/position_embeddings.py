@@ -71,7 +71,7 @@ def _frequencies(size: int, theta: float, divisors: Sequence[float] | None = Non
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
-    """Scale the frequencies of rotary positions for contexts longer than a model was first trained for.
+    """Return the frequencies of rotary positions, scaled for contexts longer than a model was first trained for.
 
     linear: all frequencies are divided by the factor (Chen et al. 2023, arXiv 2306.15595).
     llama3: let r = original context / wavelength. Frequencies with r under `low_freq_factor` are divided by the factor,

@@ -1,4 +1,4 @@
-"""Reference implementation of the engine: generation without a KV-cache, for tests."""
+"""Reference implementation of the engine: generation without a KV-cache, for tests and samples after training."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ from model.sampling.token_constraints import TokenRules
 def generate(
     model: Transformer, prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_token_ids: Sequence[int]
 ) -> list[int]:
-    """Return the token ids of a completion, the token that ended the completion included; ignores stop strings.
+    """Return the token ids of a completion, including the stop or EOS token that ended it. Ignores stop strings.
 
-    Each new token takes a forward pass over the whole sequence. The completion also ends if the token rules leave no
-    token to sample.
+    The completion also ends after `max_tokens`, at the end of the model's context, and if the token rules leave no
+    token to sample. Each new token takes a forward pass over the whole sequence.
 
     Raises:
         ValueError: the prompt is empty or exceeds the context.

@@ -24,7 +24,7 @@ from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, r
 
 
 class Attention(nn.Module):
-    """Causal self-attention: multi-head, grouped-query or multi-query, by the config's head counts.
+    """Causal self-attention by the config: multi-head, grouped-query or multi-query, or an average of the values.
 
     table: parameters that the score biases of all layers share (`relative_positions`); None: no shared parameters.
     """
@@ -141,7 +141,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder-only transformer, from token ids to next-token logits. Names and shapes: `config.parameter_shapes()`."""
+    """Decoder-only transformer, from token ids to next-token logits.
+
+    Names and shapes of its parameters: `config.parameter_shapes()`. Before use, load weights or call
+    `initialize`.
+    """
 
     def __init__(self, config: ModelConfig, attention: AttentionBackend) -> None:
         super().__init__()
@@ -177,6 +181,8 @@ class Transformer(nn.Module):
     def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """Return the last layer's output before the final norm: (tokens, hidden size) in the model's dtype.
 
+        With a KV-cache, the tokens' keys and values are written to the slots that the metadata names.
+
         Raises:
             ValueError: token ids and positions differ in shape, or there is a KV-cache without slots or slots without
                 a KV-cache.
@@ -205,7 +211,10 @@ class Transformer(nn.Module):
         return logits_RV if self.config.logit_soft_cap is None else soft_cap(logits_RV, self.config.logit_soft_cap)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the sum of token and position embeddings (if any): (tokens, hidden size) in the model's dtype."""
+        """Return the scaled token embeddings plus the position embeddings, if any: (tokens, hidden size).
+
+        The result has the model's dtype.
+        """
         x_TE: Tensor = self.token_embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:
             # Round the factor to the model's dtype first, as transformers does for Gemma.

@@ -27,6 +27,7 @@ def obey(
     """Apply each row's token rules and forbidden token ids to the logits of a batch.
 
     Returns the new logits, which are the given tensor if no row has a rule, and whether any logit was set to -inf.
+    Tokens that would complete a forbidden word (`TokenRules.forbidden`) are masked only if they are in `forbidden`.
     """
     asked = [(row, its) for row, its in enumerate(rules) if its is not None]
     impossible = [(row, np.array(ids, dtype=np.int64)) for row, ids in enumerate(forbidden) if ids]
@@ -77,7 +78,10 @@ def _column(logits_BV: Tensor, parts: Sequence[NDArray[np.float32]]) -> Tensor:
 
 
 def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
-    """Return a copy of the logits with -inf for the tokens that `allowed_RV` (bool) forbids in these rows."""
+    """Return a copy of the logits with -inf for the tokens that `allowed_RV` (bool) forbids in these rows.
+
+    rows: distinct and ascending. Raises ValueError unless `allowed_RV` has a row of vocabulary size for each of them.
+    """
     if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
         wanted = (len(rows), logits_BV.shape[1])
         raise ValueError(f"allowed_RV must have the shape {wanted} (rows, vocabulary), not {tuple(allowed_RV.shape)}")

@@ -102,7 +102,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hidden_token_ids(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-        """Return the tokens that end the completion and add no text to it."""
+        """Return the tokens that end the completion and add no text; none with `include_stop_str_in_output`."""
         if self.include_stop_str_in_output:
             return frozenset()
         return frozenset((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)))

@@ -65,7 +65,8 @@ def sample(
     The id is `NO_TOKEN` (-1) for a row whose rules leave no token.
 
     positions: position of each row's next token in its sequence, prompt included.
-    forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token.
+    forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token. The caller includes
+        the tokens that would complete a forbidden word (`TokenRules.forbidden`).
     rules: each row's other token rules; empty if no row has rules.
     """
     if not logits_BV.shape[0] == len(params) == len(positions):
@@ -90,7 +91,10 @@ def can_sample_without_host(params: SamplingParams) -> bool:
 
 
 def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
-    """Return the id of each row's highest logit: the first of equal ones, or the first NaN of a row with NaN."""
+    """Return the id of each row's highest logit: the first of equal ones, or the first NaN of a row with NaN.
+
+    The ids are a NumPy array if the logits are on a CPU and need no gradient, else a tensor.
+    """
     # On CPUs NumPy's argmax is ten times as fast as PyTorch's.
     if logits_BV.is_cpu and not logits_BV.requires_grad:
         highest_B: NDArray[np.int64] = logits_BV.numpy().argmax(axis=-1)
@@ -165,7 +169,10 @@ def _index_of_share(weights_V: NDArray[np.float32], share: float) -> int:
 
 
 def _top_ids(values_V: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Return the ids, in order, of all values that reach the `count`-th highest. NaN counts as highest."""
+    """Return the ascending ids of all values that reach the `count`-th highest: more than `count` if values are equal.
+
+    NaN counts as highest.
+    """
     ids_C, size = np.arange(len(values_V)), len(values_V) // _STRIDES
     if count <= size:
         # At least `count` values reach the `count`-th highest of these maxima.
@@ -262,8 +269,8 @@ def top_logprobs(
 ) -> list[tuple[float, int, list[tuple[int, float]]]]:
     """Return for each row the logprob and rank of its token, and the (id, logprob) pairs of the `num_top` most likely.
 
-    Logprobs are those of the model before temperature and filters. The rank is one more than the number of more likely
-    tokens, so equally likely tokens share a rank.
+    Logprobs are the log-softmax of the given logits, without temperature and filters. The rank is one more than the
+    number of more likely tokens, so equally likely tokens share a rank.
     """
     if logits_RV.is_cpu:
         with np.errstate(invalid="ignore"):  # NaN and infinity come from damaged weights

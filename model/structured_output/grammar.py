@@ -125,7 +125,9 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a llguidance matcher of a grammar, before the first token. Copies of the matcher share the grammar.
+    """Return an llguidance matcher of a grammar, before the first token. Copies of the matcher share the grammar.
+
+    vocabulary: result of `Vocabulary.for_masks`.
 
     Raises:
         GrammarError: the grammar is malformed, uses unsupported features, or exceeds a limit.
@@ -137,7 +139,7 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) -> str:
-    r"""Return the grammar of the JSON documents that a schema allows.
+    r"""Return the grammar of the JSON documents that a schema allows, in llguidance's form.
 
     Whitespace is bounded, because a model could generate whitespace for ever. Strings have only one spelling, without
     escapes such as `\u0061` for `a`: an escaped key would pass for a key that the schema does not name.

@@ -16,7 +16,7 @@ _SPACES = r"[\s\x1c-\x1f]*"
 class LarkDocument:
     """Grammar under construction. Methods return Lark expressions, which rules join.
 
-    mark_ids: ids of the marks that are single tokens, such as `<tool_call>`. A mark's name in a literal becomes its id.
+    mark_ids: token id of each mark: a delimiter of tool calls or reasoning that is one token, such as `<tool_call>`.
     """
 
     def __init__(self, mark_ids: Mapping[str, int]) -> None:
@@ -37,7 +37,7 @@ class LarkDocument:
         return " ".join(piece for piece in pieces if piece) or '""'
 
     def plain(self, text: str) -> str:
-        """Return an expression for exactly this text of a client, in which marks are text."""
+        """Return an expression for exactly this text, from a client: the name of a mark in it is ordinary text."""
         return _quote(text) or '""'
 
     def until(self, text: str, *, regex: str = "", min_length: int = 0, max_length: int | None = None) -> str:
@@ -66,7 +66,7 @@ class LarkDocument:
         return self.terminal(rf"({regex}) & ~/(.|\n)*{escape(text)}(.|\n)*/")
 
     def begun_by(self, text: str) -> str:
-        """Return an expression for whitespace and `text`."""
+        """Return an expression for `text` after any amount of whitespace, including none."""
         if self._begins_with_mark(text):
             return f"{self.terminal(f'/{_SPACES}/')} {self.literal(text)}"
         return self.terminal(f"/{_SPACES}{escape(text)}/")
@@ -108,7 +108,7 @@ class LarkDocument:
         return self.nested(json_grammar(schema, lenient=lenient))
 
     def nested(self, grammar: str) -> str:
-        """Return an expression for another grammar in llguidance's form, of one part."""
+        """Add another grammar, JSON text in llguidance's form with exactly one part. Return an expression for it."""
         (part,) = json.loads(grammar)["grammars"]
         name = f"g{len(self._nested)}"
         self._nested.append({**part, "name": name})
@@ -125,5 +125,5 @@ def _quote(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return a regular expression, inside slashes, for exactly this text."""
+    """Return a regular expression for exactly this text. In Lark it must be put between slashes."""
     return re.sub(r"[\\/.+*?()|\[\]{}^$&~#-]", r"\\\g<0>", text).replace("\n", r"\n")

@@ -10,13 +10,13 @@ _MADV_COLLAPSE = 25  # linux/mman.h
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when the thread that started this process ends; other systems do nothing."""
+    """Have Linux kill this process when the thread that started it ends. On other systems, do nothing."""
     if (prctl := getattr(_LIBRARY, "prctl", None)) is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Have Linux make this process the parent of its descendants whose parent ends; other systems do nothing."""
+    """Have Linux make this process the parent of its descendants whose parent ends. On other systems, do nothing."""
     if (prctl := getattr(_LIBRARY, "prctl", None)) is not None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -32,6 +32,9 @@ def trim_heap() -> None:
 
 
 def collapse_pages(begin: int, size: int) -> None:
-    """Move `size` bytes from address `begin` to huge pages (Linux 6.1). Unlike `mmap.madvise`, it releases the GIL."""
+    """Move `size` bytes from address `begin` to huge pages; without effect before Linux 6.1. Errors are ignored.
+
+    Unlike `mmap.madvise`, the call releases the GIL.
+    """
     if (madvise := getattr(_LIBRARY, "madvise", None)) is not None:
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(_MADV_COLLAPSE))

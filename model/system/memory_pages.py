@@ -24,7 +24,7 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest register
 
 
 class HugePages:
-    """Append-only memory for tensors, freed when the `HugePages` object and all of its tensors are freed."""
+    """Memory for tensors, which `enlarge` moves to huge pages. Freed with this object and the last of its tensors."""
 
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []

@@ -58,7 +58,7 @@ class TrainConfig:
     sequence_length: tokens per sequence. batch_size: sequences per step.
     warmup_steps, decay_steps: numbers of first steps with a rising and of last steps with a falling learning rate.
     matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all other parameters).
-    weight_decay: decoupled, on matrices and embeddings.
+    weight_decay: decoupled, on matrices and embeddings. grad_clip: largest norm of the gradients of a step.
     checkpoint_minutes: minutes between saves. evaluate_every: steps between evaluations of held-out texts.
     sample_prompts: prompts that the model card completes; if empty, `PROMPTS`.
     description: sentences about the model, for its model card.

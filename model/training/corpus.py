@@ -221,7 +221,10 @@ def leave_out_held_out(sources: Iterable[TextSource]) -> list[TextSource]:
 
 
 def word_runs(text: str) -> Iterator[int]:
-    """Yield the hash of each run of RUN_WORDS words of a text, or one hash of a text with fewer words."""
+    """Yield the hash of each run of RUN_WORDS words of a text, or one hash of a text with fewer words.
+
+    The hashes are comparable only within one process.
+    """
     words = _WORD.findall(text.lower()) or [text.strip()]  # a text of emoji only counts as one word
     for start in range(max(1, len(words) - RUN_WORDS + 1)):
         yield hash(tuple(words[start : start + RUN_WORDS]))
@@ -233,7 +236,10 @@ def _share(text: str) -> float:
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a UTF-8 text file, decompressed if its suffix is .xz; raise ValueError for a file that is not text."""
+    """Context manager: open a UTF-8 text file, decompressed if its suffix is .xz.
+
+    Raises ValueError if the file cannot be opened or read, or is not text.
+    """
     try:
         with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8-sig") as file:
             yield file
@@ -253,7 +259,8 @@ def text_suffix(path: Path) -> str:
 def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
     """Yield the "id" and the document of each record of a corpus file. The text of a conversation is its transcript.
 
-    Plain text has the id "" for each document, a JSON record without an id "None".
+    Plain text has the id "" for each document, a JSON record without an id "None". Raises ValueError for a file that
+    cannot be read, or a line that is not a record.
     """
     with open_text(path) as file:
         if text_suffix(path) not in JSON_SUFFIXES:

@@ -33,7 +33,7 @@ class Optimizers:
         self._with_peaks: tuple[tuple[torch.optim.Optimizer, float], ...] = ((muon, matrix_lr), (adam, adam_lr))
 
     def step(self, factor: float) -> None:
-        """Update the parameters with `factor` times the peak learning rates, and free the gradients."""
+        """Update the parameters from their gradients at `factor` times the peak learning rates. Free the gradients."""
         for optimizer, peak in self._with_peaks:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor

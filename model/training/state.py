@@ -57,7 +57,8 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
     """Return the last complete save of a run, or None without a save.
 
     Raises:
-        ValueError: the save is damaged, or its run differs from `config` in a value that the saved steps depend on.
+        ValueError: the save is damaged, or its run differs from `config` or `corpora` in a value that the saved steps
+            depend on. The numbers of steps may differ until the learning rate decays.
     """
     path = directory / STATE_FILE
     if not path.exists():
@@ -86,7 +87,10 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
 
 
 def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
-    """Return the config as JSON values, with the SHA-256 of the corpora in use, for comparison with a save's facts."""
+    """Return the config as JSON values, with the SHA-256 of the corpora in use.
+
+    `save_state` writes these values, and `load_state` compares them with those of the resumed run.
+    """
     values = {name: getattr(config, name) for name in config.__dataclass_fields__}
     hashed = list(zip(config.sources, corpora, strict=True))
     texts = [(s, corpus) for s, corpus in hashed if s.repeats or s.held_out or s.held_out_ids]
@@ -100,7 +104,10 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Context manager: hold an exclusive lock on a run directory. Raises ValueError if another process holds it."""
+    """Context manager: create a run directory if it is missing, and hold an exclusive lock on it.
+
+    Raises ValueError if another process holds the lock.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as file:
         try:
@@ -122,7 +129,7 @@ def truncate_log(path: Path, step: int) -> list[dict[str, float]]:
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a run's log as dicts, without lines that a crash or a power cut has damaged."""
+    """Return the lines of a run's log as dicts, without lines that a crash has damaged; [] if there is no log."""
     if not path.exists():
         return []
     read = []
@@ -133,13 +140,16 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def deterministic(seed: int) -> None:
-    """Seed PyTorch, and make its results bitwise identical between runs on the same hardware and number of threads."""
+    """Seed PyTorch, and make its results bitwise identical between runs on the same hardware and number of threads.
+
+    Operations for which PyTorch has no deterministic algorithm only log a warning.
+    """
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
 
 
 class Progress:
-    """Recent speed of a training run, with the work between steps, and a printed progress line every 10 s."""
+    """Recent speed of a training run, evaluations and saves included, and a progress line every 10 s."""
 
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line

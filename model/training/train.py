@@ -105,7 +105,7 @@ def train(
     complete: completes the sample prompts of the model card.
 
     Raises:
-        CheckpointError: the checkpoint directory holds files that this run did not write.
+        CheckpointError: see `check_output`.
         ValueError: a corpus is unusable, the run directory is in use or holds a damaged or different run, or the loss
             is not finite. In the last case, the last save is still usable.
     """
@@ -126,7 +126,12 @@ def train(
 
 
 def check_output(settings: RunSettings) -> None:
-    """Remove the unfinished checkpoint of a killed run, and check that the checkpoint directory can be written."""
+    """Remove the unfinished checkpoint of a killed run, and create the checkpoint directory if it is missing.
+
+    Raises:
+        CheckpointError: the directory cannot be written, has files but no manifest, or has a complete checkpoint
+            although the run directory has no save.
+    """
     shutil.rmtree(settings.checkpoint / _PARTIAL_DIRECTORY, ignore_errors=True)
     check_writable(settings.checkpoint, may_replace=(settings.run_directory / STATE_FILE).exists())
 
@@ -176,7 +181,10 @@ class Trainer:
         return total / (targets_T != UNTRAINED).sum().clamp(min=1)
 
     def run(self, report: Callable[[str], None], should_stop: Callable[[], bool]) -> bool:
-        """Train to the last step, `stop_after` or `should_stop`, and save regularly. Return True after the last."""
+        """Train to the last step, `stop_after` or `should_stop`. Return True if the last step is done.
+
+        Saves the run before the first step, regularly, and at the end. Each step adds a line to the log.
+        """
         settings = self.settings
         if not self.step:
             self.save()  # a later run with another config is then rejected
@@ -207,9 +215,9 @@ class Trainer:
         return self.step >= self.config.steps
 
     def train_step(self) -> float:
-        """Run one optimizer step and return the training loss in nats per token.
+        """Run one optimizer step and return the loss of its batch in nats per token, before the update.
 
-        Raises ValueError if the loss or the gradient's norm is not finite.
+        Raises ValueError if the loss or the gradient's norm is not finite; the weights are then unusable.
         """
         chat_step = self.step - self.config.chat_start
         batch = self.corpus.pretraining.batch(self.step) if chat_step < 0 else self.corpus.chat.batch(chat_step)

@@ -516,7 +516,8 @@ KVASIR_KERNEL void kvasir_attention_bfloat16(const AttentionBatch* batch, const 
     Attention<bf16>(*batch, *call).run();
 }
 
-// Returns whether all slots and blocks of a step are within the cache. Attention kernels do not check.
+// Returns whether all slots and blocks of a step are within the cache, and no context exceeds its block table. The
+// attention kernels do not check this.
 KVASIR_KERNEL bool kvasir_is_within_cache(const AttentionBatch* batch) {
     bool is_within = true;
     const auto num_slots = static_cast<uint64_t>(batch->num_blocks * batch->block_size);

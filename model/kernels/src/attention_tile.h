@@ -367,8 +367,9 @@ struct Softmax {
     float total = 0;
 };
 
-// Turns the products of one row into weights 2^(scale * product + bias - largest). The row sees tokens from first to
-// end - 1; other tokens get weight 0. Returns the factor by which the row's earlier sums must be multiplied.
+// Turns the products of one row into weights 2^(scale * product + bias - largest), and adds them to the row's softmax
+// state. The row sees tokens from first to end - 1; other tokens get weight 0. Returns the factor by which the row's
+// earlier sums must be multiplied.
 // IS_WHOLE: the row sees all tokens of the tile and has no bias.
 template <typename A, bool IS_WHOLE>
 inline float compute_weights(const float* products, int num_groups, int first, int end, float scale,

@@ -110,7 +110,7 @@ struct Grouped {
     }
 };
 
-// Calls work with an object of the type of a grouped matrix.
+// Calls work with an object of the `Grouped` type that a matrix of these numbers has.
 template <typename Work>
 void with_grouped(Numbers numbers, const Work& work) {
     switch (numbers) {

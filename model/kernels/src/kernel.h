@@ -11,9 +11,10 @@ namespace kvasir {
 using Work = void (*)(const void* data, int64_t index, int thread);
 void run_parallel(int64_t count, int64_t threads, Work work, const void* data);
 
-// Calls work(index, thread) for every index from 0 to count - 1, on up to `threads` threads, the caller's included.
-// `thread` is unique among the running threads. Returns when the last index is finished, even if some threads never
-// started: a thread that the system does not schedule delays no other thread.
+// Calls work(index, thread) for every index from 0 to count - 1, on up to `threads` threads, the caller's included; on
+// the caller's alone while another thread owns the pool (`Busy`). `thread` is unique among the running threads. Returns
+// when the last index is finished, even if some threads never started: a thread that the system does not schedule
+// delays no other thread.
 template <typename Callable>
 void parallel_for(int64_t count, int64_t threads, const Callable& work) {
     if (threads <= 1 || count <= 1) {
@@ -26,8 +27,8 @@ void parallel_for(int64_t count, int64_t threads, const Callable& work) {
     run_parallel(count, threads, call, &work);
 }
 
-// While an object of this class exists, idle threads spin instead of sleeping: parts of a step follow each other within
-// microseconds.
+// While an object of this class exists, its thread owns the thread pool, unless another thread does. Idle threads of an
+// owned pool spin for a while before they sleep: parts of a step follow each other within microseconds.
 class Busy {
 public:
     Busy();

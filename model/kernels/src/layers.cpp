@@ -1,4 +1,5 @@
-// Transformer layers except attention. One call computes everything between the attentions of two consecutive layers.
+// Transformer layers: one call computes everything between the attentions of two consecutive layers, all layers with
+// their attention, or a whole decode step.
 #include <algorithm>
 
 #include "grouped.h"
@@ -314,8 +315,9 @@ KVASIR_KERNEL bool kvasir_are_tokens(const int64_t* numbers, int64_t count, int6
 
 KVASIR_KERNEL bool kvasir_is_within_cache(const AttentionBatch* batch);
 
-// Computes a decode step, in which every sequence computes one token. Returns false, without computing anything, if a
-// token, a position, a slot or a block is out of range.
+// Computes a decode step, in which every sequence computes one token: all layers, the logits, and the index of each
+// row's highest logit. Returns false, without computing anything, if a token, a position, a slot or a block is out of
+// range, or a context exceeds its block table.
 KVASIR_KERNEL bool kvasir_decode(const StepArguments* arguments) {
     const Rows& rows = *arguments->rows;
     const bool are_tokens = kvasir_are_tokens(rows.tokens, rows.count, arguments->vocabulary);

@@ -342,7 +342,7 @@ KVASIR_KERNEL void kvasir_unpack_rows(const Matrix* matrix, const int64_t* outpu
     for (int64_t row = 0; row < count; ++row) unpack_row(*matrix, outputs[row], to + row * matrix->inputs);
 }
 
-// Returns GROUP: the number of adjacent inputs of one output in a packed matrix.
+// Returns the number of adjacent inputs of one output in a packed matrix of this type, if it is not int4 or grouped.
 KVASIR_KERNEL int64_t kvasir_inputs_side_by_side(int64_t numbers) {
     switch (static_cast<Numbers>(numbers)) {
         case Numbers::float32: return Float32::GROUP;

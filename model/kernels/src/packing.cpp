@@ -5,8 +5,8 @@
 
 using namespace kvasir;
 
-// Packs a matrix. rows: address of the weights of each padded output, or null for zeros. words: groups of inputs of a
-// row, which have 4 bytes in every type of matrix.
+// Copies a float32, bfloat16 or int8 matrix to `target`, in panels. rows: address of the weights of each padded output,
+// or null for zeros. words: groups of inputs of a row, which have 4 bytes in each of these types.
 KVASIR_KERNEL void kvasir_pack(const char* const* rows, int64_t panels, int64_t words, int32_t* target,
                                int64_t threads) {
     constexpr int64_t BLOCK = 64;  // words of a row at a time: 64 rows of 256 bytes stay in the L1 cache

@@ -66,7 +66,7 @@ inline void normalize(Norm norm, const float* x, int64_t size, const float* weig
     }
 }
 
-// Returns the scale of a row in int8: its largest number / 127. The scale is NaN if a number is not finite.
+// Returns the scale of a row in int8: its largest absolute value / 127. The scale is NaN if a number is not finite.
 template <typename Number>
 inline float int8_scale(const Number* x, int64_t size) {
     Lanes most = zeros(), not_finite = zeros();  // not_finite: 0 if all numbers so far are finite, else NaN

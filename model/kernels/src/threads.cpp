@@ -1,4 +1,4 @@
-// Thread pool of the kernels, and a benchmark of the memory bandwidth.
+// Thread pool of the kernels, and a parallel read by which a caller measures the memory bandwidth.
 //
 // An OpenMP region ends when every thread has arrived, so a CPU that another process keeps busy delays the region. Here
 // a region ends with its last index: running threads take all the work, and a late thread finds none.
@@ -152,7 +152,8 @@ Busy::~Busy() {
 
 }  // namespace kvasir
 
-// Reads `count` 64-bit words in parallel and returns their exclusive or. Measures the attainable memory bandwidth.
+// Reads `count` 64-bit words in parallel and returns their exclusive or. The caller times it to get the bandwidth of
+// the memory.
 KVASIR_KERNEL uint64_t kvasir_read(const uint64_t* words, int64_t count, int64_t threads) {
     constexpr int64_t piece = 1 << 17;
     std::atomic<uint64_t> result{0};

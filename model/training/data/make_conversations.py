@@ -83,7 +83,10 @@ _KINDS = {"story": _story, "encyclopedia": _encyclopedia, "dialogue": _dialogue}
 
 
 def make(kind: str, record: Mapping[str, Any], seed: int) -> list[list[str]]:
-    """Return the turns of the conversation made from a record; [] if it is unsuitable. The seed selects the wording."""
+    """Return the turns [speaker, text] of the conversation made from a record; [] if the record is unsuitable.
+
+    The seed selects the wording, and whether a system message or hurried typing is added.
+    """
     rng = random.Random(f"{seed} {kind} {json.dumps(record)[:500]}")
     turns = _KINDS[kind](record, rng)
     words = re.findall(r"[a-z]+", " ".join(text for _, text in turns).lower())

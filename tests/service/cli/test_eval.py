@@ -206,7 +206,7 @@ def test_a_sentence_longer_than_the_context_causes_an_error(run: Run, tmp_path: 
     path.write_text(json.dumps({"sentence_good": "a hen " * 200, "sentence_bad": "b"}))
     code, _, error = run("--pairs", path, "--samples", 0)
     assert code == 1
-    assert error.endswith("exceeds the model's context of 256\n")
+    assert error.endswith("exceeds the model's context of 256; give a shorter text\n")
 
 
 def test_nan_and_infinity_become_null_in_json(run: Run, texts: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
