@@ -1,4 +1,4 @@
-"""Gemma 3, with and without a vision tower, which is not served.
+"""Gemma 3: models of text alone, and the language model of those with a vision tower. The tower is not served.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
@@ -28,7 +28,9 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
-    """Return the fields of Gemma 3's two rotary embeddings. Only layers without a window may have a scaling.
+    """Return the ModelConfig fields of Gemma 3's two rotary embeddings: of layers without and with a window.
+
+    Raises CheckpointError for a scaling in layers with a window, or if old and new keys set different values.
 
     Old files have rope_theta, rope_scaling and rope_local_base_freq; new files have rope_parameters by kind of layer.
     """
@@ -49,7 +51,7 @@ def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str
 
 
 def _read_multimodal(reader: ConfigReader) -> ModelConfig:
-    """Return the config of the language model in a config.json with a vision tower."""
+    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision tower."""
     given = reader.value("text_config")
     text = {} if given is None else given
     if not isinstance(text, Mapping):
@@ -60,7 +62,7 @@ def _read_multimodal(reader: ConfigReader) -> ModelConfig:
     inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **text}, prefix="text_config.")
     config = convert_config(_GEMMA3_TEXT, inner)
     if config.tie_embeddings != tied:
-        reader.reject("tie_word_embeddings", tied, "text_config has another value; keep the correct one")
+        reader.reject("tie_word_embeddings", tied, "contradicts text_config; remove the wrong key")
     return config
 
 
