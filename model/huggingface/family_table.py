@@ -40,7 +40,9 @@ def read_family_config(
     named = architectures if isinstance(architectures, list) else [architectures]
     if architectures is not None and (not named or any(name not in family.architectures for name in named)):
         reader.reject(
-            "architectures", architectures, f"{family.model_type} is supported only as {family.architectures[0]}"
+            "architectures",
+            architectures,
+            f"{family.model_type} is supported only as {family.architectures[0]}; use one",
         )
     auto_map = values.get("auto_map")
     if auto_map and _has_usual_class(family, auto_map):
