@@ -42,7 +42,7 @@ def read_family_config(
         reader.reject(
             "architectures",
             architectures,
-            f"{family.model_type} is supported only as {family.architectures[0]}; use one",
+            f"{family.model_type} is supported only as {family.architectures[0]}; use such a checkpoint",
         )
     auto_map = values.get("auto_map")
     if auto_map and _has_usual_class(family, auto_map):
