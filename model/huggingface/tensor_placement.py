@@ -168,8 +168,10 @@ def _short_name(family: ModelFamily | None, name: str) -> str:
 
 def _check_tensor(header: TensorHeader, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
     if header.dtype not in dtypes:
-        wanted = f"one of {', '.join(dtypes)}; save it in one of these" if len(dtypes) > 1 else f"{dtypes[0]}"
-        raise CheckpointError(f"{header.path}: tensor {header.name} has dtype {header.dtype}, not {wanted}")
+        wanted = f"one of {', '.join(dtypes)}" if len(dtypes) > 1 else dtypes[0]
+        raise CheckpointError(
+            f"{header.path}: tensor {header.name} has dtype {header.dtype}, not {wanted}; save it with such a dtype"
+        )
     if header.shape not in shapes:
         raise CheckpointError(
             f"{header.path}: tensor {header.name} has shape {header.shape}, but the config requires {shapes[0]}; "

@@ -313,7 +313,7 @@ def _read_added_tokens(
 
 
 def _alphabet(model: Mapping[str, Any], decoder: TokenDecoder) -> frozenset[str] | None:
-    """Return the characters that have tokens, if texts with other characters must be rejected; None: no check needed."""
+    """Return the characters that have tokens, if texts with other characters must be rejected; else None."""
     vocabulary, unknown = model["vocab"], model.get("unk_token")
     if model.get("type") == "WordLevel" and unknown not in vocabulary:
         return frozenset(vocabulary) if all(len(token) == 1 for token in vocabulary) else None

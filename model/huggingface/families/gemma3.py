@@ -37,7 +37,7 @@ def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str
     given = reader.value("rope_parameters")
     by_kind = {} if given is None else given
     if not isinstance(by_kind, Mapping) or by_kind.keys() - set(_ROPE_KEYS):
-        reader.reject("rope_parameters", given, f"expected an object with the keys {' and '.join(_ROPE_KEYS)}")
+        reader.reject("rope_parameters", given, f"expected the keys {' and '.join(_ROPE_KEYS)}; correct the config")
     old_keys: tuple[tuple[str, ...], ...] = (("rope_theta", "rope_scaling"), ("rope_local_base_freq",))
     ropes = []
     for kind, keys, theta in zip(_ROPE_KEYS, old_keys, (_GLOBAL_THETA, DEFAULT_THETA), strict=True):
@@ -46,7 +46,7 @@ def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str
         ropes.append(read_rope(inner, max_positions=positions, theta_names=keys[:1], theta=theta))
     full, local = ropes
     if local.scaling is not None:
-        reader.reject("rope_parameters", given, "scaling in layers with a window is not implemented")
+        reader.reject("rope_parameters", given, "scaling in layers with a window is not implemented; use another model")
     return {"rope_theta": full.theta, "rope_scaling": full.scaling, "local_rope_theta": local.theta}
 
 
