@@ -37,7 +37,8 @@ def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str
     given = reader.value("rope_parameters")
     by_kind = {} if given is None else given
     if not isinstance(by_kind, Mapping) or by_kind.keys() - set(_ROPE_KEYS):
-        reader.reject("rope_parameters", given, f"expected the keys {' and '.join(_ROPE_KEYS)}; correct the config")
+        remedy = f"expected an object with the keys {' and '.join(_ROPE_KEYS)}; correct the config"
+        reader.reject("rope_parameters", given, remedy)
     old_keys: tuple[tuple[str, ...], ...] = (("rope_theta", "rope_scaling"), ("rope_local_base_freq",))
     ropes = []
     for kind, keys, theta in zip(_ROPE_KEYS, old_keys, (_GLOBAL_THETA, DEFAULT_THETA), strict=True):
