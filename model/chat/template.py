@@ -89,7 +89,7 @@ def mark_continuation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def cut_at_continuation(text: str) -> str:
-    """Return a conversation, rendered from messages of `mark_continuation`, up to the final message's content.
+    """Return a conversation rendered from messages of `mark_continuation`, up to the end of the final content.
 
     A template that trims the content trims the end of the result too.
 

@@ -55,7 +55,7 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
 
 
 def _join(parts: Sequence[GroupedWeight | Tensor]) -> GroupedWeight | Tensor:
-    """Return matrices concatenated along their outputs: dense if one of them is, with the most bits of all if not."""
+    """Return matrices concatenated along their outputs: dense if one of them is dense, else in groups."""
     grouped = [part for part in parts if isinstance(part, GroupedWeight)]
     if len(parts) == 1:
         return parts[0]

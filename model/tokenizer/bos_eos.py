@@ -26,7 +26,8 @@ class TokenizerConfig:
     """Settings from tokenizer_config.json and special_tokens_map.json, or from a GGUF file's metadata.
 
     roles: name of the token by key, such as bos_token: all keys of the files that end in `_token`.
-    special: names of all special tokens that the files define.
+    special: names of the special tokens among `roles` and in lists such as `additional_special_tokens`; of a GGUF
+        file, all special tokens.
     adds_bos, adds_eos: True if `add_bos_token` (BOS before every text) or `add_eos_token` (EOS after it) is true.
     added_tokens: entries of `added_tokens_decoder`, by id.
     tokenizer_class: the class in `transformers`; None if the files name no class.

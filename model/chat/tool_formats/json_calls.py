@@ -73,7 +73,7 @@ class JsonCalls(ToolFormat):
         return _JsonCallParser(self)
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call."""
+        """Return the text of a call, without opening, separator and closing."""
         written = json.dumps(arguments, ensure_ascii=False)
         id_ = f"{self.before_id}{'0' * (self.id_length or 0)}" if self.before_id else ""
         return f"{self.before_name}{name}{id_}{self.after_name}{written}{self.after_arguments}"

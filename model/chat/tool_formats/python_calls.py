@@ -44,7 +44,7 @@ class PythonCalls(ToolFormat):
         return _PythonCallParser()
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call."""
+        """Return the text of a call, without opening, separator and closing."""
         return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
 
 
@@ -110,7 +110,7 @@ class _Literals:
         raise self.schemas.error(f"the type {str(kind)[:50]!r}", "replace it with a type of JSON Schema")
 
     def _any_value(self, fact: str = "", remedy: str = "") -> str:
-        """Return the expression of any value, in place of a schema without keywords or that cannot be enforced.
+        """Return the expression of any value, in place of a schema that has no keywords or cannot be enforced.
 
         fact: reason why the schema cannot be enforced. Raises GrammarError with it, unless the tool is lenient.
         """

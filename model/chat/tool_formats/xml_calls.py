@@ -84,7 +84,7 @@ class XmlCalls(ToolFormat):
         return _XmlCallParser(self, kinds)
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call."""
+        """Return the text of a call, without opening, separator and closing."""
         written = [
             f"{self.before_key}{key}{self.after_key}"
             f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}{self.after_value}"

@@ -98,7 +98,7 @@ def _pickle_names(directory: Path) -> list[str]:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without shared memory, which safetensors rejects: a head tied to its embedding is copied."""
+    """Return all tensors, each in memory of its own, as safetensors requires: a tied head becomes a copy."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
