@@ -22,12 +22,13 @@ _IN_TEXT, _IN_REASONING, _IN_CALLS = _State.TEXT, _State.REASONING, _State.CALLS
 
 
 class OutputParser:
-    """Parser of one completion. `push` each text, then `flush` once; the joined parts do not depend on the cuts.
+    """Parser of one completion. `push` each piece of its text, then `flush` once.
 
-    Whitespace around reasoning and before tool calls is dropped.
+    However the text is cut into pieces, the returned parts have the same texts, joined by kind. Whitespace around
+    reasoning and before tool calls is dropped.
 
     Args:
-        reasoning: marks of the model's reasoning; None: text with such marks is text.
+        reasoning: tags around the model's reasoning, such as <think>; None: such tags are text.
         is_reasoning: True if the prompt ends inside reasoning, False if it has ended it, None if the model decides.
         tools: format of tool calls; None: text that looks like a call is text.
         schemas: tools that may be called.
@@ -57,7 +58,7 @@ class OutputParser:
 
     @property
     def may_reason(self) -> bool:
-        """True until the reasoning has ended, or the completion has begun with other text."""
+        """Return True while the next text can be reasoning: until it has ended, or text has begun without it."""
         return self._state in (_State.UNDECIDED, _State.REASONING)
 
     def plain_kind(self, text: str) -> PartKind | None:
@@ -78,7 +79,7 @@ class OutputParser:
         return _ARGUMENTS if is_inner else None
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that the next text of the completion completes."""
+        """Add the next text of the completion; return the parts whose kind is now certain, which may be pieces."""
         if (kind := self.plain_kind(text)) is not None:
             return [Part(kind, text)]
         self._held += text
@@ -88,7 +89,7 @@ class OutputParser:
         return parts
 
     def flush(self) -> list[Part]:
-        """Return the parts that were held back because more text could have changed their kind."""
+        """End the completion: return the parts that were held back because more text could have changed their kind."""
         held, self._held = self._held, ""
         if self._state is _State.CALLS:
             assert self._calls is not None
@@ -100,7 +101,7 @@ class OutputParser:
         return [Part(PartKind.TEXT, held)] if held else []
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Process the held text in the current state. Return True if the state has changed."""
+        """Process the held text in the current state; add finished parts to `parts`. Return True for a new state."""
         match self._state:
             case _State.UNDECIDED:
                 return self._decide()

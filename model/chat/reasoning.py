@@ -1,4 +1,7 @@
-"""Marks around a model's reasoning (its thinking before the answer), and the marks of all formats. Torch-free."""
+"""Tags around a model's reasoning (its thinking before the answer), and tags of all formats. Torch-free.
+
+A mark is a tag of a reasoning or tool-call format, such as <think> or <tool_call>, in most models a single token.
+"""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -35,12 +38,13 @@ def find_reasoning_format(template: str) -> ReasoningFormat | None:
 
 
 def begins_in_reasoning(prompt: str, form: ReasoningFormat, prefill: str = "") -> bool | None:
-    """Return True if a rendered prompt ends inside reasoning, False if it has ended it; None: the model decides.
+    """Return True if a rendered prompt ends inside reasoning, False if after it; None: the model decides.
 
     A template of a model that always reasons ends the prompt with the opening mark. A template whose reasoning is
-    switched off ends it with an empty reasoning.
+    switched off ends the prompt with an empty reasoning.
 
-    prefill: beginning of the completion that the prompt already contains.
+    prefill: beginning of the completion that the prompt already contains. If not blank, it alone decides: True or
+        False.
     """
     if begun := prefill.strip():
         return begun.startswith(form.opening) and form.closing not in begun
@@ -51,13 +55,13 @@ def begins_in_reasoning(prompt: str, form: ReasoningFormat, prefill: str = "") -
 
 
 def all_marks() -> tuple[str, ...]:
-    """Return the names of all formats' marks, without duplicates."""
+    """Return the marks of all reasoning and tool-call formats, without duplicates."""
     reasoning = [mark for form in REASONING_FORMATS.values() for mark in (form.opening, form.closing)]
     return tuple(dict.fromkeys([*reasoning, *(mark for form in TOOL_FORMATS.values() for mark in form.marks)]))
 
 
 def mark_ids(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
-    """Return the ids of those marks that are single tokens of a tokenizer, by name."""
+    """Return the token id of each mark in `names` that the tokenizer encodes as a single token, by the mark."""
     found: dict[str, int] = {}
     for name in names:
         # Characters of a mark may be missing in a small vocabulary.

@@ -18,7 +18,7 @@ _BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ForbiddenText(ValueError):
-    """Error, in one line, of a client's messages whose special tokens cannot be broken by a breaker character."""
+    """Error, in one line, of a client's messages with special tokens that cannot be escaped."""
 
 
 class SpecialTokenEscaper:
@@ -40,8 +40,8 @@ class SpecialTokenEscaper:
         """Return a client's messages with a breaker character in every special token, and the breaker (None if unused).
 
         Raises:
-            ForbiddenText: a text contains a special token of one character, or every possible breaker is in the texts.
-                A key of an object, such as a tool's parameter, contains a special token.
+            ForbiddenText: a text contains a special token of one character, or special tokens and every breaker. Or
+                a key of an object, such as a tool's parameter, contains a special token.
         """
         texts: list[str] = []
         _map_texts(messages, texts.append)
@@ -111,7 +111,7 @@ def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Return the keys of all objects in a JSON-like value."""
+    """Yield the keys of all objects in a JSON-like value, nested objects included."""
     if isinstance(value, Mapping):
         yield from value
         for item in value.values():

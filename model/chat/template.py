@@ -75,7 +75,7 @@ class ChatTemplate:
 
 
 def mark_continuation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with a mark at the end of the final message's content, for `cut_at_continuation`.
+    """Return messages with a marker text after the final message's content, at which `cut_at_continuation` cuts.
 
     Raises:
         TemplateFailure: the final message has no text.
@@ -89,7 +89,7 @@ def mark_continuation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def cut_at_continuation(text: str) -> str:
-    """Return a conversation rendered from marked messages, up to the end of the final message's content.
+    """Return a conversation rendered from messages of `mark_continuation`, up to the end of the final content.
 
     A template that trims the content trims the end of the result too.
 
@@ -106,7 +106,10 @@ def cut_at_continuation(text: str) -> str:
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:
-    """Read the chat template of a checkpoint directory; None if the directory has none. Raises CheckpointError."""
+    """Return the chat template of a checkpoint directory or GGUF file; None if it has no template.
+
+    Raises CheckpointError, also for named templates of which none is `default`.
+    """
     config = read_tokenizer_config(directory)
     found, origin = _from_files(directory), directory / TEMPLATE_FILE
     if not found:
@@ -134,7 +137,10 @@ def _from_files(directory: Path) -> dict[str, str]:
 
 
 def _from_value(path: Path, value: object) -> dict[str, str]:
-    """Return templates by name from a `chat_template` value: null, a string, or a list of named templates."""
+    """Return templates by name from a `chat_template` value: null, a string, or a list of named templates.
+
+    A string is the template `default`. Raises CheckpointError for any other value.
+    """
     if value is None:
         return {}
     if isinstance(value, str):

@@ -23,7 +23,10 @@ MAX_CHARACTERS = 2**23  # of a rendered text
 
 
 class TemplateFailure(ValueError):
-    """One-line error of compiling or rendering a chat template; `by_template`: the template itself raised the error."""
+    """One-line error of compiling or rendering a chat template.
+
+    by_template: the template rejects the messages, so the client must change them; False: any other failure.
+    """
 
     def __init__(self, message: str, *, by_template: bool = False) -> None:
         super().__init__(" ".join(message.split())[:_LONGEST_MESSAGE])
@@ -82,7 +85,7 @@ def compile_template(source: str) -> Template:
 
 
 def render(template: Template, variables: Mapping[str, Any], *, max_characters: int) -> str:
-    """Render a compiled chat template. Raises TemplateFailure if it fails or writes more than `max_characters`."""
+    """Return the text of a rendered chat template. Raises TemplateFailure: it failed or is over `max_characters`."""
     pieces, length = [], 0
     try:
         for piece in template.generate(variables):

@@ -43,7 +43,10 @@ def write_tools_as_text(
 def put_tools_in_message(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return a conversation whose system message has the tools' functions in its field `tools`, as JSON text."""
+    """Return a conversation whose system message has the tools' functions in its field `tools`, as JSON text.
+
+    A conversation without a system message gets an empty one.
+    """
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "tools": text}, *map(dict, messages[1:])]
@@ -51,7 +54,7 @@ def put_tools_in_message(
 
 
 def write_calls(calls: Iterable[Mapping[str, Any]], form: ToolFormat) -> str:
-    """Return the text of a message's tool calls in a format."""
+    """Return the text of a message's tool calls in a format, with the opening and closing."""
     texts = [form.write_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
     return form.opening + form.separator.join(texts) + form.closing
 

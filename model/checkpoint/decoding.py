@@ -31,7 +31,10 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of 8 outputs
 
 
 def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
-    """Read and decode a tensor of a model: a dense float32 tensor if a part is dense. Raises CheckpointError."""
+    """Return a model tensor, decoded from its stored tensors. Raises CheckpointError.
+
+    The result is a quantized matrix in groups, or a dense float32 tensor if a part of it is fp8 or not quantized.
+    """
     parts = [DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded]
     whole = _join(parts)
     if place.layout in (Layout.AS_IS, Layout.CONCATENATED):
@@ -52,7 +55,7 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
 
 
 def _join(parts: Sequence[GroupedWeight | Tensor]) -> GroupedWeight | Tensor:
-    """Concatenate matrices along their outputs."""
+    """Return matrices concatenated along their outputs: dense if one of them is dense, else in groups."""
     grouped = [part for part in parts if isinstance(part, GroupedWeight)]
     if len(parts) == 1:
         return parts[0]
@@ -68,7 +71,10 @@ def _join(parts: Sequence[GroupedWeight | Tensor]) -> GroupedWeight | Tensor:
 
 
 def _read(encoded: EncodedTensor) -> dict[str, Tensor]:
-    """Read the stored tensors of a matrix, and check that all floats are finite. Raises CheckpointError."""
+    """Return the stored tensors of a matrix by the last part of their names, such as qweight.
+
+    Raises CheckpointError if a float of 16 or 32 bits is NaN or infinite.
+    """
     tensors = {}
     for role, header in encoded.tensors.items():
         with opened(header.path) as file:
@@ -152,7 +158,7 @@ def _nibbles(words: Tensor) -> Tensor:
 def _ordered(
     encoded: EncodedTensor, codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, groups_I: Tensor | None
 ) -> GroupedWeight:
-    """Return a matrix from codes; requantize it to int8 if its inputs are not in the order of their groups.
+    """Return a matrix from 4-bit codes, requantized to int8 if its inputs are not in the order of their groups.
 
     groups_I: group of each input; None: in order.
     """
@@ -171,7 +177,10 @@ def _ordered(
 
 
 def _grouped(codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, group_size: int | None) -> GroupedWeight:
-    """Return a matrix of codes from 0 to 15, w = scale (code - zero), with a scale for each group of 32 inputs."""
+    """Return an int4 matrix with a scale for each group of 32 inputs, from stored groups of a multiple of 32.
+
+    codes_FI: codes from 0 to 15; w = scale * (code - zero). zeros_FJ None: 8. group_size None: all inputs.
+    """
     groups = -(-codes_FI.shape[1] // GROUP_SIZE)
     times = groups if group_size is None else min(groups, group_size // GROUP_SIZE)
     scale_FJ = scale_FJ.float()
@@ -188,7 +197,7 @@ def _grouped(codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, group_
 
 
 def _quantized(weight_FI: Tensor) -> GroupedWeight:
-    """Quantize a matrix to int8 in groups, symmetric."""
+    """Return a matrix quantized to int8, symmetric, with a scale for each group of 32 inputs."""
     outputs, inputs = weight_FI.shape
     groups_FGS = functional.pad(weight_FI, (0, -inputs % GROUP_SIZE)).view(outputs, -1, GROUP_SIZE)
     scale_FG = groups_FGS.abs().amax(dim=2).clamp_(min=torch.finfo(torch.float32).tiny) / 127

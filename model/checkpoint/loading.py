@@ -42,7 +42,7 @@ def load_model(
 
     Args:
         packed_next: ends of the names of matrices that the caller converts to another format before any other use:
-            `MATRICES`, or also `EMBEDDING`. Until then they stay mapped from the checkpoint's files.
+            `MATRICES`, or also `EMBEDDING`. Until then they stay mapped from their files, if `map_parts` allows it.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
@@ -70,7 +70,7 @@ def load_model(
 
 
 def _is_decoded(place: Placement, device: torch.device | str) -> bool:
-    """Return True if a decoder reads a tensor.
+    """Return True if `decode` reads a model tensor, False if `read_weights` reads it as floats.
 
     Matrices of a GGUF file can also be read as floats: for a GPU, and beside parts that are not quantized. Parts of
     different block types are decoded to the bits of the widest part.

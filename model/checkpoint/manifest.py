@@ -55,14 +55,14 @@ MAX_NAME_CHARACTERS = 255  # a directory name's limit; the name is in every resp
 
 @dataclass(frozen=True, kw_only=True)  # no slots, for the cached property
 class Manifest:
-    """Checkpoint description: directory, name, architecture, files (name -> bytes and SHA-256) and training.
+    """Description of a checkpoint: directory, name, architecture, files (name -> bytes and SHA-256) and training.
 
     directory: path of the checkpoint; a GGUF file is a checkpoint by itself.
     family: model family that defines the tensors' names and layouts; None for Kvasir's format.
-    files: for a Hugging Face directory, which has no hashes, only the weight files, each with the SHA-256 "".
+    files: for a Hugging Face directory or GGUF file, which has no hashes, only weight files, with the SHA-256 "".
     index: tensor name -> name of its weight file, from model.safetensors.index.json; empty without this file.
     quantization: encoding of quantized matrices; None: no matrix is quantized.
-    training: facts about the training run; empty for a Hugging Face directory.
+    training: facts about the training run; empty for a Hugging Face directory or GGUF file.
     config_warnings: warnings about keys of config.json that are ignored.
     """
 
@@ -82,7 +82,7 @@ class Manifest:
         return "" if self.family is None else self.family.left_out
 
     def path_of(self, name: str) -> Path:
-        """Return the path of one of the checkpoint's files."""
+        """Return the path of the checkpoint's file with this name; always the GGUF file, if the checkpoint is one."""
         return self.directory if is_gguf(self.directory) else self.directory / name
 
     @property
@@ -110,19 +110,27 @@ class Manifest:
 
     @property
     def num_quantized(self) -> int:
-        """Return the number of weights that are quantized, and stay so on a CPU. Raises CheckpointError."""
+        """Return the number of single weights in matrices that stay quantized on a CPU; 0 if stored in fp8.
+
+        Raises CheckpointError.
+        """
         if self.quantization is None or not self.quantization.is_kept:
             return 0
         return sum(math.prod(place.shape) for place in self.placements.values() if place.encoded)
 
     @property
     def created_seconds(self) -> int:
-        """Return when manifest.json (config.json in Hugging Face's format) was last written, in seconds since 1970."""
+        """Return when the checkpoint was last written, in seconds since 1970.
+
+        The time is that of manifest.json, of config.json in Hugging Face's format, or of the GGUF file.
+        """
         path = self.path_of(MANIFEST_FILE if self.family is None else CONFIG_FILE)
         return int(path.stat().st_mtime)
 
     def verify(self) -> Tokenizer:
-        """Check files' hashes and tensors' names, shapes and dtypes; return the tokenizer. Raises CheckpointError.
+        """Check files' sizes and hashes, tensors' names, shapes and dtypes, and the tokenizer; return the tokenizer.
+
+        Raises CheckpointError, also if the tokenizer has more tokens than the model.
 
         A thread checks the files while the tokenizer is loaded. If a file is damaged, only that error is raised:
         the damage may have caused the other errors.
@@ -148,7 +156,10 @@ class Manifest:
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
-        """Return the stored tensors that make up each model tensor; see `model.huggingface.tensor_placement`."""
+        """Return the stored tensors that make up each model tensor, by its name. Raises CheckpointError.
+
+        See `place_tensors`.
+        """
         return place_tensors(
             self.directory,
             config=self.config,
@@ -160,7 +171,10 @@ class Manifest:
 
 
 def read_manifest(directory: Path | str) -> Manifest:
-    """Read manifest.json and config.json of a checkpoint directory, or a GGUF file's header. Raises CheckpointError."""
+    """Return the manifest of a checkpoint directory or GGUF file. Raises CheckpointError.
+
+    Sources: manifest.json and config.json; in Hugging Face's format config.json and file names; a GGUF file's header.
+    """
     directory = Path(directory)
     check_is_searchable(directory)
     if is_gguf(directory):
@@ -198,7 +212,7 @@ def read_manifest(directory: Path | str) -> Manifest:
 
 
 def _read_gguf_manifest(path: Path) -> Manifest:
-    """Read the manifest of a GGUF file. Its name is that in the metadata, else the file's."""
+    """Return the manifest of a GGUF file. The model's name is that in the metadata, else the file's, else "model"."""
     file = read_gguf(path)
     family, config = read_architecture(file)
     given = file.text("general.name") or ""
@@ -276,7 +290,10 @@ def _check_file(path: Path, size: int, digest: str) -> None:
 
 
 def _name_of(directory: Path) -> str:
-    """Return the model's name: the directory's, or NAME in Hugging Face's cache models--owner--NAME/snapshots/hash."""
+    """Return the model's name: NAME in Hugging Face's cache models--owner--NAME/snapshots/hash, else the directory's.
+
+    An empty or unprintable name becomes "model".
+    """
     directory = directory.absolute()
     repository = directory.parent.parent.name
     if directory.parent.name == "snapshots" and repository.startswith("models--"):

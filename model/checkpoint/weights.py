@@ -59,8 +59,8 @@ def read_weights(
     Peak memory: the tensors themselves, and at most MAPPED_BYTES + SLICE_BYTES of mapped files.
 
     Args:
-        packed_next: names of tensors that the caller packs before any other use. On a CPU such a tensor stays mapped
-            from its file, if stored in the model's dtype and layout.
+        packed_next: names of tensors that the caller packs before any other use. Such a tensor stays mapped from its
+            file, if it is one stored tensor and `map_parts` allows it.
 
     Raises:
         CheckpointError: a file cannot be read, or a number is NaN, infinite or too large for `dtype`.
@@ -82,7 +82,10 @@ def read_weights(
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a GGUF file, or map a safetensors file: its tensors keep the mapping until they are freed."""
+    """Context manager: yield a GGUF file opened for reading, or a mapped safetensors file.
+
+    Tensors of a safetensors file keep the mapping until they are freed. Errors of reading become CheckpointError.
+    """
     try:
         with path.open("rb") if is_gguf(path) else safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -91,7 +94,10 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def map_parts(place: Placement, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
-    """Map the stored tensors of a matrix from their files; an empty list if the model needs another device or layout.
+    """Return the stored tensors of a model tensor, mapped from their files without a copy; empty if that is impossible.
+
+    It is possible on a CPU, for tensors of a safetensors file that begin at a multiple of 4 bytes, are stored in
+    `dtype`, and are neither transposed nor reordered in the model.
 
     Raises:
         CheckpointError: a file cannot be read, or a number is NaN or infinite.
@@ -109,7 +115,10 @@ def map_parts(place: Placement, device: torch.device | str, dtype: torch.dtype) 
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return a view of a model tensor (qkv) for each checkpoint tensor (q, k, v); `rows`: number of rows of each."""
+    """Return, for each checkpoint tensor (q, k, v), the view of a model tensor (qkv) that its numbers belong in.
+
+    rows: number of rows of each checkpoint tensor. Views of reordered heads have more dimensions than their tensors.
+    """
     match layout:
         case Layout.AS_IS | Layout.ONE_ADDED:
             return (tensor,)
@@ -126,7 +135,7 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
 
 
 def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor, Layout]]) -> None:
-    """Copy tensors of one file to views of model tensors, in slices. Raises CheckpointError for NaN and infinity."""
+    """Copy tensors of one file to views of model tensors, in slices. Raises CheckpointError; see `check_finite`."""
     pending = deque((header, layout, *piece) for header, target, layout in wanted for piece in _slices(target))
     while pending:
         mapped = 0
@@ -143,7 +152,7 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor, Layout]]) ->
 
 
 def _read_rows(file: Any, header: TensorHeader, start: int, stop: int) -> Tensor:
-    """Return rows of a stored tensor, those of a GGUF file dequantized to float32."""
+    """Return the rows from `start` to `stop` of a stored tensor, those of a GGUF file dequantized to float32."""
     if not is_gguf(header.path):
         return file.get_slice(header.name)[start:stop]  # type: ignore[no-any-return]
     kind, row_bytes = TENSOR_TYPES[header.dtype], (header.end - header.begin) // header.shape[0]

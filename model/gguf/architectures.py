@@ -70,9 +70,12 @@ _LLAMA3_LENGTHS = [2**exponent for exponent in range(5, 21)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Architecture:
-    """Architecture: model type in Hugging Face's format, its config keys by GGUF's keys, and changed tensors.
+    """Model architecture of GGUF files, in terms of Hugging Face's format.
 
-    values: config values that a file does not hold.
+    model_type: `model_type` of its family in config.json.
+    keys: config.json's keys by GGUF's keys, which a file must have.
+    names: GGUF's tensor names and layouts by module of Kvasir's model.
+    values: config.json's values that a file does not hold.
     """
 
     model_type: str
@@ -125,11 +128,15 @@ _ARCHITECTURES = {
 def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
     """Return the model family, with GGUF's tensor names, and the ModelConfig of a GGUF file. Raises CheckpointError."""
     if file.scalars.get("split.count", 1) not in (0, 1):
-        raise CheckpointError(f"{file.path}: is one of several files; merge them with `llama-gguf-split --merge`")
+        raise CheckpointError(
+            f"{file.path}: is one of a model's several files; merge them with `llama-gguf-split --merge`"
+        )
     name = file.text("general.architecture")
     if name not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise CheckpointError(f"{file.path}: the architecture {name!r} is not supported; supported are {known}")
+        raise CheckpointError(
+            f"{file.path}: the architecture {name!r} is not supported; supported are {known}; use one of these"
+        )
     architecture = _ARCHITECTURES[name]
     with parsing(file.path):
         values = _config_values(file, name, architecture)
@@ -145,7 +152,7 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
 
 
 def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> dict[str, Any]:
-    """Return the values of a config.json that describes a file's model."""
+    """Return the values of a config.json that describes a file's model, with unknown metadata under its own keys."""
     found = _own_metadata(file, f"{name}.")
     values = dict(architecture.values)
     for old, key in architecture.keys.items():
@@ -184,7 +191,10 @@ def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> d
 
 
 def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
-    """Return the metadata of an architecture without the prefix. An array must have one value for all layers."""
+    """Return the metadata whose keys begin with `prefix`, by the rest of the key, without unused keys and zeros.
+
+    An array of one value for all layers becomes this value. Raises CheckpointError for any other array.
+    """
     found = {key.removeprefix(prefix): value for key, value in file.scalars.items() if key.startswith(prefix)}
     for key in file.arrays:
         if key.startswith(prefix):
@@ -236,7 +246,7 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
 
 
 def _numbers(file: GgufFile, name: str) -> list[float]:
-    """Return the numbers of a one-dimensional tensor of type F32."""
+    """Return the numbers of a tensor. Raises CheckpointError unless it has one dimension and the type F32."""
     header = file.tensors[name]
     if header.dtype != "F32" or len(header.shape) != 1:
         raise CheckpointError(
@@ -249,9 +259,10 @@ def _numbers(file: GgufFile, name: str) -> list[float]:
 
 
 def _llama3_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict[str, Any]:
-    """Return the parameters of Llama 3's scaling that give the stored divisor of each rotary frequency.
+    """Return the config values of Llama 3's scaling that give the stored divisor of each rotary frequency.
 
-    The file does not hold the parameters. All published models have the low and high factors 1 and 4.
+    The file does not hold these values. All published models have the low and high factors 1 and 4.
+    Empty if all divisors are 1. Raises CheckpointError if no such scaling gives the divisors.
     """
     if all(divisor == 1 for divisor in divisors):
         return {}
@@ -269,7 +280,10 @@ def _llama3_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict
 
 
 def _biases(file: GgufFile, model_type: str) -> dict[str, bool]:
-    """Return the config values on biases, which the file's tensors show; Qwen 2 and GPT-2 always have biases."""
+    """Return the config values for biases, from the tensors in the file; empty for Qwen 2 and GPT-2.
+
+    The config of these two has no such keys: they always have biases.
+    """
     if model_type in ("qwen2", "gpt2"):
         return {}
     has_attention_bias = any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))

@@ -38,7 +38,7 @@ class Unpacked:
 
 
 def dequantize(kind: TensorType, raw_BY: Bytes) -> Floats:
-    """Return the numbers of blocks in float32, one row for each block."""
+    """Return the numbers of blocks in float32, one row for each block. A plain number is a block of one."""
     if kind.is_quantized:
         return UNPACK[kind.name](raw_BY).dense()
     if kind.name == "BF16":
@@ -47,7 +47,7 @@ def dequantize(kind: TensorType, raw_BY: Bytes) -> Floats:
 
 
 def _half(raw_BY: Bytes) -> Floats:
-    """Return the float16 numbers in the bytes of each block."""
+    """Return the float16 numbers in the bytes of each block, as float32."""
     return np.ascontiguousarray(raw_BY).view("<f2").astype(np.float32)
 
 
@@ -57,7 +57,7 @@ def _nibbles(raw_BY: Bytes) -> Bytes:
 
 
 def _high_bits(raw_BY: Bytes) -> Bytes:
-    """Return the 32 bits in the 4 bytes of each block, from the lowest, as 0 or 16."""
+    """Return the 32 bits in the 4 bytes of each block, lowest first, each as bit 4 of a code: 0 or 16."""
     return np.unpackbits(raw_BY, axis=1, bitorder="little") * np.uint8(16)
 
 

@@ -51,14 +51,14 @@ class GgufFile:
     tensors: Mapping[str, TensorHeader]
 
     def text(self, key: str) -> str | None:
-        """Return the string of a metadata key; None if the key is absent. Raises CheckpointError."""
+        """Return the string of a metadata key; None if it is absent. Raises CheckpointError for another scalar."""
         value = self.scalars.get(key)
         if value is not None and not isinstance(value, str):
             raise CheckpointError(f"{self.path}: {key} must be a string, not {value!r}; convert the model again")
         return value
 
     def strings(self, key: str) -> list[str]:
-        """Return an array of strings; empty if the key is absent. Raises CheckpointError."""
+        """Return the array of strings of a metadata key; empty if absent. Raises CheckpointError for another value."""
         if (span := self._span(key)) is None:
             return []
         if span.kind != _STRING:
@@ -74,7 +74,7 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: {key} has an item that is not UTF-8; copy the file again") from error
 
     def numbers(self, key: str) -> list[float]:
-        """Return an array of numbers; empty if the key is absent. Raises CheckpointError."""
+        """Return the array of numbers of a metadata key; empty if absent. Raises CheckpointError for another value."""
         if (span := self._span(key)) is None:
             return []
         if span.kind == _STRING:
@@ -99,7 +99,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if a path is a file whose name ends in .gguf."""
+    """Return True if a path is a file whose name ends in .gguf, in upper or lower case."""
     return path.suffix.lower() == SUFFIX and path.is_file()
 
 
@@ -118,7 +118,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """Reader of the header at a position that moves from the front to the back of the file."""
+    """Reader of a GGUF file's header, at a position that moves towards the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -131,7 +131,7 @@ class _Reader:
             self._fail(f"its version is {version}, and only 2 and 3 in little-endian are read; convert the model again")
         num_tensors, num_entries = self._number("<Q"), self._number("<Q")
         if num_tensors > MAX_TENSORS or num_entries > _MAX_ENTRIES:
-            self._fail(f"the header lists {num_tensors} tensors, {num_entries} metadata entries; copy the file again")
+            self._fail(f"{num_tensors} tensors and {num_entries} metadata entries are too many; copy the file again")
         scalars: dict[str, Scalar] = {}
         arrays: dict[str, ArraySpan] = {}
         for _ in range(int(num_entries)):
@@ -152,7 +152,10 @@ class _Reader:
         raise CheckpointError(f"{self._path}: {problem}")
 
     def _skip(self, count: int) -> int:
-        """Move the position forward by a number of bytes; return the old position. Raises CheckpointError."""
+        """Move the position forward by a number of bytes; return the old position.
+
+        Raises CheckpointError at the end of the file, and beyond the maximum size of a header.
+        """
         begin = self._position
         if count > self._limit - begin:
             self._fail(
@@ -190,7 +193,7 @@ class _Reader:
         return self._number(_NUMBERS[kind])
 
     def _array(self, key: str) -> ArraySpan:
-        """Move past an array of numbers or strings, and return its range of bytes."""
+        """Move past an array of numbers or strings; return its type, number of items and range of bytes."""
         kind, count = int(self._number("<I")), int(self._number("<Q"))
         begin = self._position
         if kind in _NUMBERS:
@@ -214,7 +217,10 @@ class _Reader:
         self._skip(self._limit)  # raises
 
     def _tensors(self, num_tensors: int, alignment: int) -> dict[str, TensorHeader]:
-        """Read the table of tensors. Raises CheckpointError unless they lie apart from each other inside the file."""
+        """Return the header of each tensor by name, from the table of tensors.
+
+        Raises CheckpointError for two tensors with one name or with common bytes, or with bytes beyond the file.
+        """
         entries = [self._tensor_entry(alignment) for _ in range(num_tensors)]
         start = -(-self._position // alignment) * alignment
         found: dict[str, TensorHeader] = {}

@@ -19,7 +19,10 @@ _TINY = 1e-30  # keeps a group of zeros from dividing by zero
 
 
 def read_grouped(header: TensorHeader) -> GroupedWeight:
-    """Read a quantized matrix in slices of rows. Raises CheckpointError if it is truncated or a scale is not finite."""
+    """Return a quantized matrix of a GGUF file as grouped weights, read in slices of rows.
+
+    Raises CheckpointError if the file is truncated, or a scale or an offset is not finite.
+    """
     outputs, inputs = header.shape
     kind, row_bytes = TENSOR_TYPES[header.dtype], (header.end - header.begin) // outputs
     bits = 4 if header.dtype.startswith("Q4") else 8
@@ -54,7 +57,7 @@ def read_grouped(header: TensorHeader) -> GroupedWeight:
 
 
 def _in_groups_of_32(unpacked: Unpacked) -> Unpacked:
-    """Return blocks with groups of 32: smaller groups, which have no offsets, are rounded to 8 bits."""
+    """Return blocks with groups of 32: unchanged, or if they have smaller groups (Q6_K), rounded to 8 bits."""
     blocks, groups = unpacked.scale_BG.shape
     if unpacked.codes_BW.shape[1] == groups * GROUP_SIZE:
         return unpacked

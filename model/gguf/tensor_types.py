@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorType:
-    """Type of a tensor, with the numbers and the bytes of a block; a plain number is a block of one."""
+    """Type of a tensor in a GGUF file. A block has `numbers` numbers in `bytes` bytes; a float is a block of one."""
 
     name: str
     numbers: int

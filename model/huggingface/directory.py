@@ -12,7 +12,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def describe_problem(path: Path) -> str:
-    """Return an error message with the remedy for a path that has neither config.json nor manifest.json."""
+    """Return an error message with the remedy for a path that is no checkpoint: missing, a file, or without config."""
     if pickle := _pickle_advice(path):
         return pickle
     if path.is_file():
@@ -30,7 +30,10 @@ def describe_problem(path: Path) -> str:
 
 
 def _pickle_advice(path: Path) -> str | None:
-    """Return an error message with the remedy if `path` is a pickle, or a directory of pickles without safetensors."""
+    """Return an error message with the remedy for a pickle, or a directory with pickles and no safetensors file.
+
+    None for any other path.
+    """
     directory = path if path.is_dir() else path.parent
     pickles = sorted(found for pattern in _PICKLES for found in directory.glob(pattern) if path in (directory, found))
     if not pickles or list(directory.glob("*.safetensors")):
@@ -43,7 +46,9 @@ def _pickle_advice(path: Path) -> str | None:
 
 
 def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
-    """Return the names of a Hugging Face directory's weight files, and its index: tensor name -> file name, or empty.
+    """Return the names of a Hugging Face directory's weight files, and the file name of each tensor.
+
+    The second value is from the index file; it is empty without an index file.
 
     Raises:
         CheckpointError: the directory has no weights or only pickles, lacks a file of the index, or has a
@@ -71,7 +76,7 @@ def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, st
 
 
 def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
-    """Read an index file: tensor name -> file name, which must end in `suffix`. Raises CheckpointError."""
+    """Return the file name of each tensor from an index file. Raises CheckpointError for a name without `suffix`."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map (tensor name -> file name); download this file again")

@@ -40,7 +40,9 @@ def read_family_config(
     named = architectures if isinstance(architectures, list) else [architectures]
     if architectures is not None and (not named or any(name not in family.architectures for name in named)):
         reader.reject(
-            "architectures", architectures, f"{family.model_type} is supported only as {family.architectures[0]}"
+            "architectures",
+            architectures,
+            f"{family.model_type} is supported only as {family.architectures[0]}; use such a checkpoint",
         )
     auto_map = values.get("auto_map")
     if auto_map and _has_usual_class(family, auto_map):
@@ -60,9 +62,12 @@ def _has_usual_class(family: ModelFamily, auto_map: object) -> bool:
 
 
 def hugging_face_config(config: ModelConfig, first: ModelFamily | None) -> tuple[ModelFamily, dict[str, Any]]:
-    """Return a model family and config.json values that read back as this exact ModelConfig. Raises CheckpointError.
+    """Return a model family and config.json values that read back as this exact ModelConfig.
 
-    first: family to try before all others, in the order of the table.
+    first: family to try before the others, which are tried in the order of the table.
+
+    Raises:
+        CheckpointError: no family can express this ModelConfig.
     """
     for family in (*(() if first is None else (first,)), *FAMILIES.values()):
         for values in _candidates(family, config):
@@ -79,7 +84,7 @@ def hugging_face_config(config: ModelConfig, first: ModelFamily | None) -> tuple
 
 
 def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, Any]]:
-    """Yield candidates for a model's config.json values. The caller keeps one that reads back as the same model."""
+    """Yield config.json values that may express a model in a family. The caller checks that they read back equal."""
     sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
     activation = _ACTIVATIONS[config.mlp]
     if family.model_type == "gpt2":
@@ -131,9 +136,9 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
 
 
 def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> dict[str, Any]:
-    """Return a family's own config.json values, beside Llama's; empty for families with several candidates.
+    """Return a model's values of the config.json keys that its family has beside Llama's.
 
-    types: kind of attention of each layer.
+    Empty for families of which `_candidates` tries several forms. types: kind of attention of each layer.
     """
     window = {"sliding_window": config.sliding_window}
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}

@@ -16,7 +16,7 @@ from model.io.files import CheckpointError
 from model.io.safetensors_header import WEIGHT_DTYPES
 
 QUANTIZATION_KEY = "quantization_config"
-# Stored tensor's name after the module's name -> possible dtypes and possible shapes.
+# Last part of a stored tensor's name, such as qweight -> possible dtypes and possible shapes.
 Roles = Mapping[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
 _INT32 = ("I32",)
 _GROUP = 32  # inputs of a group of the kernels; larger groups repeat their scales
@@ -24,20 +24,20 @@ _SCALES = "quantized scales are not supported"
 
 
 class Encoding(Protocol):
-    """Encoding of stored tensors. Its type selects the decoder in `model.checkpoint.decoding`."""
+    """Format in which a matrix is stored as one or more tensors. Its type selects the decoder."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the stored tensors that make up a matrix."""
+        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainEncoding:
-    """Numbers as they are, in a stored tensor of the name `kind`."""
+    """Floats that are not quantized, in one stored tensor. kind: last part of its name, such as weight."""
 
     kind: str
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the stored tensor."""
+        """Return possible dtypes and the shape of the one stored tensor, by the last part of its name."""
         return {self.kind: (WEIGHT_DTYPES, (shape,))}
 
 
@@ -53,7 +53,7 @@ class GptqEncoding:
     zero_shift: int
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the stored tensors that make up a matrix."""
+        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
         outputs, inputs = shape
         groups = _ceil_divide(inputs, self.group_size or inputs)
         return {
@@ -66,12 +66,15 @@ class GptqEncoding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwqEncoding:
-    """AWQ, packing `gemm`: 4-bit codes of 8 outputs in an int32. Lin et al. 2023 (arXiv 2306.00978)."""
+    """AWQ, packing `gemm`: 4-bit codes of 8 outputs in an int32. Lin et al. 2023 (arXiv 2306.00978).
+
+    group_size: inputs that share a scale; None: all.
+    """
 
     group_size: int | None
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the stored tensors that make up a matrix."""
+        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
         outputs, inputs = shape
         groups, words = _ceil_divide(inputs, self.group_size or inputs), _ceil_divide(outputs, 8)
         return {
@@ -93,7 +96,7 @@ class PackedEncoding:
     has_order: bool = False
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the stored tensors that make up a matrix."""
+        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
         outputs, inputs = shape
         groups = _ceil_divide(inputs, self.group_size or inputs)
         zeros: Roles = {"weight_zero_point": (_INT32, ((_ceil_divide(outputs, 8), groups),))}
@@ -112,7 +115,7 @@ class Int8Encoding:
     """Format `int-quantized` of compressed-tensors: int8 weights, with a scale for each output or for the matrix."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the stored tensors that make up a matrix."""
+        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
         return {"weight": (("I8",), (shape,)), "weight_scale": (WEIGHT_DTYPES, ((shape[0], 1), (1,), ()))}
 
 
@@ -120,14 +123,15 @@ class Int8Encoding:
 class Fp8Encoding:
     """Weights in fp8 (e4m3), with a scale for each block, each output or the matrix.
 
-    scale: name of the tensor of scales. block: outputs and inputs of a block, if blocks have scales.
+    scale: last part of the name of the tensor of scales.
+    block: outputs and inputs of a block; None: one scale for each output or for the matrix.
     """
 
     scale: str
     block: tuple[int, int] | None = None
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the stored tensors that make up a matrix."""
+        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
         outputs, inputs = shape
         shapes: tuple[tuple[int, ...], ...] = (outputs, 1), (1,), ()
         if self.block is not None:
@@ -137,23 +141,26 @@ class Fp8Encoding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufEncoding:
-    """Blocks of a GGUF file. A tensor's dtype is the name of its block type."""
+    """Blocks of quantized numbers in a GGUF file. A tensor's dtype is the name of its block type, such as Q4_K."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the stored tensor."""
+        """Return possible dtypes and the shape of the one stored tensor, by the last part of its name."""
         return {"weight": (tuple(name for name, kind in TENSOR_TYPES.items() if kind.is_quantized), (shape,))}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """Encoding of a checkpoint's quantized matrices, and its description for the effective settings."""
+    """Encoding of a checkpoint's quantized matrices.
+
+    text: description of the loaded weights, which the server shows among its effective settings.
+    """
 
     encoding: Encoding
     text: str
 
     @property
     def is_kept(self) -> bool:
-        """Return whether matrices stay quantized on a CPU. Matrices of fp8 become floats."""
+        """Return True if matrices stay quantized on a CPU: in all encodings but fp8, which becomes floats."""
         return not isinstance(self.encoding, Fp8Encoding)
 
 
@@ -221,7 +228,7 @@ def _read_compressed_tensors(reader: ConfigReader) -> StoredQuantization:
 
 
 def _read_own(reader: ConfigReader) -> StoredQuantization:
-    """Read the description that `kvasir convert --quantize` writes."""
+    """Read the `quantization_config` that `kvasir convert --quantize` writes."""
     bits = reader.value("bits")
     if bits == 8:
         return StoredQuantization(Int8Encoding(), "int8, from kvasir convert")
@@ -276,7 +283,7 @@ def _reader(path: Path, name: str, value: object, harmless: frozenset[str], must
 
 
 def _check_bits(reader: ConfigReader, names: tuple[str, ...], bits: int = 4) -> None:
-    """Reject any other number of bits than `bits`."""
+    """Reject a key of `names` that sets another number of bits than `bits`. Absent keys are accepted."""
     for name, found in ((name, reader.value(name)) for name in names):
         if found is not None and (found != bits or isinstance(found, bool)):
             reader.reject(name, found, f"only {bits} bits are supported in this format; use such a checkpoint")
@@ -287,7 +294,10 @@ def _check_kind(weights: ConfigReader, kind: str) -> None:
 
 
 def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
-    """Return the number of inputs that share a scale; None if all do."""
+    """Return the number of inputs that share a scale, from the first given key of `names`, else 128; None: all.
+
+    Raises CheckpointError unless the number is -1 (all) or a multiple of 32.
+    """
     found = [(name, value) for name in names if (value := reader.value(name)) is not None]
     name, size = found[0] if found else (names[0], 128)
     if isinstance(size, bool) or not isinstance(size, int) or (size != -1 and (size < _GROUP or size % _GROUP)):
@@ -296,7 +306,10 @@ def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
 
 
 def _agreed_choice(reader: ConfigReader, names: tuple[str, ...], choices: Mapping[str, Any]) -> Any:
-    """Return the item of `choices` that each given key of `names` selects; the first item if no key is given."""
+    """Return the item of `choices` that the keys of `names` select; reject a value that is not in `choices`.
+
+    An absent key selects the first item. If two keys select different items, the item that is not the first counts.
+    """
     found = [reader.choice(name, next(iter(choices)), choices) for name in names]
     return found[-1] if found[0] == next(iter(choices.values())) else found[0]
 

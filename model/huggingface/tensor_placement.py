@@ -22,7 +22,8 @@ _CHUNK_BYTES = 2**24
 class EncodedTensor:
     """Stored tensors that a decoder turns into one tensor, such as a quantized matrix.
 
-    shape: of the decoded tensor. tensors: by their names in the encoding.
+    shape: shape of the decoded tensor.
+    tensors: headers of the stored tensors, by the last part of their names (see `Encoding.roles`).
     """
 
     encoding: Any  # its type selects the decoder
@@ -32,9 +33,9 @@ class EncodedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Shape of a model tensor, and the checkpoint tensors that make up the model tensor, in order.
+    """Shape of a model tensor, and the headers of the stored tensors that make up the model tensor, in order of rows.
 
-    encoded: the same checkpoint tensors as decoders read them; empty if `parts` are the numbers themselves.
+    encoded: the stored tensors of `parts`, grouped as decoders read them; empty if all are floats, not quantized.
     """
 
     shape: tuple[int, ...]
@@ -109,7 +110,10 @@ def _find_part(
     encoding: Encoding | None,
     missing: list[str],
 ) -> EncodedTensor:
-    """Take the stored tensors of one checkpoint tensor out of `found`; add the names of absent ones to `missing`."""
+    """Remove the stored tensors of one checkpoint tensor from `found`, and return them with their encoding.
+
+    Names of absent tensors are added to `missing`. Raises CheckpointError for a wrong dtype or shape.
+    """
     module, _, kind = name.rpartition(".")
     header = found.get(name)
     if encoding is None or (header is not None and header.dtype in WEIGHT_DTYPES):
@@ -126,7 +130,10 @@ def _find_part(
 
 
 def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors in all files, by tensor name without the family's prefix."""
+    """Return the headers of the tensors in all files, by the family's usual tensor name without its prefix.
+
+    Raises CheckpointError if two files hold the same tensor.
+    """
     found: dict[str, TensorHeader] = {}
     for path in files:
         for name, header in (read_gguf(path).tensors if is_gguf(path) else read_headers(path)).items():
@@ -161,8 +168,10 @@ def _short_name(family: ModelFamily | None, name: str) -> str:
 
 def _check_tensor(header: TensorHeader, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
     if header.dtype not in dtypes:
-        wanted = f"one of {', '.join(dtypes)}; save it in one of these" if len(dtypes) > 1 else f"{dtypes[0]}"
-        raise CheckpointError(f"{header.path}: tensor {header.name} has dtype {header.dtype}, not {wanted}")
+        wanted = f"one of {', '.join(dtypes)}" if len(dtypes) > 1 else dtypes[0]
+        raise CheckpointError(
+            f"{header.path}: tensor {header.name} has dtype {header.dtype}, not {wanted}; save it with such a dtype"
+        )
     if header.shape not in shapes:
         raise CheckpointError(
             f"{header.path}: tensor {header.name} has shape {header.shape}, but the config requires {shapes[0]}; "
@@ -184,7 +193,7 @@ def _drop_tied_head(family: ModelFamily, found: dict[str, TensorHeader], embeddi
 
 
 def _drop_zero_biases(found: dict[str, TensorHeader]) -> None:
-    """Remove biases of zeros, which AutoGPTQ adds to layers without a bias."""
+    """Remove from `found` all biases of zeros: AutoGPTQ adds them to layers that have no bias in the model."""
     for name, header in list(found.items()):
         if name.endswith(".bias") and len(header.shape) == 1 and _is_zero(header):
             del found[name]

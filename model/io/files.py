@@ -28,12 +28,12 @@ class CheckpointError(OneLineError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message; without a message "out of memory" or the exception's repr."""
+    """Return the first line of an exception's message. Without one: "out of memory" for MemoryError, else its repr."""
     return next(iter(str(error).splitlines()), "out of memory" if isinstance(error, MemoryError) else repr(error))
 
 
 def error_line(text: str) -> str:
-    """Replace the unprintable characters of an error message, and cut a long message in the middle.
+    """Return an error message in one line: unprintable characters replaced, the middle of a long message cut out.
 
     The beginning of a message has the fact and the end has the remedy, so both stay.
     """
@@ -123,7 +123,7 @@ def file_digest(path: Path) -> str:
 
 
 def check_is_searchable(directory: Path) -> None:
-    """Raise CheckpointError if permission to look up files in the directory is denied."""
+    """Raise CheckpointError if permission to look up files in the directory is denied. A missing path is accepted."""
     with reading(directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.stat(os.path.join(directory, "."))  # needs search permission, as every file in the directory does
 
@@ -135,7 +135,7 @@ def check_plain_name(path: Path, name: str) -> None:
 
 
 def _read_problem(path: Path, error: OSError) -> str:
-    """Describe why a file cannot be read: for a denied permission, the path that denies it, the user, the remedy."""
+    """Return why a file cannot be read, and the remedy. For a denied permission, name the denying path and the user."""
     if isinstance(error, FileNotFoundError):
         return "no such file; correct the path"
     if not isinstance(error, PermissionError):
@@ -157,7 +157,7 @@ def _read_problem(path: Path, error: OSError) -> str:
 
 
 def _blocker(path: Path) -> Path | None:
-    """Return the first directory or file on the path, from the root on, whose mode denies read access, if any."""
+    """Return the first directory or file on the path, from the root, whose mode denies reading; None: all allow it."""
     target = path.resolve()
     for directory in reversed(target.parents):
         if not os.access(directory, os.X_OK):
@@ -196,7 +196,8 @@ def written_whole(out: Path) -> Iterator[Path]:
     An existing `out` may be a mount point, so it is not replaced: the temporary directory's files are moved there.
 
     Raises:
-        CheckpointError: `out` is a file, is not empty (its files are left unchanged), or cannot be written.
+        CheckpointError: `out` is a file, is not empty (its files are left unchanged), or cannot be written. A
+            OneLineError, OSError or SafetensorError of the block is raised as a CheckpointError too.
     """
     check_is_empty(out)
     final = out.resolve()

@@ -24,7 +24,11 @@ _MAX_MARKS = 12 * MAX_TENSORS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHeader:
-    """One tensor's entry in a safetensors header; `begin` and `end` count bytes from the start of the file."""
+    """Entry of one tensor in the header of a safetensors or GGUF file.
+
+    dtype: name in that format, such as BF16 or Q4_K.
+    begin, end: positions of the tensor's bytes in the file.
+    """
 
     path: Path
     name: str

@@ -1,4 +1,4 @@
-"""Special tokens of a checkpoint directory in Hugging Face's format, from the JSON files beside its tokenizer."""
+"""Special tokens of a checkpoint, from the JSON files beside a Hugging Face tokenizer or a GGUF file's metadata."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,15 +23,16 @@ _ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """Settings from tokenizer_config.json and special_tokens_map.json.
+    """Settings from tokenizer_config.json and special_tokens_map.json, or from a GGUF file's metadata.
 
-    roles: name of the token in each role. A role is a key that ends in `_token`, such as bos_token.
-    special: names of all special tokens that the files define.
+    roles: name of the token by key, such as bos_token: all keys of the files that end in `_token`.
+    special: names of the special tokens among `roles` and in lists such as `additional_special_tokens`; of a GGUF
+        file, all special tokens.
     adds_bos, adds_eos: True if `add_bos_token` (BOS before every text) or `add_eos_token` (EOS after it) is true.
     added_tokens: entries of `added_tokens_decoder`, by id.
     tokenizer_class: the class in `transformers`; None if the files name no class.
     chat_template: the value of the key `chat_template`, unchecked; None if absent.
-    eos_token_ids: ids of the EOS tokens, if the files need not be read for them.
+    eos_token_ids: ids of the EOS tokens in a GGUF file; None: `read_eos_token_ids` reads them from other files.
     """
 
     roles: Mapping[str, str]
@@ -47,7 +48,9 @@ class TokenizerConfig:
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     """Read tokenizer_config.json, whose keys take precedence, and special_tokens_map.json; both may be missing.
 
-    A GGUF file has all of this in its metadata.
+    directory: a checkpoint directory, or a GGUF file, which has these settings in its metadata.
+
+    Raises CheckpointError for a malformed file.
     """
     if is_gguf(directory):
         return read_gguf_config(read_gguf(directory))
@@ -78,7 +81,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 
 def read_gguf_config(file: GgufFile) -> TokenizerConfig:
-    """Read the special tokens and the chat template in the metadata of a GGUF file. Raises CheckpointError."""
+    """Return the special tokens, EOS ids and chat template in a GGUF file's metadata. Raises CheckpointError."""
     tokens, types = file.strings("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
 
     def token_id(role: str) -> int | None:
@@ -106,9 +109,9 @@ def read_gguf_config(file: GgufFile) -> TokenizerConfig:
 
 
 def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the EOS token ids of a Hugging Face directory; empty if no file defines them. Raises CheckpointError.
+    """Return the EOS token ids of a checkpoint; empty if no file defines them. Raises CheckpointError.
 
-    Sources by precedence: generation_config.json, config.json, `eos_token` of tokenizer_config.json.
+    Sources by precedence: a GGUF file's metadata, generation_config.json, config.json, `eos_token` of `config`.
     """
     if config.eos_token_ids is not None:
         return config.eos_token_ids
@@ -133,14 +136,15 @@ def read_eos_token_ids(directory: Path, config: TokenizerConfig, vocabulary: Map
 def read_bos_token_id(
     config: TokenizerConfig, post_processor: Mapping[str, Any] | None, vocabulary: Mapping[str, int]
 ) -> int | None:
-    """Return the id of the BOS token that is put before every prompt; None if the files ask for none.
+    """Return the id of the BOS token that the server must put before every prompt; None: prompts begin without BOS.
 
-    The post-processor of tokenizer.json has precedence over `add_bos_token` of tokenizer_config.json. Kvasir obeys
-    `add_bos_token` for all tokenizer classes, transformers 4 for some: models with this key were trained with BOS.
+    BOS is the token that the post-processor of tokenizer.json puts before a text. If it puts no token there, BOS is
+    `bos_token` if `add_bos_token` is true. Kvasir obeys this key for every tokenizer class, transformers 4 only for
+    some classes: models with this key were trained with BOS.
 
     Raises:
-        TokenizerError: the files put more than one special token before a text, or any after it, so that a model could
-            not continue the text.
+        TokenizerError: the files put two special tokens before a text, or one after it, so that a model could not
+            continue the text; or the BOS token is not in the vocabulary.
     """
     begins, ends = _template(post_processor)
     name = config.roles.get("bos_token")
@@ -157,7 +161,10 @@ def read_bos_token_id(
 
 
 def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
-    """Return the names of the special tokens that a post-processor puts before and after a single text."""
+    """Return the names of the special tokens that a post-processor puts before and after a single text.
+
+    Raises TokenizerError for an unsupported post-processor.
+    """
     match post_processor:
         case None | {"type": "ByteLevel"}:
             return [], []
@@ -176,7 +183,7 @@ def _template(post_processor: Mapping[str, Any] | None) -> tuple[list[str], list
 
 
 def _token_name(value: object) -> str | None:
-    """Return the name of a token, which Hugging Face writes as a string or as an object with `content`."""
+    """Return the name of a token, written as a string or as an object with `content`; None for any other value."""
     name = value.get("content") if isinstance(value, dict) else value
     return name if isinstance(name, str) and name else None
 

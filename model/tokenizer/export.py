@@ -46,7 +46,9 @@ _PORTABLE = regex.compile(
 
 
 def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path) -> list[Path]:
-    """Write the tokenizer of the checkpoint directory `source` to the empty directory `out`; return the written paths.
+    """Write the tokenizer and chat template of the checkpoint `source` to the empty directory `out`.
+
+    Return the paths of the written files.
 
     Raises:
         TokenizerError: the tokenizer has no equivalent in Hugging Face's format.

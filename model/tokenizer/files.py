@@ -90,7 +90,7 @@ _SPLITS: Mapping[str, tuple[str, dict[str, str] | None]] = {
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint; raise CheckpointError if its files are missing or unusable."""
+    """Load the tokenizer of a checkpoint directory or GGUF file. Raises CheckpointError for missing or bad files."""
     if is_gguf(directory):
         return load_gguf_tokenizer(directory)
     for name, load in _LOADERS.items():
@@ -134,7 +134,10 @@ def _load_tokenizer_model(directory: Path) -> Tokenizer:
 
 
 def _load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> Tokenizer:
-    """Load the tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe."""
+    """Load the tokenizer of vocab.json and merges.txt, which OpenAI called encoder.json and vocab.bpe.
+
+    Raises CheckpointError for a tokenizer class other than those of GPT-2 and Qwen 2.
+    """
     config, path = read_tokenizer_config(directory), directory / vocabulary_file
     name = ("GPT2Tokenizer" if config.tokenizer_class is None else config.tokenizer_class).removesuffix("Fast")
     if name not in _SPLITS:
@@ -160,7 +163,10 @@ def _load_merges(directory: Path, *, vocabulary_file: str, merges_file: str) -> 
 
 
 def _special_tokens(directory: Path, vocabulary: Mapping[str, int], config: TokenizerConfig) -> list[dict[str, Any]]:
-    """Return the special tokens as entries of `added_tokens`: GPT-2's, those of the config, and added_tokens.json's."""
+    """Return entries of `added_tokens` for `<|endoftext|>`, the config's special tokens and those of added_tokens.json.
+
+    Names without an id are left out.
+    """
     ids = {**vocabulary, **read_json(directory / "added_tokens.json", optional=True)}
     names = {_END_OF_TEXT, *config.special, *(ids.keys() - vocabulary.keys())} & ids.keys()
     return [added_token(name, ids[name]) for name in sorted(names, key=ids.__getitem__)]

@@ -29,7 +29,7 @@ _BORDER = "☺"
 
 
 def describe_formats() -> str:
-    """Return the names of the tokens of each format, for error messages."""
+    """Return the names of the marker tokens of each format in one line, for error messages."""
     return ", or ".join(" ".join(_markers(parts)) for parts, _ in _FORMATS)
 
 
@@ -51,13 +51,13 @@ class FillInMiddle:
     end_ids: tuple[int, ...]
 
     def join(self, prefix_ids: Sequence[int], suffix_ids: Sequence[int]) -> list[int]:
-        """Return the prompt of a gap between two texts, without a begin-of-text token."""
+        """Return the token ids of the prompt for the gap between two texts, without a BOS token."""
         texts = {_PREFIX: prefix_ids, _SUFFIX: suffix_ids}
         return [i for part in self.parts for i in (texts[part] if isinstance(part, str) else (part,))]
 
 
 def find_fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
-    """Return the first format whose markers the tokenizer has; None if it has no such tokens."""
+    """Return the first format of which the tokenizer has all markers; None: it has the markers of no format."""
     for parts, ends in _FORMATS:
         found = {name: tokenizer.find_token(name) for name in (*_markers(parts), *ends)}
         marker_ids = {token_id: name for name in _markers(parts) if (token_id := found[name]) is not None}
@@ -72,9 +72,10 @@ def find_fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
 
 
 def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text that follows other text. Raises TokenizerError.
+    """Return the token ids of a text as they are after other text: without a space that the tokenizer puts first.
 
     Llama's tokenizer puts a space before every text. Its authors cut this space from a suffix in the same way.
+    Raises TokenizerError.
     """
     token_ids = tokenizer.encode(text)
     written = b"".join(map(tokenizer.token_bytes, token_ids))

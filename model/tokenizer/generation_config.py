@@ -18,7 +18,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationConfig:
-    """Default sampling parameters of a checkpoint; None: not in its file.
+    """Default sampling parameters of a checkpoint. None: the checkpoint's file does not set this parameter.
 
     temperature: 0 if the file has `do_sample: false`.
     ignored: keys of the file that would change a completion but are not supported.
@@ -35,10 +35,12 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:
-    """Read generation_config.json in a checkpoint's directory, or a GGUF file. Without values there are no defaults.
+    """Read generation_config.json of a checkpoint directory, or a GGUF file's metadata.
+
+    A missing generation_config.json sets no parameter.
 
     Raises:
-        CheckpointError: the file is not a JSON object, or a value is out of its range.
+        CheckpointError: the file is unreadable or not a JSON object, or a value is out of its range.
     """
     path = generation_config_path(directory)
     found = _gguf_values(path) if path == directory else read_json(path, optional=True)
@@ -66,7 +68,10 @@ def generation_config_path(directory: Path) -> Path:
 
 
 def _gguf_values(path: Path) -> dict[str, object]:
-    """Return the sampling parameters in a GGUF file's metadata, under their names in generation_config.json."""
+    """Return the sampling parameters in a GGUF file's metadata, under their names in generation_config.json.
+
+    Parameters without an effect are left out.
+    """
     values = {}
     for key, value in read_gguf(path).scalars.items():
         name = key.removeprefix(_GGUF_PREFIX)
@@ -76,7 +81,7 @@ def _gguf_values(path: Path) -> dict[str, object]:
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """Return the token ids in the JSON value of `eos_token_id`: null, one token id or a list of token ids.
+    """Return the distinct token ids in the JSON value of `eos_token_id`: null, one token id or a list of token ids.
 
     Raises:
         ValueError: the value has another form.

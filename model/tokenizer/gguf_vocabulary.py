@@ -69,7 +69,9 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
             case "llama":
                 values = _sentencepiece(file, vocabulary, types)
             case kind:
-                raise TokenizerError(f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama")
+                raise TokenizerError(
+                    f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama; use a file with one"
+                )
         added = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
         values["added_tokens"] = [{**added_token(tokens[i], i), "special": False} for i in added]
         return tokenizer_from_json(path, values, read_gguf_config(file))
@@ -127,7 +129,10 @@ def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], types: Sequenc
 
 
 def _merges_of(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that join to a token, by falling score, in the order of the transformers library."""
+    """Return all pairs of tokens whose texts join to a token: BPE merges, by falling score of the joined token.
+
+    Equal scores are in the order of the transformers library.
+    """
     pairs = [
         (score, token[:cut], token[cut:])
         for token, score in scores.items()

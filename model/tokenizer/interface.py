@@ -115,11 +115,14 @@ class StreamDecoder:
         self._holds = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Decode the next token ids; return the new text up to the last complete character."""
+        """Decode the next token ids; return the text that they complete, up to the last complete character."""
         return "".join(map(self.push_one, token_ids))
 
     def push_one(self, token_id: int) -> str:
-        """Decode the next token id; return the new text up to the last complete character. Fast for ASCII."""
+        """Decode the next token id; return the text that it completes, up to the last complete character.
+
+        Fast for ASCII.
+        """
         added = self._token_bytes(token_id)
         if added.isascii() and not self._holds:
             return added.decode("ascii")
@@ -128,6 +131,6 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """Return U+FFFD if an incomplete character is held back, else an empty text."""
+        """End the stream: return U+FFFD if an incomplete character is held back, else an empty text."""
         self._holds = False
         return self._decoder.decode(b"", final=True)

@@ -82,7 +82,10 @@ class TokenDecoder:
 
 
 def flatten_steps(values: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
-    """Return the steps of a decoder, normalizer or pre-tokenizer as a flat list; `key` holds a Sequence's steps."""
+    """Return the steps of a decoder, normalizer or pre-tokenizer as a flat list, empty for None.
+
+    key: key of the steps in a Sequence.
+    """
     if values is None:
         return []
     if values.get("type") != "Sequence":
@@ -263,7 +266,10 @@ def added_token(content: str, token_id: int) -> dict[str, Any]:
 
 
 def pre_tokenizer_for(pattern: str) -> dict[str, Any]:
-    """Return the `pre_tokenizer` object of a tokenizer.json that splits by a pattern and writes bytes as characters."""
+    """Return the `pre_tokenizer` object of a tokenizer.json for byte-level BPE.
+
+    It splits a text by a pattern, then writes each byte as the character that stands for it (GPT-2).
+    """
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "Sequence", "pretokenizers": [split, byte_level]}
@@ -291,7 +297,8 @@ def _read_added_tokens(
 ) -> list[dict[str, Any]]:
     """Return the added tokens of tokenizer.json, which has precedence, and tokenizer_config.json, sorted by id.
 
-    Tokens that the config names as special tokens become special.
+    Tokens that the config names as special become special, also those of the vocabulary. Raises TokenizerError for
+    an entry without an id or a content.
     """
     by_id = {vocabulary[name]: added_token(name, vocabulary[name]) for name in config.special & vocabulary.keys()}
     listed = [{"id": token_id, **entry} for token_id, entry in config.added_tokens.items()]
@@ -306,7 +313,7 @@ def _read_added_tokens(
 
 
 def _alphabet(model: Mapping[str, Any], decoder: TokenDecoder) -> frozenset[str] | None:
-    """Return the characters that have tokens, if the library drops or rejects all other characters, else None."""
+    """Return the characters that have tokens, if texts with other characters must be rejected; else None."""
     vocabulary, unknown = model["vocab"], model.get("unk_token")
     if model.get("type") == "WordLevel" and unknown not in vocabulary:
         return frozenset(vocabulary) if all(len(token) == 1 for token in vocabulary) else None
@@ -358,7 +365,7 @@ def _covers_known_text(model: Mapping[str, Any], decoder: TokenDecoder) -> bool:
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
-    """Call a function of the `tokenizers` library; raise its errors, and panics in its Rust code, as TokenizerError."""
+    """Return the result of a call to the `tokenizers` library; raise its errors and Rust panics as TokenizerError."""
     try:
         return call()
     except BaseException as error:

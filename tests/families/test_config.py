@@ -201,7 +201,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "activation of gemma2": (
         {"model_type": "gemma2", "hidden_act": "silu"},
-        "hidden_act='silu': hidden_activation has another value",
+        "hidden_act='silu': contradicts hidden_activation",
     ),
     "unknown key of a language model": (
         {"model_type": "gemma3", "text_config": {"use_magic": True}},
@@ -209,7 +209,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two heads": (
         {"model_type": "gemma3", "text_config": {"tie_word_embeddings": False}},
-        "tie_word_embeddings=True: text_config has another value",
+        "tie_word_embeddings=True: contradicts text_config",
     ),
     "text_config is a word": ({"model_type": "gemma3", "text_config": "small"}, "text_config='small': expected a JSON"),
     "own code": ({"auto_map": {"AutoModel": "x.Y"}}, "code in a checkpoint is never run"),
@@ -247,7 +247,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
             "model_type": "phi3",
             "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 8192},
         },
-        "original_max_position_embeddings=8192: original_max_position_embeddings is 4096",
+        "original_max_position_embeddings=8192: contradicts original_max_position_embeddings=4096",
     ),
     "parallel layers of stablelm": (
         {"model_type": "stablelm", "use_parallel_residual": True},
@@ -264,9 +264,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "rope is a word": ({"rope_scaling": "linear"}, "rope_scaling='linear': expected a JSON object or null"),
     "two ropes": (
         {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5}},
-        "rope_parameters has another value",
+        "contradicts rope_parameters",
     ),
-    "two thetas": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta=5.0: rope_par.* is 6.0"),
+    "two thetas": (
+        {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+        "rope_theta=5.0: contradicts rope_par.*=6.0",
+    ),
     "partial llama": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: this family"),
     "partial at the top": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: not implemented"),
     "partial that neox does not read": (
@@ -299,7 +302,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "epsilon is infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
     "tanh and not": (
         {"model_type": "gemma", "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"},
-        "hidden_act has another value",
+        "contradicts hidden_act",
     ),
     "first window": ({"model_type": "qwen2", "max_window_layers": -1}, "expected a number of layers"),
     "a long value": ({"use_magic": ["x" * 1000] * 1000}, "use_magic="),

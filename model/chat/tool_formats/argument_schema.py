@@ -25,16 +25,20 @@ _MAX_REFERENCES = 100
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSchemas:
-    """Schemas of a tool's arguments. Errors name the format.
+    """Reader of the schemas of a tool's arguments. Errors name the format.
 
-    format_name: format that is to enforce the schemas.
+    format_name: name of the tool format that is to enforce the schemas.
+    tool: tool whose `parameters` are the whole schema.
     """
 
     format_name: str
     tool: ToolSchema
 
     def properties(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-        """Return name, schema and "is required" of the named properties of an object's schema, in its order."""
+        """Yield name, schema and "is required" of each property in an object's schema, in its order.
+
+        Required properties without a schema come last. Raises GrammarError, see `check_keywords`.
+        """
         self.check_keywords(schema, *_OBJECT)
         named, required = self.read(schema, "properties", {}), self.read(schema, "required", [])
         for name, part in named.items():
@@ -44,21 +48,24 @@ class ArgumentSchemas:
                 yield str(name), schema.get("additionalProperties", True), True
 
     def read(self, schema: Mapping[str, Any], key: str, default: Any) -> Any:
-        """Return a keyword's value. Raises GrammarError for a value whose type is not the default's."""
+        """Return a keyword's value, `default` if absent. Raises GrammarError for another type than the default's."""
         value = schema.get(key, default)
         if not isinstance(value, type(default)):
             raise GrammarError(f"{key} has the wrong type {type(value).__name__}; see the JSON Schema specification")
         return value
 
     def check_keywords(self, schema: Mapping[str, Any], *known: str) -> None:
-        """Raise GrammarError for a keyword that constrains values and is not known, unless the tool is lenient."""
+        """Raise GrammarError for a keyword that constrains values and is not in `known`; never for a lenient tool."""
         if self.tool.lenient:
             return
         if found := next((key for key in schema if key not in known and key not in _ANNOTATIONS), None):
             raise self.error(f"the keyword {found!r} here", "remove the keyword")
 
     def resolve(self, schema: Any) -> Any:
-        """Return a schema without a `$ref` at its top. Raises GrammarError for a reference that leads nowhere."""
+        """Return a schema with the `$ref` at its top replaced by the schema that it refers to.
+
+        Raises GrammarError for a reference that leads to no schema, or to itself.
+        """
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema

@@ -21,11 +21,11 @@ class JsonEnd:
         self._is_escaped = False
 
     def passes(self, text: str) -> bool:
-        """Return True if a text is inside a string and does not end it. It then changes no state."""
+        """Return True if the next text is inside a string and does not end it, so that `find` would change nothing."""
         return self._in_string and not self._is_escaped and '"' not in text and "\\" not in text
 
     def find(self, text: str) -> int | None:
-        """Return the position in the next text after the value's last character; None: the value goes on."""
+        """Search the next text; return the position after the value's last character. None: the value goes on."""
         start = 0
         if self._is_escaped and text:
             self._is_escaped, start = False, 1
@@ -73,7 +73,7 @@ class JsonCalls(ToolFormat):
         return _JsonCallParser(self)
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call."""
+        """Return the text of a call, without opening, separator and closing."""
         written = json.dumps(arguments, ensure_ascii=False)
         id_ = f"{self.before_id}{'0' * (self.id_length or 0)}" if self.before_id else ""
         return f"{self.before_name}{name}{id_}{self.after_name}{written}{self.after_arguments}"
@@ -100,7 +100,7 @@ class _JsonCallParser(CallParser):
         return parts
 
     def _begin_call(self, parts: list[Part]) -> str:
-        """Add the part of a call whose name is complete in the held text. Return the text after it, else ""."""
+        """Add a call to `parts` if its name is complete in the held text, and return the text after it; else ""."""
         form = self._form
         before = form.before_name if self._is_first else form.after_arguments + form.separator + form.before_name
         if not self._held.startswith(before):
@@ -115,7 +115,7 @@ class _JsonCallParser(CallParser):
         return rest
 
     def _continue_arguments(self, end: JsonEnd, text: str, parts: list[Part]) -> str:
-        """Add a piece of the arguments. Return the text after the arguments, "" if they go on."""
+        """Add a piece of the arguments to `parts`. Return the text after the arguments, "" if they go on."""
         position = end.find(text)
         if position is None:
             parts.append(Part(PartKind.ARGUMENTS, text))

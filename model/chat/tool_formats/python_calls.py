@@ -44,7 +44,7 @@ class PythonCalls(ToolFormat):
         return _PythonCallParser()
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call."""
+        """Return the text of a call, without opening, separator and closing."""
         return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
 
 
@@ -66,7 +66,7 @@ class _Literals:
     _known: dict[str, str | None] = field(default_factory=dict)  # by reference; None: the reference is in progress
 
     def value(self, schema: Any) -> str:
-        """Return the expression of the values of a schema. Raises GrammarError."""
+        """Return the expression of the values that a schema allows. Raises GrammarError if it cannot be enforced."""
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return self._value(schema)
         self.schemas.check_keywords(schema, "$ref")
@@ -110,7 +110,7 @@ class _Literals:
         raise self.schemas.error(f"the type {str(kind)[:50]!r}", "replace it with a type of JSON Schema")
 
     def _any_value(self, fact: str = "", remedy: str = "") -> str:
-        """Return the expression of any value.
+        """Return the expression of any value, in place of a schema that has no keywords or cannot be enforced.
 
         fact: reason why the schema cannot be enforced. Raises GrammarError with it, unless the tool is lenient.
         """
@@ -187,7 +187,7 @@ class _PythonCallParser(CallParser):
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Process held text in the current state. Return False if more text is needed."""
+        """Process held text in the current state; add parts to `parts`. Return False if more text is needed."""
         match self._state:
             case _State.NAME:
                 return self._begin_call(parts)
@@ -220,7 +220,10 @@ class _PythonCallParser(CallParser):
         return True
 
     def _pass_value(self, parts: list[Part]) -> bool:
-        """Pass text outside strings up to the next string, the value's end, or a word that may go on."""
+        """Add a piece of the arguments: text outside strings up to a string, the value's end or an incomplete word.
+
+        Return True if the piece ends at a string or the value's end.
+        """
         passed, start = "", 0
         held = self._held
         while found := _OUTSIDE_STRING.search(held, start):
@@ -249,7 +252,10 @@ class _PythonCallParser(CallParser):
         return self._state is not _State.VALUE
 
     def _pass_string(self, parts: list[Part]) -> bool:
-        """Pass text up to the end of the string. A backslash is held until the character after it."""
+        """Add a piece of the arguments: text up to the end of the string. Return True if the string has ended.
+
+        A backslash is held until the character after it.
+        """
         held, start = self._held, 0
         while found := _INSIDE_STRING.search(held, start):
             if found[0] == '"':

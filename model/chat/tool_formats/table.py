@@ -1,4 +1,4 @@
-"""Table of tool formats. To add a format: add a row before rows that are less specific."""
+"""Table of tool formats, and their detection. To add a format, add a row before rows whose regex also finds it."""
 
 from functools import partial
 
@@ -174,7 +174,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {form.name: form for form in _ROWS}
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """Return the format in which a chat template writes tool calls; None if the template has no tool calls."""
+    """Return the format in which a chat template writes tool calls; None: no tool calls, or no known format."""
     if "tool" not in template:
         return None
     return next((form for form in TOOL_FORMATS.values() if form.is_used_by(template)), None)

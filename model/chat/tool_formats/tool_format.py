@@ -30,10 +30,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolSchema:
-    """Tool as the grammar needs it.
+    """Tool that a model may call, as grammars and parsers need it.
 
     parameters: JSON Schema of the arguments, prepared for llguidance. Its type is an object.
-    lenient: ignore keywords that cannot be enforced.
+    lenient: ignore keywords that cannot be enforced; otherwise they are errors.
     """
 
     name: str
@@ -46,17 +46,20 @@ class CallParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> list[Part]:
-        """Return the parts that this text completes. The parts of all pushes do not depend on how the text is cut."""
+        """Add the next text; return the new parts: calls, and pieces of their arguments.
+
+        However the text is cut, all calls have the same names and the same joined arguments.
+        """
 
     def passes(self, text: str) -> bool:
-        """Return True if `push` would return this text, which is not empty, as one piece of arguments and nothing else.
+        """Return True only if `push` would return this text, which is not empty, as one piece of arguments.
 
-        May be False for such texts.
+        The caller may then skip `push`. False: `push` must decide.
         """
         return False
 
     def flush(self) -> list[Part]:
-        """Return the parts held back at the end of a completion, which may have been cut off."""
+        """End the completion, which may have been cut off: return the parts held back. By default there are none."""
         return []
 
 
@@ -68,7 +71,7 @@ class ToolFormat(ABC):
     template_regex: regular expression that finds a chat template in Jinja that writes tool calls in this format.
     opening: text that begins the first call.
     separator, closing: text between two calls, and after the last call.
-    marks: names of the tokens that models of this format use as marks. A name that a tokenizer lacks is plain text.
+    marks: tags of this format, such as <tool_call>, that may be single tokens. Without a token, a tag is plain text.
     begins_text: calls are recognized only at the beginning of the text, after whitespace.
     id_length: number of letters and digits in a call's id; None: the id is `call_` and 24 characters.
     """
@@ -95,13 +98,16 @@ class ToolFormat(ABC):
         """
 
     def calls(self, tools: Sequence[ToolSchema], document: LarkDocument, *, is_parallel: bool) -> str:
-        """Return the Lark expression of one call, or with `is_parallel` of one or more, after the opening."""
+        """Return the Lark expression of all text after the opening: one call, or with `is_parallel` one or more."""
         call = document.rule(" | ".join(self.call(tool, document) for tool in tools))
         more = f"({document.literal(self.separator)} {call})*" if is_parallel else ""
         return f"{call} {more} {document.literal(self.closing)}"
 
     def auto(self, document: LarkDocument, calls: str) -> str:
-        """Return the Lark expression of text in which no call begins, or of text, the opening and `calls`."""
+        """Return the Lark expression of a completion that may call: text without a call, or text, opening and calls.
+
+        calls: expression that `calls` returned.
+        """
         if self.begins_text:
             return f"{document.text_not_begun_by(self.opening)} | {document.begun_by(self.opening)} {calls}"
         return f"{document.text_without(self.opening)} | {document.until(self.opening)} {calls}"
@@ -116,7 +122,7 @@ class ToolFormat(ABC):
 
 
 def safe_length(text: str, mark: str) -> int:
-    """Return the length of a text without its longest end that is a beginning of `mark`."""
+    """Return the length of the text that cannot belong to a later `mark`: all but the longest end that begins it."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return len(text) - length

@@ -84,7 +84,7 @@ class XmlCalls(ToolFormat):
         return _XmlCallParser(self, kinds)
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call."""
+        """Return the text of a call, without opening, separator and closing."""
         written = [
             f"{self.before_key}{key}{self.after_key}"
             f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}{self.after_value}"
@@ -94,7 +94,7 @@ class XmlCalls(ToolFormat):
 
 
 def _kind(schema: Any, schemas: ArgumentSchemas) -> tuple[_Kind, Mapping[str, Any]]:
-    """Return the kind of an argument, and the schema of its strings, empty for JSON."""
+    """Return how an argument with this schema is written, and the schema of its strings, empty for JSON."""
     schema = schemas.resolve(schema)
     if not isinstance(schema, Mapping):
         return _Kind.JSON, {}
@@ -115,9 +115,9 @@ def _are_strings(values: Any) -> bool:
 
 
 def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas, end: str) -> str:
-    """Return regular expressions of a schema's strings, as for `LarkDocument.terminal`; lengths are not checked.
+    """Return regular expressions of a schema's strings, as for `LarkDocument.terminal`; empty for any string.
 
-    Raises GrammarError for a permitted value that contains `end`, the text after an argument.
+    Lengths are not checked. Raises GrammarError for a permitted value that contains `end`, the text after a value.
     """
     regexes = []
     if "enum" in schema or "const" in schema:
@@ -131,7 +131,7 @@ def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas, end: str)
 
 
 def _pattern_regex(pattern: str) -> str:
-    """Return a regular expression of whole texts in which a JSON Schema's pattern is found."""
+    """Return a regular expression that matches a whole text in which a JSON Schema's pattern is found."""
     is_anchored = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     inner = pattern[is_anchored[0] : len(pattern) - is_anchored[1]]
     inner = regex_to_lark(inner, "d").replace("\n", r"\n")  # "d": \d is an ASCII digit, as in JavaScript
@@ -170,7 +170,7 @@ class _XmlCallParser(CallParser):
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Process held text in the current state. Return False if more text is needed."""
+        """Process held text in the current state; add parts to `parts`. Return False if more text is needed."""
         match self._state:
             case _State.NAME:
                 return self._begin_call(parts)
@@ -180,7 +180,10 @@ class _XmlCallParser(CallParser):
                 return self._pass_value(parts)
 
     def _between(self, before: str, after: str) -> str | None:
-        """Return the held text between two texts and remove all three; None: the held text has another form."""
+        """Return the held text between `before`, at its beginning, and `after`, and remove all three from it.
+
+        None: the held text does not begin with `before`, or does not contain `after` yet.
+        """
         end = self._held.find(after, len(before)) if self._held.startswith(before) else -1
         if end < 0:
             return None
@@ -229,7 +232,7 @@ class _XmlCallParser(CallParser):
         return False
 
     def _pass_piece(self, text: str, parts: list[Part], *, is_last: bool) -> None:
-        """Add a piece of a value other than `null` and the booleans."""
+        """Add a piece of a value other than `null` and the booleans to `parts`, as JSON text."""
         if self._kind is not _Kind.JSON:
             begun, end = "" if self._has_begun else '"', '"' if is_last else ""
             text = f"{begun}{json.dumps(text, ensure_ascii=False)[1:-1]}{end}"

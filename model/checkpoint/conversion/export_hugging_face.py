@@ -18,10 +18,13 @@ from model.tokenizer.generation_config import GENERATION_CONFIG_FILE
 
 
 def export_checkpoint(directory: Path, out: Path) -> Manifest:
-    """Write a checkpoint to `out` in Hugging Face's format: config, weights, tokenizer and default sampling parameters.
+    """Write a checkpoint to `out` in Hugging Face's format, and return the manifest of `out`.
+
+    Written are the config, weights, tokenizer, chat template and default sampling parameters.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or cannot be expressed in this format, or `out` is not empty.
+        CheckpointError: the checkpoint is damaged, quantized or cannot be expressed in this format, or `out` is not
+            empty.
     """
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()

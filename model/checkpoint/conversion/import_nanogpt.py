@@ -45,7 +45,7 @@ _NANOGPT = dataclasses.replace(
 
 
 def convert_nanogpt(path: Path, tokenizer: Path, out: Path) -> Manifest:
-    """Convert nanoGPT's ckpt.pt and its tokenizer to the Kvasir checkpoint directory `out`, and verify `out`.
+    """Convert nanoGPT's ckpt.pt and its tokenizer to the Kvasir checkpoint directory `out`; return its manifest.
 
     Args:
         tokenizer: a directory or file in a format that `load_tokenizer` supports (such as GPT-2's), or nanoGPT's
@@ -132,7 +132,10 @@ def _place_tensors(path: Path, config: ModelConfig, found: dict[str, Tensor]) ->
 
 
 def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
-    """Copy a tokenizer's files to the directory `out`, a meta.pkl as tokenizer.json; return the names of the copies."""
+    """Copy a tokenizer's files to the directory `out`, a meta.pkl as tokenizer.json; return the names of new files.
+
+    If only other files of `source` name its EOS tokens, a generation_config.json with their ids is added.
+    """
     if source.suffix == ".pkl":
         (out / "tokenizer.json").write_text(json.dumps(_tokenizer_json(_read_characters(source)), ensure_ascii=False))
         return ("tokenizer.json",)
@@ -173,7 +176,7 @@ def _read_characters(path: Path) -> dict[str, int]:
 
 
 def _tokenizer_json(ids: dict[str, int]) -> dict[str, Any]:
-    """Return the content of a tokenizer.json that has one token for each character of `ids` and rejects others."""
+    """Return the content of a tokenizer.json with one token for each character of `ids` and errors for all others."""
     return {
         "version": "1.0",
         "truncation": None,

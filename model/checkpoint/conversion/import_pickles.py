@@ -63,7 +63,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def convert_pickles(directory: Path, out: Path) -> Manifest:
-    """Copy a Hugging Face directory to `out`, pickled weights as safetensors; verify `out`. Raises CheckpointError."""
+    """Copy a Hugging Face directory to `out`, pickled weights as safetensors; return the manifest of `out`.
+
+    Beside the weights, only the config, tokenizer and template files are copied. Raises CheckpointError.
+    """
     names = _pickle_names(directory)
     with written_whole(out) as new:
         for pattern in KEPT_FILES:
@@ -95,7 +98,7 @@ def _pickle_names(directory: Path) -> list[str]:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory (a tied head and its embedding), which safetensors rejects. Return all tensors."""
+    """Return all tensors, each in memory of its own, as safetensors requires: a tied head becomes a copy."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

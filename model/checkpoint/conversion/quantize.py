@@ -26,7 +26,9 @@ from model.tokenizer.generation_config import GENERATION_CONFIG_FILE
 
 
 def quantize_checkpoint(directory: Path, out: Path, kind: str) -> Manifest:
-    """Write a checkpoint to `out` in Kvasir's format, with the matrices that `serve --quantize` makes: int8 or int4.
+    """Write a checkpoint to `out` in Kvasir's format, with matrices in int8 or int4 (`kind`); return its manifest.
+
+    The matrices are those that `serve --quantize` makes.
 
     Raises:
         CheckpointError: the checkpoint is damaged, quantized already or a GGUF file, or `out` is not empty.
@@ -60,7 +62,10 @@ def quantize_checkpoint(directory: Path, out: Path, kind: str) -> Manifest:
 
 
 def _copy_other_files(directory: Path, out: Path) -> tuple[str, ...]:
-    """Copy all files but the weights and their description; return their names."""
+    """Copy a checkpoint's tokenizer, template and other small files to `out`, except those that describe the weights.
+
+    Return the names of the copied files.
+    """
     left_out = (CONFIG_FILE, MANIFEST_FILE, INDEX_FILE)
     names = {path.name for pattern in KEPT_FILES for path in directory.glob(pattern) if path.is_file()}
     for name in sorted(names.difference(left_out)):
@@ -69,7 +74,7 @@ def _copy_other_files(directory: Path, out: Path) -> tuple[str, ...]:
 
 
 def _stored_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a quantized model: floats as they are, and matrices as `PackedEncoding` or `Int8Encoding`.
+    """Yield name and tensor of all stored tensors: floats unchanged, matrices as `PackedEncoding` or `Int8Encoding`.
 
     A tied embedding comes before the head that it shares its matrix with, so that its name is stored.
     """

@@ -34,7 +34,10 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Checkpoint tensors that make up one tensor of Kvasir's model: layout, and required shape by tensor name."""
+    """Checkpoint tensors that make up one tensor of Kvasir's model.
+
+    shapes: required shape by tensor name without the family's prefix, in the order of rows.
+    """
 
     layout: Layout
     shapes: Mapping[str, tuple[int, ...]]
@@ -88,7 +91,10 @@ def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
 
 
 def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source]:
-    """Return the Source (checkpoint tensors) of each tensor in Kvasir's model, by name. `family` None: equal names."""
+    """Return the checkpoint tensors that make up each tensor of Kvasir's model, by the name in Kvasir's model.
+
+    family: the checkpoint's family; None for Kvasir's format, which stores every tensor under its own name.
+    """
     shapes = config.parameter_shapes()
     if family is None:
         return {name: Source(Layout.AS_IS, {name: shape}) for name, shape in shapes.items()}
@@ -116,7 +122,7 @@ def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
 
 
 def full_name(family: ModelFamily | None, name: str) -> str:
-    """Return a checkpoint tensor's full name: with the family's prefix, which all tensors except the head's have."""
+    """Return a checkpoint tensor's name with the family's prefix; unchanged for the head, or if `family` is None."""
     if family is None or name.startswith(family.names["lm_head"].modules[0] + "."):
         return name
     return family.prefix + name

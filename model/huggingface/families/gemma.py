@@ -26,11 +26,14 @@ def _read_gemma(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
 def _shared_fields(
     reader: ConfigReader, fields: Mapping[str, Any], *, activation_keys: tuple[str, str]
 ) -> dict[str, Any]:
-    """Return the fields of all versions. activation_keys: the key that was read, and the key that must agree."""
+    """Return the ModelConfig fields that all versions of Gemma have in common.
+
+    activation_keys: the key that sets the activation, and a second key, rejected if it sets another activation.
+    """
     read, other = activation_keys
     activation = reader.value(other)
     if activation is not None and ACTIVATIONS.get(str(activation)) is not fields["mlp"]:
-        reader.reject(other, activation, f"{read} has another value; keep the correct one")
+        reader.reject(other, activation, f"contradicts {read} or its default; remove the wrong key")
     return {
         "attention_bias": reader.flag("attention_bias", False),
         "norm_unit_offset": True,
@@ -49,7 +52,11 @@ def _read_gemma2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
 def newer_fields(
     reader: ConfigReader, fields: Mapping[str, Any], *, period: int, logit_cap: float | None
 ) -> dict[str, Any]:
-    """Return the fields of Gemma 2 and 3: one layer of `period` has no window, and `logit_cap` is a default."""
+    """Return the ModelConfig fields that Gemma 2 and 3 read from the same keys.
+
+    period: every `period`-th layer has no sliding window, if the config has no `layer_types`.
+    logit_cap: default of `final_logit_softcapping`.
+    """
     size = reader.number("query_pre_attn_scalar", 256)
     windows = read_layer_types(
         reader,

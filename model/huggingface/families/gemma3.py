@@ -1,4 +1,4 @@
-"""Gemma 3, with and without a vision tower, which is not served.
+"""Gemma 3: models of text alone, and the language model of those with a vision tower. The tower is not served.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
@@ -28,14 +28,17 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
-    """Return the fields of Gemma 3's two rotary embeddings. Only layers without a window may have a scaling.
+    """Return the ModelConfig fields of Gemma 3's two rotary embeddings: of layers without and with a window.
+
+    Raises CheckpointError for a scaling in layers with a window, or if old and new keys set different values.
 
     Old files have rope_theta, rope_scaling and rope_local_base_freq; new files have rope_parameters by kind of layer.
     """
     given = reader.value("rope_parameters")
     by_kind = {} if given is None else given
     if not isinstance(by_kind, Mapping) or by_kind.keys() - set(_ROPE_KEYS):
-        reader.reject("rope_parameters", given, f"expected an object with the keys {' and '.join(_ROPE_KEYS)}")
+        remedy = f"expected an object with the keys {' and '.join(_ROPE_KEYS)}; correct the config"
+        reader.reject("rope_parameters", given, remedy)
     old_keys: tuple[tuple[str, ...], ...] = (("rope_theta", "rope_scaling"), ("rope_local_base_freq",))
     ropes = []
     for kind, keys, theta in zip(_ROPE_KEYS, old_keys, (_GLOBAL_THETA, DEFAULT_THETA), strict=True):
@@ -44,12 +47,12 @@ def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str
         ropes.append(read_rope(inner, max_positions=positions, theta_names=keys[:1], theta=theta))
     full, local = ropes
     if local.scaling is not None:
-        reader.reject("rope_parameters", given, "scaling in layers with a window is not implemented")
+        reader.reject("rope_parameters", given, "scaling in layers with a window is not implemented; use another model")
     return {"rope_theta": full.theta, "rope_scaling": full.scaling, "local_rope_theta": local.theta}
 
 
 def _read_multimodal(reader: ConfigReader) -> ModelConfig:
-    """Return the config of the language model in a config.json with a vision tower."""
+    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision tower."""
     given = reader.value("text_config")
     text = {} if given is None else given
     if not isinstance(text, Mapping):
@@ -60,7 +63,7 @@ def _read_multimodal(reader: ConfigReader) -> ModelConfig:
     inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **text}, prefix="text_config.")
     config = convert_config(_GEMMA3_TEXT, inner)
     if config.tie_embeddings != tied:
-        reader.reject("tie_word_embeddings", tied, "text_config has another value; keep the correct one")
+        reader.reject("tie_word_embeddings", tied, "contradicts text_config; remove the wrong key")
     return config
 
 

@@ -63,7 +63,7 @@ def derived_family(
     read_ropes: Callable[[ConfigReader, int, int], dict[str, Any]] | None = None,
     **defaults: Any,
 ) -> ModelFamily:
-    """Return a model family with Llama's layers.
+    """Return a model family that is defined by its differences from Llama.
 
     Args:
         class_prefix: beginning of the names of the family's `transformers` classes.
@@ -131,7 +131,7 @@ def _read_config(
 
 
 def read_one_rope(reader: ConfigReader, positions: int, head_dim: int, **options: Any) -> dict[str, Any]:
-    """Return the fields of a rotary embedding that all layers share. options: keyword arguments of `read_rope`."""
+    """Return the ModelConfig fields of a rotary embedding that all layers share. options: those of `read_rope`."""
     rope = read_rope(reader, max_positions=positions, **options)
     return {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "rotary_dim": rope.dim(head_dim)}
 
@@ -161,7 +161,7 @@ def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str
 def read_layer_types(
     reader: ConfigReader, num_layers: int, *, window: int | None, slides: Callable[[int], bool]
 ) -> dict[str, Any]:
-    """Return the sliding-window fields of ModelConfig: the window, and the layers without a window.
+    """Return the sliding-window fields of ModelConfig: the window, and the layers without one; empty if all lack it.
 
     Args:
         window: the size of the window in tokens; None: no window.

@@ -71,9 +71,12 @@ _TYPES = ("default", *RopeScalingKind)
 class ConfigReader:
     """Reader of one config.json, or of an object in it. A key whose value has an unexpected type raises ValueError.
 
+    A key is removed when it is read, so it can be read once. A `default` applies to an absent key only, not to null.
+
     Args:
         prefix: path of the object, for messages.
-        harmless, must_be: keys that need not be read.
+        harmless: keys that a family may leave unread, with any value.
+        must_be: keys that a family may leave unread if they are null or have one of the listed values.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class ConfigReader:
         return self._unread.pop(name, None)
 
     def size(self, name: str, default: int) -> int:
-        """Return the value of a key that must be a positive integer."""
+        """Return the value of a key that must be a positive integer; null is rejected."""
         value = self._unread.pop(name, default)
         check_size(name, value)
         return int(value)
@@ -110,7 +113,7 @@ class ConfigReader:
         return count
 
     def optional_size(self, name: str, default: int | None) -> int | None:
-        """Return the value of a key that must be a positive integer or null."""
+        """Return the value of a key that must be a positive integer or null; None for null."""
         self._read_keys.add(name)
         value = self._unread.pop(name, default)
         if value is not None:
@@ -118,20 +121,23 @@ class ConfigReader:
         return None if value is None else int(value)
 
     def number(self, name: str, default: float) -> float:
-        """Return the value of a key that must be a positive number."""
+        """Return the value of a key that must be a positive number; null is rejected."""
         value = self._unread.pop(name, default)
         check_number(name, value)
         return float(value)
 
     def optional_number(self, name: str, default: float | None) -> float | None:
-        """Return the value of a key that must be a positive number or null."""
+        """Return the value of a key that must be a positive number or null; None for null."""
         value = self._unread.pop(name, default)
         if value is not None:
             check_number(name, value)
         return None if value is None else float(value)
 
     def check_ignored(self, name: str, value: float, source: str) -> None:
-        """Reject the ignored key `name` unless it equals `value`, which the family reads from the key `source`."""
+        """Reject the key `name`, which the family ignores, unless it is absent, null or equal to `value`.
+
+        value: the value that the family uses instead. source: the key that sets this value.
+        """
         if self._unread.get(name) is not None and (found := self.number(name, value)) != value:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 
@@ -143,7 +149,7 @@ class ConfigReader:
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """Return the item of `choices` that the value of a key names; reject an unknown name."""
+        """Return the item of `choices` that the value of a key names, `default` if absent; reject another name."""
         value = self._unread.pop(name, default)
         if not isinstance(value, str) or value not in choices:
             self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
@@ -157,7 +163,7 @@ class ConfigReader:
         return self._prefix + (name if name.isprintable() and len(name) < 80 else _short(name))
 
     def warn(self, name: str, value: object, consequence: str) -> None:
-        """Add a warning about a key, with its value and the consequence."""
+        """Add a warning about a key, with its value and the consequence, to `warnings`."""
         self.warnings.append(f"{self.path}: {self._shown(name)}={_short(value)}: {consequence}")
 
     def check_unread(self) -> None:
@@ -214,7 +220,7 @@ def read_rope(
     """Read all config.json keys of the rotary embedding. Several keys that set the same value must agree.
 
     Args:
-        max_positions: original context length (before scaling), if no key sets one.
+        max_positions: the model's context length; also the length before scaling, if no key sets that length.
         theta_names, partial_names: the family's top-level keys for `Rope.theta` and `Rope.partial`.
         partial, theta: defaults of `Rope.partial` and `Rope.theta`.
         original: default of the family's top-level key for LongRoPE's original context length; None: no such key.
@@ -232,7 +238,7 @@ def read_rope(
         reader.reject(inner[0], fraction, "at most 1.0 is possible; correct the config")
     length = values.pop(_ORIGINAL, max_positions if top is None else top)
     if top is not None and length != top:
-        reader.reject(f"{name}.{_ORIGINAL}", length, f"{_ORIGINAL} is {top}; keep the correct one")
+        reader.reject(f"{name}.{_ORIGINAL}", length, f"contradicts {_ORIGINAL}={top}; remove the wrong key")
     if kind == "default":
         scaling = None
     else:
@@ -253,14 +259,17 @@ def read_rope(
 
 
 def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:
-    """Return the name of the key with the rope dictionary (rope_scaling or rope_parameters), and its non-null items."""
+    """Return the name of the key with the rope dictionary, and the dictionary's items that are not null.
+
+    The key is rope_scaling or rope_parameters; if both are set, they must be equal. Without both there are no items.
+    """
     found = [(name, reader.value(name)) for name in ("rope_scaling", "rope_parameters")]
     for name, value in found:
         if not isinstance(value, Mapping | None):
             reader.reject(name, value, "expected a JSON object or null; correct the config")
     filled = [(name, value) for name, value in found if value]
     if len(filled) == 2 and filled[0][1] != filled[1][1]:
-        reader.reject("rope_scaling", filled[0][1], "rope_parameters has another value; keep the correct one")
+        reader.reject("rope_scaling", filled[0][1], "contradicts rope_parameters; remove the wrong key")
     name, value = filled[0] if filled else ("rope_parameters", {})
     return name, {key: entry for key, entry in value.items() if entry is not None}
 
@@ -277,10 +286,13 @@ def _kind(reader: ConfigReader, name: str, values: dict[str, Any], longrope_name
 
 
 def _agreed(reader: ConfigReader, inner: tuple[str, Any], names: tuple[str, ...], default: float) -> float:
-    """Return the number set by a key in the rope dictionary or by top-level keys; reject contradictory keys."""
+    """Return the number that a key of the rope dictionary or top-level keys set, else `default`.
+
+    Raises CheckpointError if two keys set different numbers. inner: name and value of the dictionary's key.
+    """
     values = [(name, value) for name, value in (inner, *((n, reader.value(n)) for n in names)) if value is not None]
     for name, value in values:
         check_number(name, value)
         if value != values[0][1]:
-            reader.reject(name, value, f"{values[0][0]} is {values[0][1]}; keep the correct one")
+            reader.reject(name, value, f"contradicts {values[0][0]}={values[0][1]}; remove the wrong key")
     return float(values[0][1]) if values else default

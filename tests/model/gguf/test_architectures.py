@@ -116,7 +116,7 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"general.architecture": "mamba"}, "the architecture 'mamba' is not supported; supported are llama, qwen2"),
-        ({"split.count": 3}, "is one of several files; merge them with"),
+        ({"split.count": 3}, "is one of a model's several files; merge them with"),
         ({"llama.context_length": None}, "the key llama.context_length is missing"),
         ({"llama.attention.head_count": 0}, "the key llama.attention.head_count is missing"),
         ({"llama.attention.head_count": -1}, "num_attention_heads must be a positive integer"),
