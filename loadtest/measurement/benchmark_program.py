@@ -105,8 +105,8 @@ def run_benchmark(
 ) -> int:
     """Call `measure`, and write its figures with their provenance as JSON to the file `--out` or to standard output.
 
-    prints_json: print the JSON if `--out` is missing.
-    part: argument that names the field of the JSON file to replace; None replaces the whole file.
+    prints_json: print the JSON if `--out` is missing; False: write nothing then.
+    part: name of an argument. Its value is the field of the file `--out` to replace; None replaces the whole file.
 
     Returns the exit code: 0; 1 after `MeasurementFailed`, or for figures with a true field `interrupted`. A
     `ValueError` exits with 2, as invalid arguments do.

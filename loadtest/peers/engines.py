@@ -116,7 +116,7 @@ def _cache_bytes(cell: Cell) -> int:
 
 
 def _fits(cell: Cell) -> bool:
-    """Return True if the cell fits the model's context and a machine's memory."""
+    """Return True if the cell fits the model's context and `_MAX_CELL_BYTES` of memory."""
     config = shape_config(cell.shape)
     return (
         cell.prompt_tokens + cell.output_tokens <= config.max_context_length
@@ -127,7 +127,7 @@ def _fits(cell: Cell) -> bool:
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
     """Return the cells of these shapes, precisions and kinds. The precision `DEFAULTS` has only cells of kind http.
 
-    Cells that exceed the model's context or the memory of a machine are left out.
+    Cells that exceed the model's context, or `_MAX_CELL_BYTES` of weights and KV-cache, are left out.
     """
     cells = (
         Cell(shape, precision, *size)
@@ -138,7 +138,7 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
 
 
 def _largest_cache(cell: Cell) -> int:
-    """Return the bytes of the KV-cache of the largest cell with this model: an engine starts once for all of them."""
+    """Return the KV-cache bytes of the largest cell with this model and precision: one engine serves all of them."""
     return max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
 
 

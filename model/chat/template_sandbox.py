@@ -25,7 +25,8 @@ MAX_CHARACTERS = 2**23  # of a rendered text
 class TemplateFailure(ValueError):
     """One-line error of compiling or rendering a chat template.
 
-    by_template: the template rejects the messages, so the client must change them; False: any other failure.
+    by_template: the template rejects the messages, so the client must change them. False: any other failure, such as an
+        exceeded limit or an error in the template. Tools or variables of the request may be its cause.
     """
 
     def __init__(self, message: str, *, by_template: bool = False) -> None:

@@ -119,7 +119,8 @@ def _decode_packed(encoded: EncodedTensor) -> GroupedWeight:
     if tuple(stored["weight_shape"].tolist()) != encoded.shape:
         header = encoded.tensors["weight_shape"]
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} holds another shape than {encoded.shape}; save the weights again"
+            f"{header.path}: the numbers of tensor {header.name} are not {encoded.shape}, the shape of its matrix; "
+            "save the weights again"
         )
     zeros_FJ = None
     if "weight_zero_point" in stored:
@@ -177,9 +178,11 @@ def _ordered(
 
 
 def _grouped(codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, group_size: int | None) -> GroupedWeight:
-    """Return an int4 matrix with a scale for each group of 32 inputs, from stored groups of a multiple of 32.
+    """Return an int4 matrix with a scale for each 32 inputs. A stored group has a multiple of 32 inputs.
 
-    codes_FI: codes from 0 to 15; w = scale * (code - zero). zeros_FJ None: 8. group_size None: all inputs.
+    codes_FI: codes from 0 to 15; weight = scale * (code - zero).
+    zeros_FJ: zero of each stored group; None: all are 8.
+    group_size: inputs of a stored group; None: one group of all inputs.
     """
     groups = -(-codes_FI.shape[1] // GROUP_SIZE)
     times = groups if group_size is None else min(groups, group_size // GROUP_SIZE)

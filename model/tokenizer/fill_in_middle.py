@@ -29,7 +29,7 @@ _BORDER = "☺"
 
 
 def describe_formats() -> str:
-    """Return the names of the marker tokens of each format in one line, for error messages."""
+    """Return the marker tokens of each known fill-in-the-middle format in one line, for error messages."""
     return ", or ".join(" ".join(_markers(parts)) for parts, _ in _FORMATS)
 
 

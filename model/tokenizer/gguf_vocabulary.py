@@ -80,7 +80,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
 def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int]) -> dict[str, Any]:
     name = file.text("tokenizer.ggml.pre") or "default"
     if (split := _SPLITS.get(name)) is None:
-        raise TokenizerError(f"the split pattern {name!r} is unknown; known are {', '.join(_SPLITS)}")
+        raise TokenizerError(f"tokenizer.ggml.pre: {name!r} is not supported; supported are {', '.join(_SPLITS)}")
     merges = file.strings("tokenizer.ggml.merges")
     if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
         raise TokenizerError(f"expected two tokens in a merge, not {wrong!r}; convert the model again")

@@ -21,7 +21,8 @@ class Tokenizer(ABC):
         vocab_size: the highest id plus one. Unused ids below `vocab_size` have no bytes and an empty name.
         special_tokens: name and id of each special token. By default, special tokens add no text to a completion.
         eos_token_ids: ids of the EOS tokens, each of which ends a text. May be empty.
-        bos_token_id: id of the BOS token, which is put before every prompt; None if prompts begin without one.
+        bos_token_id: id of the BOS token, with which prompts begin; None if they begin without one. Callers put
+            it before a text, except before a prompt whose chat template writes it.
         longest_token: maximum number of text bytes that one token covers, special tokens excepted; None: no limit.
     """
 

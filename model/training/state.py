@@ -22,7 +22,8 @@ STATE_FILE, LOG_FILE = "state.safetensors", "log.jsonl"
 # Files of a run directory, besides the tokenizer's.
 RUN_FILES = (STATE_FILE, "state.partial", LOG_FILE, "log.partial", "lock")
 _LENGTHS = ("steps", "decay_steps", "chat_steps")
-# Values that the saved steps do not depend on. The lengths may change until the learning rate decays.
+# Values that the saved steps do not depend on. The lengths may change until the learning rate decays or
+# the chat steps begin, by the saved or the new config.
 _CHANGEABLE = ("checkpoint_minutes", "evaluate_every", "sample_prompts", "description", *_LENGTHS)
 _LINE_SECONDS = 10.0  # between two progress lines
 _SMOOTHING = 20  # steps over which the training loss of a progress line is smoothed
@@ -58,7 +59,8 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
 
     Raises:
         ValueError: the save is damaged, or its run differs from `config` or `corpora` in a value that the saved steps
-            depend on. The numbers of steps may differ until the learning rate decays.
+            depend on. The numbers of steps and the chat sources may differ until the learning rate
+            decays or the chat steps begin.
     """
     path = directory / STATE_FILE
     if not path.exists():
@@ -80,8 +82,8 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
         )
     if step > plateau_end and any(saved[key] != current[key] for key in _LENGTHS):
         raise ValueError(
-            f"{path}: the learning rate already decays at the saved step {step}; undo the change of "
-            "steps, decay_steps or chat_steps, or use another --run-directory"
+            f"{path}: at the saved step {step} the learning rate decays or the chat steps have begun; undo the "
+            "change of steps, decay_steps or chat_steps, or use another --run-directory"
         )
     return RunState(step=step, seconds=seconds, tensors=tensors)
 

@@ -78,7 +78,10 @@ def _token_ids(settings: InspectAttentionSettings, manifest: Manifest, tokenizer
 
 
 def _summary_lines(weights_HTT: Tensor, labels: Sequence[str], *, layer: int, heads: Sequence[int]) -> Iterator[str]:
-    """Yield a title, then for each of the last 12 tokens its most attended tokens: averaged over heads, and by head."""
+    """Yield a title, then for each of the last 12 tokens its 4 most attended tokens, averaged over heads.
+
+    If there are several heads, the top token of each head follows.
+    """
     first = max(0, len(labels) - _MAX_ROWS)
     width = max(map(len, labels[first:]))
     several = len(heads) > 1

@@ -80,7 +80,8 @@ class ChatPrompts:
     async def plan(self, asked: ChatCompletionRequest) -> ChatPlan:
         """Render the prompt of a chat request, and find the constraint and the parser of its completions.
 
-        Raises the errors of `encode`, and InvalidRequest for a strict tool if the model has no chat template.
+        Raises the errors of `encode`, and InvalidRequest for a strict tool if neither a chat
+        template nor --tool-format says how the model writes tool calls.
         """
         form = self._form
         tools, must_call = asked.callable_tools

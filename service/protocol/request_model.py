@@ -130,7 +130,10 @@ class RequestModel(BaseModel):
 
 
 def _find_unknown_field(model: RequestModel, foreign: set[str], prefix: str = "") -> str | None:
-    """Return the first unknown field to reject, if any. `foreign`: names ignored so far; this call adds to them."""
+    """Return the first unknown field to reject, if any.
+
+    foreign: names of this request that were ignored so far, and are not compared again; this call adds to them.
+    """
     for name in model.__pydantic_extra__ or ():
         if name in foreign:
             continue

@@ -79,6 +79,6 @@ def _reasoning(
     if closing is None:
         raise GrammarError(
             f"the limit of reasoning tokens needs {reasoning.closing} as one token, which this model's tokenizer "
-            "lacks; leave out the limit"
+            "lacks; leave out thinking_token_budget, or thinking.budget_tokens of a message request"
         )
     return f"{document.tokens({closing, *eos_token_ids}, max_tokens=max_tokens)} {document.literal(reasoning.closing)}"

@@ -363,7 +363,10 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
-    """Return the reason for `EngineFacts.matrices`, by this name: the checkpoint's quantization; {} if it has none."""
+    """Return the entry "matrices" of `EngineFacts.reasons`: the checkpoint's quantization; {} if it has none.
+
+    Matrices that are served otherwise are "dequantized from" it.
+    """
     if (stored := manifest.quantization) is None:
         return {}
     is_kept = matrices in ("int4", "int8") or not stored.is_kept

@@ -406,7 +406,11 @@ NUMBERS: dict[str, tuple[str, Damage, str]] = {
     "infinite scale": ("gptq 128", lambda t: t[f"{MLP}.scales"].fill_(torch.inf), "holds NaN or infinity"),
     "group": ("packed actorder", lambda t: t[f"{MLP}.weight_g_idx"].fill_(8), "has groups beyond the 8 of the scales"),
     "negative": ("packed actorder", lambda t: t[f"{MLP}.weight_g_idx"].fill_(-1), "has groups beyond the 8"),
-    "shape": ("packed 32", lambda t: t[f"{MLP}.weight_shape"].fill_(7), "holds another shape than (128, 256)"),
+    "shape": (
+        "packed 32",
+        lambda t: t[f"{MLP}.weight_shape"].fill_(7),
+        "weight_shape are not (128, 256), the shape of its matrix",
+    ),
 }
 
 

@@ -25,10 +25,10 @@ _MAX_REFERENCES = 100
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSchemas:
-    """Reader of the schemas of a tool's arguments. Errors name the format.
+    """Reader of the schemas of a tool's arguments.
 
-    format_name: name of the tool format that is to enforce the schemas.
-    tool: tool whose `parameters` are the whole schema.
+    format_name: name of the tool format that is to enforce the schemas, for errors about what it cannot enforce.
+    tool: tool whose `parameters` are the root that each `$ref` refers to.
     """
 
     format_name: str

@@ -122,7 +122,7 @@ def test_files_beside_the_gguf_file_are_not_read(tmp_path: Path) -> None:
     [
         ({"model": "t5"}, "the tokenizer model 't5' is not supported; supported are gpt2 and llama"),
         ({"model": 3}, "tokenizer.ggml.model must be a string"),
-        ({"pre": "unheard"}, "the split pattern 'unheard' is unknown; known are gpt-2, default"),
+        ({"pre": "unheard"}, "tokenizer.ggml.pre: 'unheard' is not supported; supported are gpt-2, default"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "2 tokens, 1 of them distinct, and 2 types"),
         ({"token_type": [1]}, "and 1 types"),
         ({"merges": ["a b c"]}, "expected two tokens in a merge, not 'a b c'"),

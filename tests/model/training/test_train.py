@@ -177,7 +177,7 @@ def test_only_the_number_of_steps_may_change_and_only_on_the_plateau(tmp_path: P
     train(config(steps=40), settings(tmp_path, "grown"), lambda text: None, complete=no_completions)
     assert train(config(steps=40), settings(tmp_path), lambda text: None, complete=no_completions)
     assert losses(tmp_path, "run") == losses(tmp_path, "grown")
-    with pytest.raises(ValueError, match="already decays"):
+    with pytest.raises(ValueError, match="the learning rate decays"):
         train(config(steps=50), settings(tmp_path), lambda text: None)
     with pytest.raises(ValueError, match="began with different values of seed, matrix_lr"):
         train(config(seed=4, matrix_lr=1.0), settings(tmp_path), lambda text: None)
