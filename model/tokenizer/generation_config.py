@@ -72,7 +72,7 @@ def _gguf_values(path: Path) -> dict[str, object]:
 
     Parameters without an effect are left out.
     """
-    values = {}
+    values: dict[str, object] = {}
     for key, value in read_gguf(path).scalars.items():
         name = key.removeprefix(_GGUF_PREFIX)
         if name != key and name not in _GGUF_HARMLESS and (name, value) not in _GGUF_NEUTRAL:
