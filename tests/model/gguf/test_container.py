@@ -48,7 +48,7 @@ def test_an_empty_file_of_version_2_is_read(tmp_path: Path) -> None:
         (b"GGUF", "the header ends"),
         (container(version=1), "its version is 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(20), "its version is 50331648"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "lists 1152921504606846976 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "1152921504606846976 tensors and 0 metadata entries are too many"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "1152921504606846976 metadata entries"),
         (container([text("k" * 300)]), "not a printable name"),
         (container([text("a\nb")]), "not a printable name"),
