@@ -75,8 +75,8 @@ def build_server(
     )
     return Supervisor(
         lifecycle,
-        worker=worker or _start_worker(settings),
-        start_worker=lambda is_standby: WorkerProcess.start(None if is_standby else settings.checkpoint),
+        worker=worker or _start_worker(),
+        start_worker=lambda is_standby: WorkerProcess.start(is_standby=is_standby),
         begin=lambda process, has_standby: process.begin(
             order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=has_standby
         ),
@@ -115,8 +115,8 @@ def load_tracer(endpoint: str, model_name: str) -> "RequestTracer":
         ) from None
 
 
-def _start_worker(settings: ServeSettings) -> WorkerProcess:
+def _start_worker() -> WorkerProcess:
     try:
-        return WorkerProcess.start(settings.checkpoint)
+        return WorkerProcess.start()
     except OSError as error:
         raise StartError(f"the worker process cannot be started: {error}") from error

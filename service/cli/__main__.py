@@ -4,14 +4,30 @@ import signal
 import sys
 from importlib import import_module
 from os import _exit
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from service.supervisor.worker_process import WorkerProcess
 
 
 def main() -> int:
     """Run the command given by this process' arguments and return its exit code."""
     exit_on_interrupt()  # in the milliseconds before, Ctrl-C shows a traceback of Python
-    code: int = import_module("service.cli.main").main()
+    code: int = import_module("service.cli.main").main(worker=start_worker())
     exit_on_interrupt()  # also while the interpreter shuts down
     return code
+
+
+def start_worker() -> "WorkerProcess | None":
+    """For `kvasir serve`, start the worker, which imports torch while this process imports and reads the flags."""
+    if sys.argv[1:2] != ["serve"] or {"-h", "--help"} & set(sys.argv):
+        return None
+    import_module("service.config.library_environment").set_library_environment()
+    try:
+        worker: WorkerProcess = import_module("service.supervisor.worker_process").WorkerProcess.start()
+    except OSError:  # the supervisor tries again, and then reports the error
+        return None
+    return worker
 
 
 def exit_on_interrupt() -> None:

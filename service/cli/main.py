@@ -8,15 +8,17 @@ import pkgutil
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from model.checkpoint.read_ahead import read_ahead
 from model.io.files import error_line, first_line
 from service.config import client_settings
 from service.config import settings as config
 from service.config.flags import CommandSettings
+from service.config.library_environment import set_library_environment
 from service.supervisor.worker_process import WorkerProcess
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit code that shells report for a process killed by SIGINT
@@ -60,8 +62,11 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 success, 1 failure, 2 invalid arguments, 130 interrupted."""
+def main(argv: Sequence[str] | None = None, *, worker: WorkerProcess | None = None) -> int:
+    """Run one command and return its exit code: 0 success, 1 failure, 2 invalid arguments, 130 interrupted.
+
+    worker: worker process for `kvasir serve` that has been started already.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
@@ -73,16 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     for num_words in (2, 1):
         if (name := " ".join(arguments[:num_words])) in COMMANDS:
-            return _run(name, COMMANDS[name], arguments[num_words:])
+            return _run(name, COMMANDS[name], arguments[num_words:], worker)
     print(f"kvasir: there is no command {arguments[0]!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
-def _run(name: str, command: Command, argv: list[str]) -> int:
-    # Set before torch is loaded, in this process or in a worker, which inherits the environment.
-    for variable, value in config.LIBRARY_ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    worker: WorkerProcess | None = None
+def _run(name: str, command: Command, argv: list[str], worker: WorkerProcess | None) -> int:
+    set_library_environment()
     try:
         if command.settings is None:
             try:
@@ -97,14 +99,16 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         else:
             summary = " ".join((command.settings.__doc__ or "").split())
             settings = config.read_settings(command.settings, argv, command=name, summary=summary)
+            reading: list[threading.Thread] = []
             if isinstance(settings, config.ServeSettings):
-                # The worker imports at the same time as main: imports take most of a small model's start.
-                with suppress(OSError):  # the supervisor tries again, and then reports the error
-                    worker = WorkerProcess.start(settings.checkpoint)
+                reading += [threading.Thread(target=read_ahead, args=(settings.checkpoint,), daemon=True)]
+                reading[0].start()
             gc.disable()  # imported modules are no garbage, and collection takes a tenth of the import time
             function = pkgutil.resolve_name(f"service.cli.{command.function}")
             gc.enable()
             raise_on_interrupt()
+            for thread in reading:  # processes are forked while this process has one thread
+                thread.join()
             code = int(function(settings) if worker is None else function(settings, worker))
         sys.stdout.flush()
     except BrokenPipeError:  # `kvasir inspect | head`

@@ -30,21 +30,6 @@ _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
 # Standard environment variables of OpenTelemetry, by field. Kvasir's own variable of the field takes precedence.
 _STANDARD_VARIABLES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
-# Environment variables of torch's libraries, set before torch is imported. A value of the environment takes precedence.
-LIBRARY_ENVIRONMENT = {
-    # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
-    # other. By default they spin, and one busy neighbour, such as the API process, then makes a step 100 times slower
-    # (540 ms instead of 6 ms; two threads on two cores).
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # A short spin comes before the sleep, since parallel regions within a step are microseconds apart. With the spin,
-    # throughput is 1.8 times as high on two idle cores, and 0.4 to 0.7 times beside a process that is always busy
-    # (docs/performance-log.md).
-    "GOMP_SPINCOUNT": "3000",
-    # oneDNN and PyTorch's bridge to it each cache kernels of 1,024 shapes, and every batch size is a new shape. 300
-    # batch sizes took 715 MB, and take 77 MB with this limit (five matrices of 9.3 million parameters, float32).
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "LRU_CACHE_CAPACITY": "64",
-}
 
 
 class CheckpointSettings(CommandSettings):

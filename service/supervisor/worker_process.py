@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import connection
-from pathlib import Path
 from typing import Self
 
 from model.system.c_library import adopt_orphans
@@ -38,14 +37,14 @@ class WorkerProcess:
         self._is_reaped = False
 
     @classmethod
-    def start(cls, checkpoint: Path | None) -> Self:
+    def start(cls, *, is_standby: bool = False) -> Self:
         """Start a new interpreter as a worker process. Raises `OSError` if no process can be started.
 
-        checkpoint: directory of the weights to read into the page cache; None for a standby, which has low priority.
+        is_standby: the process imports at low priority.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = (theirs.fileno(), os.getpid(), None if checkpoint is None else str(checkpoint))
+            arguments = theirs.fileno(), os.getpid(), is_standby
             command = [sys.executable, "-c", _PROGRAM.format(path=sys.path, arguments=arguments)]
             # A process group of its own: Ctrl-C in a terminal reaches main only.
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0)

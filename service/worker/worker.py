@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -23,7 +22,6 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from model.checkpoint.manifest import Manifest
-from model.gguf.container import SUFFIX
 from model.system.c_library import end_with_parent, trim_heap
 from service.config import log_setup
 from service.config.log_setup import FIELDS
@@ -75,7 +73,7 @@ class WorkerOrder:
     main_pid: int
 
 
-def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
+def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
     """Run a worker process: import torch, wait for main's order to serve, fork a standby if main wants one, and serve.
 
     The process ends with its parent.
@@ -83,7 +81,7 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
     Args:
         descriptor: file descriptor of the socket to main.
         parent: process id of main.
-        checkpoint: directory of the weights to read into the page cache; None for a standby, which has low priority.
+        is_standby: import at low priority, since another worker serves.
     """
     _ignore_signals()
     end_with_parent()
@@ -91,7 +89,7 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
         os._exit(1)
     os.set_inheritable(descriptor, False)  # main notices the end of this process by the end of the socket
     gc.disable()  # imported modules are no garbage, and collection takes an eighth of the import time
-    if checkpoint is None:
+    if is_standby:
         name_thread("kvasir-importer")
         importing = threading.Thread(target=_import_at_low_priority, name="importing")
         importing.start()
@@ -99,10 +97,7 @@ def main(descriptor: int, parent: int, checkpoint: str | None) -> NoReturn:
         name_thread("kvasir-standby")
     else:
         name_thread("kvasir-worker")
-        reading = threading.Thread(target=read_ahead, args=(Path(checkpoint),), name="read-ahead", daemon=True)
-        reading.start()
         _import_engine()
-        reading.join()  # a process is forked while it has one thread
     gc.freeze()
     gc.enable()
     memory, lifecycle, channel, *standby = received = _receive_order(descriptor)
@@ -336,19 +331,6 @@ def importable_name(cls: type) -> str:
     if module == "__main__":
         module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
     return f"{module}:{cls.__qualname__}"
-
-
-def read_ahead(directory: Path) -> None:
-    """Start reading a checkpoint's weights into the page cache, unless twice their size exceeds the free memory."""
-    with suppress(OSError, ValueError):  # the loader reports errors
-        found = [directory] if directory.suffix == SUFFIX else sorted(directory.glob("*.safetensors"))
-        paths = [path for path in found if stat.S_ISREG(path.stat().st_mode)]
-        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if 2 * sum(path.stat().st_size for path in paths) > room:
-            return
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _import_at_low_priority() -> None:

@@ -18,7 +18,7 @@ from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle
 from service.supervisor.worker_process import WorkerProcess
 from service.worker import worker as worker_module
-from service.worker.worker import importable_name, read_ahead
+from service.worker.worker import importable_name
 
 PATIENCE_SECONDS = 600.0
 
@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("is_standby", [False, True])
 def test_worker_runs_its_order_with_the_shared_memory_and_the_channel(tmp_path: Path, is_standby: bool) -> None:
-    worker = WorkerProcess.start(None if is_standby else tmp_path)
+    worker = WorkerProcess.start(is_standby=is_standby)
     if is_standby:
         wait_until(worker.has_imported)
         assert psutil.Process(worker.pid).name() == "kvasir-standby"
@@ -72,7 +72,7 @@ def test_worker_forks_a_standby_that_takes_its_place_and_forks_the_next(tmp_path
     """Main is the parent of each standby: it reads the exit code, and the worker's end leaves the standby alone."""
     lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
     order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
-    worker = WorkerProcess.start(tmp_path)
+    worker = WorkerProcess.start()
     pids = []
     for _ in range(3):
         standby = worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=True)
@@ -94,7 +94,7 @@ def test_worker_forks_a_standby_that_takes_its_place_and_forks_the_next(tmp_path
 
 
 def test_standby_of_a_worker_that_dies_before_its_order_has_ended(tmp_path: Path) -> None:
-    worker = WorkerProcess.start(tmp_path)
+    worker = WorkerProcess.start()
     standby = worker.begin(b"never read", [], has_standby=True)
     assert standby is not None
     assert standby.exitcode is None
@@ -110,7 +110,7 @@ def test_no_process_is_left_of_a_worker_killed_while_it_forks_a_standby(tmp_path
     before = set(psutil.Process().children())
     lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
     order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
-    worker = WorkerProcess.start(tmp_path)
+    worker = WorkerProcess.start()
     wait_until(worker.has_imported)
     standby = worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=True)
     assert standby is not None
@@ -124,7 +124,7 @@ def test_no_process_is_left_of_a_worker_killed_while_it_forks_a_standby(tmp_path
 
 
 def test_worker_that_dies_before_its_order_has_an_exit_code(tmp_path: Path) -> None:
-    worker = WorkerProcess.start(tmp_path)
+    worker = WorkerProcess.start()
     os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: worker.exitcode is not None)
     worker.begin(b"late", [], has_standby=False)
@@ -135,7 +135,7 @@ def test_worker_that_dies_before_its_order_has_an_exit_code(tmp_path: Path) -> N
 
 
 def test_closed_worker_ends(tmp_path: Path) -> None:
-    worker = WorkerProcess.start(None)
+    worker = WorkerProcess.start()
     process = psutil.Process(worker.pid)
     worker.close()
     assert not process.is_running()
@@ -143,37 +143,15 @@ def test_closed_worker_ends(tmp_path: Path) -> None:
 
 def test_worker_ends_when_main_is_killed(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from service.supervisor.worker_process import WorkerProcess;"
-        "worker = WorkerProcess.start(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+        "import sys; from service.supervisor.worker_process import WorkerProcess;"
+        "worker = WorkerProcess.start(); print(flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as main:
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as main:
         assert main.stdout is not None
         main.stdout.readline()
         (child,) = psutil.Process(main.pid).children()
         main.kill()
         assert psutil.wait_procs([child], PATIENCE_SECONDS)[1] == []
-
-
-def test_weights_are_read_ahead_from_regular_files_if_memory_allows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A named pipe is skipped, because opening it could block forever."""
-    paths = [tmp_path / f"model-{number}.safetensors" for number in range(2)]
-    for path in (*paths, tmp_path / "manifest.json"):
-        path.write_bytes(b"weights")
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    advised: list[Path] = []
-    monkeypatch.setattr(
-        os, "posix_fadvise", lambda descriptor, *_: advised.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-    )
-    read_ahead(tmp_path)
-    read_ahead(tmp_path / "missing")
-    assert advised == paths
-    monkeypatch.setattr(os, "sysconf", lambda name: 1)  # one byte of memory is free
-    read_ahead(tmp_path)
-    assert advised == paths
 
 
 def test_standby_imports_at_the_lowest_priority_in_that_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
