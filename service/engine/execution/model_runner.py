@@ -117,7 +117,7 @@ class ModelRunner:
                 token_ids_T = torch.cat((sampled_B, token_ids_T[len(sampled_B) :]))
             x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
         rows_R = inputs.metadata.logit_rows_R
-        x_RE = x_TE if rows_R is None else x_TE[rows_R.to(self._device, non_blocking=True)]
+        x_RE = x_TE if rows_R is None else x_TE.index_select(0, rows_R.to(self._device, non_blocking=True))
         logits_RV = self._model.logits(x_RE)
         if logits_RV.shape[1] > self._vocab_size:
             logits_RV = logits_RV[:, : self._vocab_size]
@@ -189,10 +189,17 @@ def _pinned(x: Tensor) -> Tensor:
 
 def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
     """Return the sum over hidden state and logits of each packed token, T. NaN and infinity carry over to the sum."""
-    # One pass on the device, without the host. Finite numbers whose sum overflows would overflow a norm too.
-    sums_T = x_TE.sum(dim=1, dtype=torch.float32)
-    of_logits_R = logits_RV.sum(dim=1, dtype=torch.float32)
+    sums_T, of_logits_R = _row_sums(x_TE), _row_sums(logits_RV)
     return sums_T + of_logits_R if rows_R is None else sums_T.index_add_(0, rows_R.to(sums_T.device), of_logits_R)
+
+
+def _row_sums(x_RN: Tensor) -> Tensor:
+    # One pass on the device, without the host. Finite numbers whose sum overflows would overflow a norm too.
+    if not x_RN.is_cpu or x_RN.dtype != torch.float32:
+        return x_RN.sum(dim=1, dtype=torch.float32)
+    # Not by PyTorch: its threads start late while the native kernels' threads still occupy the cores.
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(x_RN.numpy().sum(axis=1))
 
 
 def _non_finite(sums_T: Tensor) -> set[int]:
