@@ -146,7 +146,7 @@ class NativeTransformer:
         self.final_norm, self.layers = model.final_norm, model.layers
         self._blocks = [cast(Block, block) for block in model.layers]
         self.kernel_level = kernels.level
-        self._model, self._dtype, self._kernels = model, weight_VE.dtype, kernels
+        self._model, self._dtype, self.kernels = model, weight_VE.dtype, kernels
         del weight_VE  # a tied embedding is freed before the layers are packed
         self._between = kernels.function("kvasir_between_attentions", _POINTER, _INT)
         self._all_layers = kernels.function("kvasir_layers", _POINTER)
@@ -298,7 +298,7 @@ class NativeTransformer:
         if self._calls[0].threads != step.threads:
             for call in self._calls:
                 call.threads = step.threads
-        kernel = self._kernels.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype], _POINTER, _POINTER)
+        kernel = self.kernels.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype], _POINTER, _POINTER)
         self._step.attend = ctypes.cast(kernel, _POINTER)
         self._step.batch, self._step.calls = ctypes.addressof(step.batch), ctypes.addressof(self._calls)
         self._step.mixed = self._buffers["mixed"].data_ptr()
@@ -402,7 +402,7 @@ class NativeTransformer:
         linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None
         if linear is not None or model.lm_head is None:
             matrix = self._head if linear is model.lm_head else self._matrix(cast(nn.Module, linear))
-            model.token_embedding = _PackedEmbedding(matrix, self._kernels, self.config, self._dtype)
+            model.token_embedding = _PackedEmbedding(matrix, self.kernels, self.config, self._dtype)
             rows.packed = ctypes.addressof(matrix)
         elif embedding.weight.is_contiguous():
             rows.embedding = embedding.weight.data_ptr()
@@ -410,7 +410,7 @@ class NativeTransformer:
         return rows if is_unchanged else Rows()
 
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:
-        packed = pack(module, self._kernels, self.huge_pages, gated=gated)
+        packed = pack(module, self.kernels, self.huge_pages, gated=gated)
         tensors = packed.weight, packed.bias, packed.scale, packed.shift
         self._kept += [tensor for tensor in tensors if tensor is not None]
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)

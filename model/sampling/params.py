@@ -96,11 +96,6 @@ class SamplingParams:
         """Return whether the temperature is under 1e-5, which means greedy: dividing logits by it could overflow."""
         return self.temperature < 1e-5
 
-    @property
-    def has_filters(self) -> bool:
-        """Return whether top_k, top_p or min_p is switched on."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
     def hidden_token_ids(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
         """Return the tokens that end the completion and add no text; none with `include_stop_str_in_output`."""
         if self.include_stop_str_in_output:

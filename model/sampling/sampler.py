@@ -16,6 +16,7 @@ Tokens exactly as likely as the last kept token are kept too, so the result does
 Legend: B sequences, R rows, V vocabulary, C candidates.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.kernels.kernel_library import KernelLibrary
 from model.sampling.logits_processors import obey
 from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
@@ -32,9 +34,15 @@ NO_TOKEN = -1  # in place of a sampled id if no token is possible
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NUCLEUS_CANDIDATES = 256
-# Sizes for one row on a CPU: slices whose maxima bound the highest values from below, candidates that are tried first
-# with `top_p`, weights that are sorted at once, and weights in a block of the cumulative distribution.
-_STRIDES, _CPU_CANDIDATES, _MAX_SORTED, _CDF_BLOCK = 16, 2048, 8192, 512
+_STRIDES = 16  # slices of a row of logits whose maxima bound the highest logits from below
+# The structure SampledRow of model/kernels/src/sampling.cpp.
+_SAMPLED_ROW = np.dtype(
+    [
+        ("logits", np.uintp),
+        *((name, np.float64) for name in ("temperature", "top_p", "min_p", "uniform")),
+        *((name, np.int64) for name in ("top_k", "id")),
+    ]
+)
 # Probabilities filtered and sampled at a time on a CPU. A chunk in the CPU's caches takes a third of the time.
 _AT_ONCE = 2**17
 
@@ -59,6 +67,7 @@ def sample(
     *,
     forbidden: Sequence[Sequence[int]] = (),
     rules: Sequence[TokenRules | None] = (),
+    kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """Sample a token for each row of logits. Return int64 token ids on the logits' device.
 
@@ -68,6 +77,7 @@ def sample(
     forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token. The caller includes
         the tokens that would complete a forbidden word (`TokenRules.forbidden`).
     rules: each row's other token rules; empty if no row has rules.
+    kernels: library that samples float32 logits on a CPU; None: PyTorch samples, as on a GPU.
     """
     if not logits_BV.shape[0] == len(params) == len(positions):
         lengths = f"{logits_BV.shape[0]} rows, {len(params)} params, {len(positions)} positions"
@@ -76,7 +86,7 @@ def sample(
     random_rows = [row for row, param in enumerate(params) if not param.greedy]
     if not random_rows and not may_leave_none:
         return torch.as_tensor(most_likely(logits_BV))
-    ids_B = _sample_rows(logits_BV, params, positions, random_rows)
+    ids_B = _sample_rows(logits_BV, params, positions, random_rows, kernels)
     if may_leave_none:
         ids_B = ids_B.masked_fill(logits_BV.amax(dim=-1) == -torch.inf, NO_TOKEN)
     return ids_B
@@ -103,16 +113,19 @@ def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
 
 
 def _sample_rows(
-    logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], random_rows: Sequence[int]
+    logits_BV: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    random_rows: Sequence[int],
+    kernels: KernelLibrary | None,
 ) -> Tensor:
     """Return a sampled token id, int64, for each row of logits. random_rows: the rows that are not greedy."""
     is_whole_batch = len(random_rows) == len(params)
     empty_B = logits_BV.new_empty(len(params), dtype=torch.int64)
     ids_B = empty_B if is_whole_batch else torch.as_tensor(most_likely(logits_BV))
-    if logits_BV.is_cpu and (filtered := [row for row in random_rows if params[row].has_filters]):
-        logits = logits_BV.detach().numpy()
-        ids_B[filtered] = torch.tensor([_sample_filtered(logits[row], params[row], positions[row]) for row in filtered])
-        random_rows = [row for row in random_rows if not params[row].has_filters]
+    if kernels is not None:
+        ids_B[random_rows] = torch.from_numpy(_sample_natively(logits_BV, params, positions, random_rows, kernels))
+        return ids_B
     # At least a row for each thread: PyTorch's threads share rows.
     at_least = torch.get_num_threads() if logits_BV.is_cpu else max(1, len(random_rows))
     count = max(at_least, _AT_ONCE // logits_BV.shape[1])
@@ -125,75 +138,30 @@ def _sample_rows(
     return ids_B
 
 
-def _sample_filtered(logits_V: NDArray[np.float32], params: SamplingParams, position: int) -> int:
-    """Sample a token of one row on a CPU. Only likely tokens are candidates, unless the `top_p` nucleus is wide."""
-    highest, vocab_size, temperature = float(logits_V.max()), len(logits_V), params.temperature
-    if not math.isfinite(highest):  # damaged weights, or no allowed token
-        return int(logits_V.argmax())
-    has_top_k, has_top_p = 0 < params.top_k < vocab_size, params.top_p < 1.0
-    if has_top_k or has_top_p:
-        ids_C = _top_ids(logits_V, params.top_k if has_top_k else max(1, min(_CPU_CANDIDATES, vocab_size // _STRIDES)))
-    else:  # the margin covers rounding; weights below min_p are removed afterwards
-        least = highest + temperature * (math.log(params.min_p) - 1e-3) if params.min_p else -math.inf
-        ids_C = np.flatnonzero(logits_V >= least)
-    weights_C = _weights(logits_V[ids_C], highest, temperature)
-    floor = params.min_p  # the highest weight is 1
-    if has_top_p:
-        weights_V = weights_C if has_top_k else _weights(logits_V, highest, temperature)
-        wanted = params.top_p * float(weights_V.sum())
-        if float(weights_C.sum()) < wanted:
-            ids_C, weights_C = np.arange(vocab_size), weights_V
-        floor = max(floor, _least_kept(weights_C, wanted))
-    weights_C *= weights_C >= floor
-    return int(ids_C[_index_of_share(weights_C, uniform(params.seed, position))])
-
-
-def _weights(logits_V: NDArray[np.float32], highest: float, temperature: float) -> NDArray[np.float32]:
-    """Return probabilities relative to that of the highest logit."""
-    weights_V: NDArray[np.float32] = logits_V - np.float32(highest)
-    if temperature != 1.0:
-        weights_V /= np.float32(temperature)
-    np.exp(weights_V, out=weights_V)
-    return weights_V
-
-
-def _index_of_share(weights_V: NDArray[np.float32], share: float) -> int:
-    """Return the first index whose cumulative weight exceeds share * total, as `_inverse_cdf` does, in two levels."""
-    ends = np.add.reduceat(weights_V, np.arange(0, len(weights_V), _CDF_BLOCK), dtype=np.float64).cumsum()
-    wanted = share * ends[-1]
-    block = int(ends.searchsorted(wanted, side="right"))
-    inside = weights_V[block * _CDF_BLOCK : (block + 1) * _CDF_BLOCK]
-    cdf = (ends[block - 1] if block else 0.0) + inside.cumsum(dtype=np.float64)
-    # The block's sum may exceed the last cumulative weight by rounding.
-    return block * _CDF_BLOCK + min(int(cdf.searchsorted(wanted, side="right")), int(inside.nonzero()[0][-1]))
-
-
-def _top_ids(values_V: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Return the ascending ids of all values that reach the `count`-th highest: more than `count` if values are equal.
-
-    NaN counts as highest.
-    """
-    ids_C, size = np.arange(len(values_V)), len(values_V) // _STRIDES
-    if count <= size:
-        # At least `count` values reach the `count`-th highest of these maxima.
-        maxima = values_V[: size * _STRIDES].reshape(_STRIDES, size).max(axis=0)
-        ids_C = np.flatnonzero(~(values_V < np.partition(maxima, size - count)[size - count]))
-    values_C = values_V[ids_C]
-    reached_C: NDArray[np.int64] = ids_C[~(values_C < np.partition(values_C, -count)[-count])]
-    return reached_C
-
-
-def _least_kept(weights_V: NDArray[np.float32], wanted: float) -> float:
-    """Return the smallest weight to keep, if the highest weights are kept until their sum reaches `wanted`."""
-    weights_V, start, end, above = weights_V.copy(), 0, len(weights_V), 0.0
-    while end - start > _MAX_SORTED:  # `above` is the sum of the weights from `end` on
-        middle = (start + end) // 2
-        weights_V[start:end].partition(middle - start)
-        mass = float(weights_V[middle:end].sum(dtype=np.float64))
-        start, end, above = (middle, end, above) if above + mass >= wanted else (start, middle, above + mass)
-    descending = np.sort(weights_V[start:end])[::-1]
-    before = above + np.cumsum(descending, dtype=np.float64) - descending
-    return float(descending[max(int((before < wanted).sum()), 1) - 1])
+def _sample_natively(
+    logits_BV: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    random_rows: Sequence[int],
+    kernels: KernelLibrary,
+) -> NDArray[np.int64]:
+    """Return the sampled ids of these rows of logits on a CPU."""
+    logits_BV = logits_BV.detach()
+    if logits_BV.stride(1) != 1:
+        logits_BV = logits_BV.contiguous()
+    rows_R = np.empty(len(random_rows), dtype=_SAMPLED_ROW)
+    start, stride = logits_BV.data_ptr(), logits_BV.stride(0) * logits_BV.element_size()
+    rows_R["logits"] = [start + row * stride for row in random_rows]
+    chosen = [params[row] for row in random_rows]
+    rows_R["temperature"] = [param.temperature for param in chosen]
+    rows_R["top_p"] = [param.top_p for param in chosen]
+    rows_R["min_p"] = [param.min_p for param in chosen]
+    rows_R["top_k"] = [param.top_k for param in chosen]
+    rows_R["uniform"] = [uniform(params[row].seed, positions[row]) for row in random_rows]
+    function = kernels.function("kvasir_sample", ctypes.c_void_p, *[ctypes.c_int64] * 3)
+    function(rows_R.ctypes.data, len(rows_R), logits_BV.shape[1], torch.get_num_threads())
+    ids_R: NDArray[np.int64] = rows_R["id"]
+    return ids_R
 
 
 def _sample_chunk(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
@@ -289,6 +257,21 @@ def top_logprobs(
         (logprob, rank, list(zip(ids, values, strict=True)))
         for (logprob, rank), (ids, values) in zip(chosen, alternatives, strict=True)
     ]
+
+
+def _top_ids(values_V: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Return the ascending ids of all values that reach the `count`-th highest: more than `count` if values are equal.
+
+    NaN counts as highest.
+    """
+    ids_C, size = np.arange(len(values_V)), len(values_V) // _STRIDES
+    if count <= size:
+        # At least `count` values reach the `count`-th highest of these maxima.
+        maxima = values_V[: size * _STRIDES].reshape(_STRIDES, size).max(axis=0)
+        ids_C = np.flatnonzero(~(values_V < np.partition(maxima, size - count)[size - count]))
+    values_C = values_V[ids_C]
+    reached_C: NDArray[np.int64] = ids_C[~(values_C < np.partition(values_C, -count)[-count])]
+    return reached_C
 
 
 def _row_logprobs(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.attention.kv_cache import KVCache
 from model.inspect.attention_weights import weights_of_layer
+from model.kernels.kernel_library import KernelLibrary
 from model.native.native_transformer import Decoded, NativeTransformer, to_native
 from model.nn.transformer import Transformer
 from model.sampling.logits_processors import mask_logits
@@ -54,6 +55,7 @@ class ModelRunner:
         self._model = to_native(model)
         # Smaller steps are padded to this number of rows, because fewer rows would round differently.
         self.min_rows = 1 if isinstance(self._model, NativeTransformer) else MIN_ROWS
+        self._kernels = self._model.kernels if isinstance(self._model, NativeTransformer) else None
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
@@ -144,7 +146,7 @@ class ModelRunner:
             likely, logits_RV = decoded
             x_TE = logits_RV[:, :0]  # an empty tensor: decode steps pool no hidden states
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
-        token_ids = _sample(logits_RV, inputs, likely) if inputs.params else []
+        token_ids = _sample(logits_RV, inputs, likely, self._kernels) if inputs.params else []
         pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
         for chunk, row in inputs.pooled_rows:
             if not np.isfinite(pooled[chunk.uid]).all():
@@ -207,7 +209,9 @@ def _non_finite(sums_T: Tensor) -> set[int]:
     return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
 
 
-def _sample(logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None) -> Sequence[int | None]:
+def _sample(
+    logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None, kernels: KernelLibrary | None
+) -> Sequence[int | None]:
     """Sample a token for each of `inputs.params`; None if no token is allowed. `likely_ids`: the argmax, if known."""
     count = len(inputs.params)
     logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
@@ -219,7 +223,9 @@ def _sample(logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None
         rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed.result())
         logits_BV = mask_logits(logits_BV, rows, allowed_RV)
         without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
-    ids_B = sample(logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules)
+    ids_B = sample(
+        logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules, kernels=kernels
+    )
     sampled = [None if token_id == NO_TOKEN else token_id for token_id in ids_B.tolist()]
     for row in without_token:
         sampled[row] = None

@@ -6,7 +6,6 @@ import math
 import tracemalloc
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,12 +14,17 @@ from hypothesis import strategies as st
 from model.sampling import sampler
 from model.sampling.params import SamplingParams
 from model.sampling.sampler import can_sample_without_host, most_likely, top_logprobs, uniform
+from tests.model.kernel_libraries import BUILDABLE, library_of
 
 VOCAB = 50
 
 
 def sample(logits_BV: torch.Tensor, params: Any, positions: Any, **constraints: Any) -> list[int]:
+    """Sample by PyTorch, which GPUs use too, and by the kernels of every CPU level. All must agree."""
     ids: list[int] = sampler.sample(logits_BV, params, positions, **constraints).tolist()
+    for level in BUILDABLE:
+        found = sampler.sample(logits_BV, params, positions, **constraints, kernels=library_of(level))
+        assert found.tolist() == ids, level
     return ids
 
 
@@ -83,14 +87,6 @@ def test_output_equals_a_naive_implementation_in_any_batch(
     assert drawn == alone
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(sampling_params.filter(lambda params: not params.greedy), min_size=1, max_size=6), st.integers(0, 1000))
-def test_rows_of_a_cpu_equal_the_batch_of_a_gpu(params: list[SamplingParams], logits_seed: int) -> None:
-    logits = 3 * torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(logits_seed))
-    positions = range(len(params))
-    assert sample(logits, params, positions) == sampler._sample_chunk(logits, params, positions).tolist()
-
-
 FILTERS: list[dict[str, Any]] = [
     {"top_k": 50},
     {"top_k": 3000},
@@ -113,21 +109,14 @@ def test_filters_of_a_large_vocabulary_equal_a_naive_implementation(filters: dic
     assert drawn == [bisect.bisect_right(cdf, uniform(params.seed, position)) for position in range(50)]
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
 @pytest.mark.parametrize("filters", FILTERS)
-def test_no_filter_sorts_a_large_vocabulary(
-    filters: dict[str, Any], spread: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sort, sizes = np.sort, []
-
-    def counted(values: Any) -> Any:
-        sizes.append(len(values))
-        return sort(values)
-
-    monkeypatch.setattr(np, "sort", counted)
-    logits = spread * torch.randn(2, 262_144, generator=torch.Generator().manual_seed(3))
-    sample(logits, [SamplingParams(max_tokens=1, seed=9, **filters)] * 2, [1, 2])
-    assert max(sizes, default=0) <= 8192
+def test_kernels_sample_rows_of_any_layout_from_a_large_vocabulary(filters: dict[str, Any]) -> None:
+    """Rows of a wider matrix, as the logits of a padded vocabulary are, and rows whose numbers are not adjacent."""
+    logits = 2 * torch.randn(3, 262_150, generator=torch.Generator().manual_seed(3))
+    params = [SamplingParams(max_tokens=1, seed=9, **filters)] * 3
+    expected = sample(logits[:, :262_144].contiguous(), params, [1, 2, 3])
+    assert sample(logits[:, :262_144], params, [1, 2, 3]) == expected
+    assert sample(logits[:, :262_144].T.contiguous().T, params, [1, 2, 3]) == expected
 
 
 def test_top_logprobs_of_a_large_vocabulary_equal_pytorchs() -> None:
@@ -265,7 +254,9 @@ def test_rows_of_nan_sample_an_existing_token() -> None:
     logits[1, 3:] = 1.0
     for change in ({"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}):
         params = SamplingParams(max_tokens=1, **change)
-        assert all(0 <= token < VOCAB for token in sample(logits, [params] * 2, [0, 1]))
+        for kernels in (None, *map(library_of, BUILDABLE)):
+            drawn = sampler.sample(logits, [params] * 2, [0, 1], kernels=kernels)
+            assert all(0 <= token < VOCAB for token in drawn.tolist())
     assert all(math.isnan(logprob) for logprob, _, _ in top_logprobs(logits, [0, 1], 3))
 
 
