@@ -39,6 +39,7 @@ class ModelConfig:
         None: all layers have rope_theta and rope_scaling.
     rotary_dim: rotated dimensions of a head; None: the whole head.
     num_relative_buckets: number of buckets of token distances in a relative bias (T5).
+    position_offset: row of the learned position embedding that position 0 has (OPT); None: row 0.
     max_relative_distance: larger token distances count as this distance, in a relative bias and in disentangled scores.
     sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, except in `global_layers`.
     score_scale: factor of q·k before the softmax; None: 1/sqrt(head_dim), see `effective_score_scale`.
@@ -74,6 +75,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None
+    position_offset: int | None = None
     num_relative_buckets: int | None = None
     max_relative_distance: int | None = None
     sliding_window: int | None = None
@@ -161,11 +163,22 @@ class ModelConfig:
                     f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
                     "give one for each"
                 )
+        self._check_requirements()
+
+    def _check_requirements(self) -> None:
+        """Raise ValueError for a field that is given without the field that it needs."""
+        rotary = self.position is PositionKind.ROTARY
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
             ("rope_scaling", self.rope_scaling is not None, rotary, "position=rotary"),
             ("unrotated_layers", self.unrotated_layers, rotary, "position=rotary"),
+            (
+                "position_offset",
+                self.position_offset is not None,
+                self.position is PositionKind.LEARNED,
+                "position=learned",
+            ),
             (
                 "local_rope_theta",
                 has_local_theta,
@@ -243,7 +256,7 @@ class ModelConfig:
         shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (self.vocab_size, embed)}
         match self.position:
             case PositionKind.LEARNED:
-                shapes["position_embedding.weight"] = (self.max_context_length, embed)
+                shapes["position_embedding.weight"] = (self.max_context_length + (self.position_offset or 0), embed)
             case PositionKind.RELATIVE_BIAS:
                 assert self.num_relative_buckets is not None
                 shapes["relative_positions.weight"] = (self.num_relative_buckets, self.num_heads)

@@ -93,6 +93,11 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
         scaled = {"scale_attn_weights": config.score_scale is None}
         yield {**sizes, **gpt2, **inner, **scaled, "layer_norm_epsilon": config.norm_eps}
         return
+    if family.model_type == "opt":
+        opt = {"max_position_embeddings": config.max_context_length, "num_hidden_layers": config.num_layers}
+        width = {"hidden_size": config.hidden_size, "num_attention_heads": config.num_heads, "ffn_dim": config.mlp_size}
+        yield {**sizes, **opt, **width, "activation_function": activation, "enable_bias": config.mlp_bias}
+        return
     sizes |= {
         "max_position_embeddings": config.max_context_length,
         "num_hidden_layers": config.num_layers,

@@ -152,11 +152,13 @@ class Transformer(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding: nn.Embedding | SinusoidalPositions | None = None
+        self.position_offset = config.position_offset or 0
         self.rotary: RotaryPositions | None = None
         self.local_rotary: RotaryPositions | None = None  # of layers with a window; None: the same as `rotary`
         match config.position:
             case PositionKind.LEARNED:
-                self.position_embedding = nn.Embedding(config.max_context_length, config.hidden_size)
+                rows = config.max_context_length + self.position_offset
+                self.position_embedding = nn.Embedding(rows, config.hidden_size)
             case PositionKind.SINUSOIDAL:
                 self.position_embedding = SinusoidalPositions(config.hidden_size)
             case PositionKind.ROTARY:
@@ -220,7 +222,7 @@ class Transformer(nn.Module):
             # Round the factor to the model's dtype first, as transformers does for Gemma.
             x_TE = x_TE * torch.full((), self.config.embedding_scale, dtype=x_TE.dtype, device=x_TE.device)
         if self.position_embedding is not None:
-            x_TE = x_TE + self.position_embedding(positions_T).to(x_TE.dtype)
+            x_TE = x_TE + self.position_embedding(positions_T + self.position_offset).to(x_TE.dtype)
         return x_TE
 
     def initialize(self, seed: int) -> None:

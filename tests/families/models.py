@@ -75,6 +75,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", _SIZES | _GQA),
     "qwen3": ("Qwen3", _SIZES | _GQA | {"head_dim": 16}),
     "gpt_neox": ("GPTNeoX", _SIZES),
+    "opt": ("OPT", {key: _SIZES[key] for key in _SIZES if key != "intermediate_size"} | {"ffn_dim": 48}),
     "gemma": ("Gemma", _SIZES | {"num_key_value_heads": 1, "head_dim": 16}),
     "gemma2": ("Gemma2", _GEMMA),
     "gemma3_text": ("Gemma3Text", _GEMMA),
@@ -162,6 +163,10 @@ CASES: dict[str, Case] = {
     "gpt_neox linear": Case("gpt_neox", {"rope_parameters": {**_LINEAR, "partial_rotary_factor": 0.5}}),
     "gpt_neox tied unbiased": Case("gpt_neox", {"tie_word_embeddings": True, "attention_bias": False}),
     "gpt_neox tanh gelu": Case("gpt_neox", {"hidden_act": "gelu_fast"}),
+    "opt": Case("opt"),
+    "opt untied without biases": Case(
+        "opt", {"tie_word_embeddings": False, "enable_bias": False, "activation_function": "gelu"}
+    ),
     "gemma": Case("gemma"),
     "gemma mha biased": Case("gemma", {"num_key_value_heads": 4, "attention_bias": True}),
     "gemma untied": Case("gemma", {"num_key_value_heads": 2, "tie_word_embeddings": False}),

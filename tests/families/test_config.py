@@ -290,6 +290,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gpt2", "n_ctx": 2048},
         "n_ctx=2048: n_ctx must equal n_positions, 1024",
     ),
+    "norms of opt-350m": (
+        {"model_type": "opt", "do_layer_norm_before": False},
+        "do_layer_norm_before=False: not implemented; use a checkpoint",
+    ),
+    "embeddings of opt-350m": (
+        {"model_type": "opt", "hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512},
+        "word_embed_proj_dim=512: embeddings narrower than the hidden size 1024",
+    ),
     "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the hidden size 4096 is not a multiple"),
     "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),
     "size is a word": ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),

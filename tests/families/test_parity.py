@@ -82,6 +82,7 @@ def test_native_kernels_compute_all_layers_of_every_family(tmp_path: Path, case:
 ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact gelu": ("gpt2 exact gelu", {"mlp": MlpKind.GELU}),
     "score scale": ("gpt2 unscaled", {"score_scale": None}),
+    "rows before position 0": ("opt", {"position_offset": None, "max_context_length": 66}),
     "linear": ("llama linear", {"rope_scaling": None}),
     "llama3": ("llama llama3", {"rope_scaling": None}),
     "theta": ("gpt_neox half rotary", {"rope_theta": 10000.0}),

@@ -17,7 +17,11 @@ from tests.families.models import CLASSES, transformers
 from tests.families.public_configs import PUBLIC
 
 GEMMA3 = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith("gemma3")]
-ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2" and name not in GEMMA3]
+ROTARY = [
+    name
+    for name, (_, values) in PUBLIC.items()
+    if values["model_type"] not in ("gpt2", "opt", "bloom") and name not in GEMMA3
+]
 
 
 @pytest.mark.parametrize("name", ROTARY)

@@ -49,6 +49,7 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({"rotary_dim": 3}, "an even rotary_dim up to head_dim, not 3"),
         ({"rotary_dim": 10}, "an even rotary_dim up to head_dim, not 10"),
         ({"position": "none", "rotary_dim": 4}, "rotary_dim needs position=rotary"),
+        ({"position_offset": 2}, "position_offset needs position=learned"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": False}, "rope_scaling must be an object"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling kind must be one of linear, llama3"),
