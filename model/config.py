@@ -50,6 +50,7 @@ class ModelConfig:
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     embedding_scale: factor of the token embedding (Gemma).
+    embedding_norm: the token embedding is normed (Bloom).
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
     logit_divisor: divisor of all logits (Granite).
     """
@@ -90,6 +91,7 @@ class ModelConfig:
     norm_unit_offset: bool = False
     parallel_residual: bool = False
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     unrotated_layers: tuple[int, ...] = ()
     logit_divisor: float = 1.0
 
@@ -254,6 +256,8 @@ class ModelConfig:
         """Return name and shape of every tensor in `Transformer(config).state_dict()`, in order, without torch."""
         embed = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (self.vocab_size, embed)}
+        if self.embedding_norm:
+            shapes |= self._norm_shapes("embedding_norm", embed)
         match self.position:
             case PositionKind.LEARNED:
                 shapes["position_embedding.weight"] = (self.max_context_length + (self.position_offset or 0), embed)

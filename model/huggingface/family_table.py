@@ -98,6 +98,10 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
         width = {"hidden_size": config.hidden_size, "num_attention_heads": config.num_heads, "ffn_dim": config.mlp_size}
         yield {**sizes, **opt, **width, "activation_function": activation, "enable_bias": config.mlp_bias}
         return
+    if family.model_type == "bloom":
+        width = {"hidden_size": config.hidden_size, "n_head": config.num_heads, "layer_norm_epsilon": config.norm_eps}
+        yield {**sizes, **width, "n_layer": config.num_layers, "seq_length": config.max_context_length}
+        return
     sizes |= {
         "max_position_embeddings": config.max_context_length,
         "num_hidden_layers": config.num_layers,

@@ -238,7 +238,7 @@ class NativeTransformer:
 
         Raises:
             ValueError: while the arguments are prepared, see `NativeAttention.prepare_step`.
-            IndexError: a token id is out of range, and PyTorch computes the embeddings: scaled ones, or with positions.
+            IndexError: a token id is out of range, and PyTorch computes the embeddings; see `_embedding_rows`.
         """
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
         prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
@@ -395,8 +395,8 @@ class NativeTransformer:
     def _embedding_rows(self, model: Transformer) -> Rows:
         """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.
 
-        Returns `Rows` with pointers to the embedding.
-        The pointers are null if the first layer's input is not a plain row of the embedding: scaled, or with positions.
+        Returns `Rows` with pointers to the embedding. The pointers are null if the first layer's input is not a plain
+        row of the embedding: scaled, normed, or with positions.
         """
         embedding, rows = model.token_embedding, Rows()
         linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None
@@ -406,7 +406,7 @@ class NativeTransformer:
             rows.packed = ctypes.addressof(matrix)
         elif embedding.weight.is_contiguous():
             rows.embedding = embedding.weight.data_ptr()
-        is_unchanged = self.config.embedding_scale == 1.0 and model.position_embedding is None
+        is_unchanged = self.config.embedding_scale == 1.0 and model.position_embedding is model.embedding_norm is None
         return rows if is_unchanged else Rows()
 
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:

@@ -151,6 +151,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_norm = make_norm(config, config.hidden_size) if config.embedding_norm else None
         self.position_embedding: nn.Embedding | SinusoidalPositions | None = None
         self.position_offset = config.position_offset or 0
         self.rotary: RotaryPositions | None = None
@@ -213,7 +214,7 @@ class Transformer(nn.Module):
         return logits_RV if self.config.logit_soft_cap is None else soft_cap(logits_RV, self.config.logit_soft_cap)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the scaled token embeddings plus the position embeddings, if any: (tokens, hidden size).
+        """Return the scaled, normed token embeddings plus the position embeddings: (tokens, hidden size).
 
         The result has the model's dtype.
         """
@@ -221,6 +222,8 @@ class Transformer(nn.Module):
         if self.config.embedding_scale != 1.0:
             # Round the factor to the model's dtype first, as transformers does for Gemma.
             x_TE = x_TE * torch.full((), self.config.embedding_scale, dtype=x_TE.dtype, device=x_TE.device)
+        if self.embedding_norm is not None:
+            x_TE = self.embedding_norm(x_TE)
         if self.position_embedding is not None:
             x_TE = x_TE + self.position_embedding(positions_T + self.position_offset).to(x_TE.dtype)
         return x_TE

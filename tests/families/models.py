@@ -76,6 +76,10 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", _SIZES | _GQA | {"head_dim": 16}),
     "gpt_neox": ("GPTNeoX", _SIZES),
     "opt": ("OPT", {key: _SIZES[key] for key in _SIZES if key != "intermediate_size"} | {"ffn_dim": 48}),
+    "bloom": (
+        "Bloom",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "seq_length": CONTEXT},
+    ),
     "gemma": ("Gemma", _SIZES | {"num_key_value_heads": 1, "head_dim": 16}),
     "gemma2": ("Gemma2", _GEMMA),
     "gemma3_text": ("Gemma3Text", _GEMMA),
@@ -167,6 +171,8 @@ CASES: dict[str, Case] = {
     "opt untied without biases": Case(
         "opt", {"tie_word_embeddings": False, "enable_bias": False, "activation_function": "gelu"}
     ),
+    "bloom": Case("bloom"),
+    "bloom untied, six heads": Case("bloom", {"tie_word_embeddings": False, "n_head": 6, "hidden_size": 48}),
     "gemma": Case("gemma"),
     "gemma mha biased": Case("gemma", {"num_key_value_heads": 4, "attention_bias": True}),
     "gemma untied": Case("gemma", {"num_key_value_heads": 2, "tie_word_embeddings": False}),

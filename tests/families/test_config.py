@@ -298,6 +298,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "opt", "hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512},
         "word_embed_proj_dim=512: embeddings narrower than the hidden size 1024",
     ),
+    "residuals of bloom": (
+        {"model_type": "bloom", "apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm=True: not implemented",
+    ),
+    "two widths": (
+        {"model_type": "bloom", "hidden_size": 64, "n_embed": 32},
+        "n_embed=32: contradicts hidden_size=64; remove the wrong key",
+    ),
+    "width of bloom's mlp": ({"model_type": "bloom", "n_inner": 100}, "n_inner=100: this family has 256"),
     "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the hidden size 4096 is not a multiple"),
     "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),
     "size is a word": ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),

@@ -83,6 +83,7 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact gelu": ("gpt2 exact gelu", {"mlp": MlpKind.GELU}),
     "score scale": ("gpt2 unscaled", {"score_scale": None}),
     "rows before position 0": ("opt", {"position_offset": None, "max_context_length": 66}),
+    "slopes": ("bloom untied, six heads", {"position": "none"}),
     "linear": ("llama linear", {"rope_scaling": None}),
     "llama3": ("llama llama3", {"rope_scaling": None}),
     "theta": ("gpt_neox half rotary", {"rope_theta": 10000.0}),

@@ -58,6 +58,7 @@ SERVED: dict[str, tuple[Case, Any]] = {
         write_sentence_piece,
     ),
     "opt": (Case("opt"), write_byte_level),
+    "bloom": (Case("bloom", {"tie_word_embeddings": False}), write_byte_level),
     "olmo2": (Case("olmo2"), write_byte_level),
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
@@ -78,7 +79,7 @@ def expected(model: Any, prompt_ids: list[int]) -> tuple[list[int], Tensor]:
 
 def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> None:
     """Save the first random model with a clear best token at each position, and with varied tokens."""
-    positions = "n_positions" if case.family == "gpt2" else "max_position_embeddings"
+    positions = {"gpt2": "n_positions", "bloom": "seq_length"}.get(case.family, "max_position_embeddings")
     for seed in range(30):
         model = case.build(seed, spread=0.3, vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
         tokens, best = expected(model, prompt_ids)

@@ -78,7 +78,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "sinusoidal": {"position": "sinusoidal", "embedding_scale": 32**0.5},
     "relative-bias": RELATIVE,
     "relative-bias-window": {**RELATIVE, **MULTI_HEAD, "sliding_window": 6},
-    "alibi": {"position": "alibi"},
+    "alibi": {"position": "alibi", "embedding_norm": True},
     "alibi-six-heads": {"position": "alibi", "num_heads": 6, "num_kv_heads": 3, "hidden_size": 48},
     "disentangled": {**DISENTANGLED, "num_kv_heads": 4},
     "disentangled-gqa": DISENTANGLED,

@@ -106,6 +106,14 @@ class ConfigReader:
         check_size(name, value)
         return int(value)
 
+    def size_of(self, names: tuple[str, ...], default: int) -> int:
+        """Return the size that any of several keys sets. Raises CheckpointError if two keys set different sizes."""
+        found = [(name, self.size(name, default)) for name in names if name in self._unread]
+        for name, size in found[1:]:
+            if size != found[0][1]:
+                self.reject(name, size, f"contradicts {found[0][0]}={found[0][1]}; remove the wrong key")
+        return found[0][1] if found else default
+
     def num_layers(self, name: str, default: int) -> int:
         """Return the value of a key that must be a number of layers, at most MAX_LAYERS."""
         count = self.size(name, default)

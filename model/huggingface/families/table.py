@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from model.huggingface.families.bloom import BLOOM
 from model.huggingface.families.family import ModelFamily
 from model.huggingface.families.gemma import GEMMA
 from model.huggingface.families.gemma3 import GEMMA3
@@ -16,5 +17,18 @@ from model.huggingface.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, ModelFamily] = {
     family.model_type: family
-    for family in (GPT2, *LLAMA_LIKE, *GEMMA, *GEMMA3, SMOLLM3, PHI3, GRANITE, STABLELM, STARCODER2, GPT_NEOX, OPT)
+    for family in (
+        GPT2,
+        *LLAMA_LIKE,
+        *GEMMA,
+        *GEMMA3,
+        SMOLLM3,
+        PHI3,
+        GRANITE,
+        STABLELM,
+        STARCODER2,
+        GPT_NEOX,
+        OPT,
+        BLOOM,
+    )
 }

@@ -42,7 +42,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         "qk_norm": draw(st.booleans()) and not average,
         "qk_norm_scope": draw(st.sampled_from(QkNormScope)),
         "attention_out_bias": draw(st.sampled_from([None, False, True])),
-        **{name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias", "tie_embeddings")},
+        **{name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias", "tie_embeddings", "embedding_norm")},
+        "position_offset": draw(st.sampled_from([None, 2])) if position is PositionKind.LEARNED else None,
     }
     return ModelConfig.from_dict({**ROTARY, **values})
 
