@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormPlacement, RopeScaling
+from model.config_enums import MlpKind, NormPlacement, PositionKind, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.table import FAMILIES
@@ -87,20 +87,8 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     """Yield config.json values that may express a model in a family. The caller checks that they read back equal."""
     sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
     activation = _ACTIVATIONS[config.mlp]
-    if family.model_type == "gpt2":
-        gpt2 = {"n_positions": config.max_context_length, "n_embd": config.hidden_size, "n_layer": config.num_layers}
-        inner = {"n_head": config.num_heads, "n_inner": config.mlp_size, "activation_function": activation}
-        scaled = {"scale_attn_weights": config.score_scale is None}
-        yield {**sizes, **gpt2, **inner, **scaled, "layer_norm_epsilon": config.norm_eps}
-        return
-    if family.model_type == "opt":
-        opt = {"max_position_embeddings": config.max_context_length, "num_hidden_layers": config.num_layers}
-        width = {"hidden_size": config.hidden_size, "num_attention_heads": config.num_heads, "ffn_dim": config.mlp_size}
-        yield {**sizes, **opt, **width, "activation_function": activation, "enable_bias": config.mlp_bias}
-        return
-    if family.model_type == "bloom":
-        width = {"hidden_size": config.hidden_size, "n_head": config.num_heads, "layer_norm_epsilon": config.norm_eps}
-        yield {**sizes, **width, "n_layer": config.num_layers, "seq_length": config.max_context_length}
+    if own_sizes := _own_sizes(family, config):
+        yield {**sizes, **own_sizes}
         return
     sizes |= {
         "max_position_embeddings": config.max_context_length,
@@ -142,6 +130,41 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     yield sizes
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
     yield {**sizes, "rope_parameters": {"full_attention": sizes["rope_parameters"], "sliding_attention": local}}
+
+
+def _own_sizes(family: ModelFamily, config: ModelConfig) -> dict[str, Any]:
+    """Return a model's values of all config.json keys of a family that names its sizes in another way than Llama.
+
+    Empty for other families.
+    """
+    layers, width, heads = config.num_layers, config.hidden_size, config.num_heads
+    positions, activation = config.max_context_length, _ACTIVATIONS[config.mlp]
+    eps = {"layer_norm_epsilon": config.norm_eps}
+    named = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    match family.model_type:
+        case "gpt2":
+            sizes = {"n_positions": positions, "n_embd": width, "n_layer": layers, "n_head": heads}
+            inner = {"n_inner": config.mlp_size, "activation_function": activation}
+            return {**sizes, **inner, **eps, "scale_attn_weights": config.score_scale is None}
+        case "opt":
+            inner = {"ffn_dim": config.mlp_size, "activation_function": activation}
+            return {"max_position_embeddings": positions, **named, **inner, "enable_bias": config.mlp_bias}
+        case "bloom":
+            return {"seq_length": positions, "hidden_size": width, "n_layer": layers, "n_head": heads, **eps}
+        case "falcon":
+            return {
+                "max_position_embeddings": positions,
+                **named,
+                "ffn_hidden_size": config.mlp_size,
+                "activation": activation,
+                **eps,
+                "bias": config.mlp_bias,
+                "alibi": config.position is PositionKind.ALIBI,
+                "multi_query": config.num_kv_heads == 1,
+                "parallel_attn": config.parallel_residual,
+                "rope_parameters": {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)},
+            }
+    return {}
 
 
 def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class NativeTransformer:
         self._calls: Any = None  # attention arguments of each layer; None if a layer has another backend
         self._prepared: _PreparedDecode | None = None
         self._rotations = (torch.empty(0), torch.empty(0))
-        self._biases_HX, self._num_biases = torch.empty(0), 0  # of all layers, for so many distances
+        self._biases_HX, self._num_biases = torch.empty(0), 0  # of all layers, and their number of distances
 
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """Return next-token logits. See `Transformer.forward`."""
@@ -402,7 +402,7 @@ class NativeTransformer:
         )
         attention_norms, mlp_norms = (
             [block.attention_norm, block.attention_out_norm],
-            [block.mlp_norm, block.mlp_out_norm],
+            [block.mlp_norm or block.attention_norm, block.mlp_out_norm],
         )
         if block.norms_outputs:
             attention_norms.reverse()
@@ -427,8 +427,8 @@ class NativeTransformer:
             rows.packed = ctypes.addressof(matrix)
         elif embedding.weight.is_contiguous():
             rows.embedding = embedding.weight.data_ptr()
-        is_unchanged = self.config.embedding_scale == 1.0 and model.position_embedding is model.embedding_norm is None
-        return rows if is_unchanged else Rows()
+        is_unchanged = self.config.embedding_scale == 1.0 and not self.config.embedding_norm
+        return rows if is_unchanged and model.position_embedding is None else Rows()
 
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:
         packed = pack(module, self._kernels, self.huge_pages, gated=gated)

@@ -307,6 +307,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "n_embed=32: contradicts hidden_size=64; remove the wrong key",
     ),
     "width of bloom's mlp": ({"model_type": "bloom", "n_inner": 100}, "n_inner=100: this family has 256"),
+    "falcon 40b": (
+        {"model_type": "falcon", "new_decoder_architecture": True},
+        "new_decoder_architecture=True: not implemented; use a checkpoint without it, such as Falcon 7B",
+    ),
+    "two norms of falcon": ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2: needs"),
+    "groups of falcon": (
+        {"model_type": "falcon", "multi_query": False, "num_kv_heads": 8},
+        "num_kv_heads=8: without multi_query there are 71 of them",
+    ),
     "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the hidden size 4096 is not a multiple"),
     "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),
     "size is a word": ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),

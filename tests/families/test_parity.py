@@ -83,6 +83,7 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact gelu": ("gpt2 exact gelu", {"mlp": MlpKind.GELU}),
     "score scale": ("gpt2 unscaled", {"score_scale": None}),
     "rows before position 0": ("opt", {"position_offset": None, "max_context_length": 66}),
+    "factor of slopes": ("falcon rw", {"alibi_scale": 1.0}),
     "slopes": ("bloom untied, six heads", {"position": "none"}),
     "linear": ("llama linear", {"rope_scaling": None}),
     "llama3": ("llama llama3", {"rope_scaling": None}),

@@ -20,7 +20,7 @@ GEMMA3 = [name for name, (_, values) in PUBLIC.items() if values["model_type"].s
 ROTARY = [
     name
     for name, (_, values) in PUBLIC.items()
-    if values["model_type"] not in ("gpt2", "opt", "bloom") and name not in GEMMA3
+    if values["model_type"] not in ("gpt2", "opt", "bloom") and not values.get("alibi") and name not in GEMMA3
 ]
 
 

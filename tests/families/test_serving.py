@@ -59,6 +59,7 @@ SERVED: dict[str, tuple[Case, Any]] = {
     ),
     "opt": (Case("opt"), write_byte_level),
     "bloom": (Case("bloom", {"tie_word_embeddings": False}), write_byte_level),
+    "falcon": (Case("falcon", {"tie_word_embeddings": False}), write_byte_level),
     "olmo2": (Case("olmo2"), write_byte_level),
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),

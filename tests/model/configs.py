@@ -84,6 +84,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "disentangled-gqa": DISENTANGLED,
     "window-one-layer": {"sliding_window": 7, "global_layers": [1]},
     "window-average": {"position": "none", "attention": "average", "qk_norm": False, "sliding_window": 3},
+    "falcon": {**NEOX, "num_kv_heads": 1, "shares_norm": True, "qk_norm": False, "mlp_bias": False},
     "neox": {**NEOX, **MULTI_HEAD, "rotary_dim": 2, "tie_embeddings": False},
     "gemma": {"mlp": "geglu", "norm_unit_offset": True, "embedding_scale": 32**0.5, "qk_norm": False},
     "gemma2": {

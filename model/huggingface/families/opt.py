@@ -26,6 +26,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
             f"embeddings narrower than the hidden size {width}, as in OPT-350M, "
             "are not implemented; use another checkpoint",
         )
+    reader.value("output_projection")  # in the file of OPT-13B, and read by nothing
     has_bias = reader.flag("enable_bias", True)
     return ModelConfig(
         vocab_size=reader.size("vocab_size", 50272),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from model.huggingface.families.bloom import BLOOM
+from model.huggingface.families.falcon import FALCON
 from model.huggingface.families.family import ModelFamily
 from model.huggingface.families.gemma import GEMMA
 from model.huggingface.families.gemma3 import GEMMA3
@@ -30,5 +31,6 @@ FAMILIES: Mapping[str, ModelFamily] = {
         GPT_NEOX,
         OPT,
         BLOOM,
+        FALCON,
     )
 }
