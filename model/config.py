@@ -178,6 +178,12 @@ class ModelConfig:
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
             ("rope_scaling", self.rope_scaling is not None, rotary, "position=rotary"),
+            (
+                "rope_scaling of kind dynamic",
+                self.rope_scaling is not None and self.rope_scaling.kind is RopeScalingKind.DYNAMIC,
+                self.rotary_size > 2,
+                "more than two rotated dimensions",
+            ),
             ("unrotated_layers", self.unrotated_layers, rotary, "position=rotary"),
             (
                 "position_offset",
@@ -242,11 +248,12 @@ class ModelConfig:
         return None if layer in self.global_layers else self.sliding_window
 
     def for_context(self, length: int) -> Self:
-        """Return this config, with `max_context_length` = `length` if it has LongRoPE, and unchanged otherwise.
+        """Return this config with `max_context_length` = `length` if its frequencies depend on the served context.
 
-        The frequencies of LongRoPE depend on the longest context that is served.
+        Frequencies of the kinds longrope and dynamic do. Other configs are returned unchanged.
         """
-        if self.rope_scaling is None or self.rope_scaling.kind is not RopeScalingKind.LONGROPE:
+        kind = None if self.rope_scaling is None else self.rope_scaling.kind
+        if kind not in (RopeScalingKind.LONGROPE, RopeScalingKind.DYNAMIC):
             return self
         return dataclasses.replace(self, max_context_length=length)
 

@@ -91,7 +91,7 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
         yield {**sizes, **own_sizes}
         return
     sizes |= {
-        "max_position_embeddings": config.max_context_length,
+        "max_position_embeddings": _positions(config),
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp_size,
@@ -138,7 +138,7 @@ def _own_sizes(family: ModelFamily, config: ModelConfig) -> dict[str, Any]:
     Empty for other families.
     """
     layers, width, heads = config.num_layers, config.hidden_size, config.num_heads
-    positions, activation = config.max_context_length, _ACTIVATIONS[config.mlp]
+    positions, activation = _positions(config), _ACTIVATIONS[config.mlp]
     eps = {"layer_norm_epsilon": config.norm_eps}
     named = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
     match family.model_type:
@@ -192,6 +192,12 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
             factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
             return {**biases, **factors, "attention_multiplier": config.effective_score_scale}
     return {}
+
+
+def _positions(config: ModelConfig) -> int:
+    """Return the number of positions in config.json: with dynamic scaling, those before the extension."""
+    original = None if config.rope_scaling is None else config.rope_scaling.dynamic_original
+    return config.max_context_length if original is None else original
 
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:

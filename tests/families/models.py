@@ -43,6 +43,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
@@ -142,6 +143,8 @@ CASES: dict[str, Case] = {
     "llama mqa biased": Case("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     "llama wide heads": Case("llama", {**_GQA, "head_dim": 16}),
     "llama linear": Case("llama", {**_GQA, "rope_parameters": _LINEAR}),
+    # Both texts of the parity tests have the frequencies of the longer one, 48 tokens: 3 times the positions.
+    "llama dynamic": Case("llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
     "llama llama3": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": _LLAMA3}),
     "llama gelu": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),

@@ -150,6 +150,11 @@ def test_rope_scaling_is_read_from_a_dictionary() -> None:
     )
 
 
+def test_dynamic_scaling_extends_the_context_by_its_factor() -> None:
+    config = read("llama", rope_scaling={"type": "dynamic", "factor": 2.5})
+    assert (config.max_context_length, config.for_context(64).max_context_length) == (5120, 64)
+
+
 def test_harmless_config_keys_are_accepted() -> None:
     noise = {"_name_or_path": "x", "temperature": 0.3, "use_cache": False, "torch_dtype": "float16", "new_key": None}
     assert read("llama", **noise, layer_types=["full_attention"] * 32, auto_map=None) == read("llama")
@@ -255,7 +260,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no residuals": ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a positive"),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type='yarn': supported are"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type='dynamic': supported"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling factor must be a positive number"),
+    "dynamic with another context": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2, "original_max_position_embeddings": 1024}},
+        "rope_scaling.original_max_position_embeddings=1024: must be 2048, the positions",
+    ),
     "two types": ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "'linear and llama3': supported are"),
     "rope key": ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "rope_scaling.mscale=1: not a key of"),
     "rope a layer": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention={}: not a key"),

@@ -86,6 +86,8 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "factor of slopes": ("falcon rw", {"alibi_scale": 1.0}),
     "slopes": ("bloom untied, six heads", {"position": "none"}),
     "linear": ("llama linear", {"rope_scaling": None}),
+    "dynamic": ("llama dynamic", {"rope_scaling": None}),
+    "dynamic within": ("llama dynamic", {"max_context_length": 40}),
     "llama3": ("llama llama3", {"rope_scaling": None}),
     "theta": ("gpt_neox half rotary", {"rope_theta": 10000.0}),
     "window": ("mistral", {"sliding_window": None}),

@@ -84,6 +84,10 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({"rope_scaling": {**LONGROPE, "short_divisors": []}}, "short_divisors must be a list of positive numbers"),
         ({"rope_scaling": {**LONGROPE, "long_divisors": None}}, "long_divisors must be a list of positive numbers"),
         ({"rope_scaling": {**LONGROPE, "attention_factor": 0}}, "rope_scaling attention_factor must be a positive"),
+        (
+            {"rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_context_length": 16}, "rotary_dim": 2},
+            "rope_scaling of kind dynamic needs more than two rotated dimensions",
+        ),
         ({"rope_scaling": LONGROPE}, "rope_scaling has 3 divisors for 4 frequencies"),
         ({"logit_divisor": 0.0}, "logit_divisor must be a positive number"),
         ({"qk_norm": 1}, "qk_norm must be true or false"),

@@ -1,7 +1,7 @@
 """Definition of a model family, and the checkpoint tensors that make up each tensor of Kvasir's model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from model.config import ModelConfig
@@ -87,7 +87,11 @@ def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
     except ValueError as error:
         raise CheckpointError(f"{reader.path}: {error}; correct the config") from error
     reader.check_unread()
-    return config
+    scaling = config.rope_scaling
+    if scaling is None or (original := scaling.dynamic_original) is None:
+        return config
+    # The positions in config.json are those before the extension by this factor.
+    return replace(config, max_context_length=max(original, int(scaling.factor * original)))
 
 
 def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source]:

@@ -252,7 +252,11 @@ def read_rope(
         scaling = None
     else:
         fields = {"kind": kind, "factor": values.pop("factor", None)}
-        if kind == RopeScalingKind.LLAMA3:
+        if kind == RopeScalingKind.DYNAMIC:
+            if length not in (max_positions, top):
+                reader.reject(f"{name}.{_ORIGINAL}", length, f"must be {max_positions}, the positions; remove the key")
+            fields["original_context_length"] = max_positions
+        elif kind == RopeScalingKind.LLAMA3:
             fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
             fields["original_context_length"] = length
         elif kind == RopeScalingKind.LONGROPE:
