@@ -50,7 +50,6 @@ class ModelConfig:
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     shares_norm: attention and MLP of a parallel layer read x normed by one norm (Falcon 7B).
-    alibi_scale: factor of the slopes of ALiBi (Falcon RW).
     embedding_scale: factor of the token embedding (Gemma).
     embedding_norm: the token embedding is normed (Bloom).
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
@@ -93,7 +92,6 @@ class ModelConfig:
     norm_unit_offset: bool = False
     parallel_residual: bool = False
     shares_norm: bool = False
-    alibi_scale: float = 1.0
     embedding_scale: float = 1.0
     embedding_norm: bool = False
     unrotated_layers: tuple[int, ...] = ()
@@ -207,7 +205,6 @@ class ModelConfig:
                 "norm_placement=pre",
             ),
             ("shares_norm", self.shares_norm, self.parallel_residual, "parallel_residual"),
-            ("alibi_scale", self.alibi_scale != 1.0, self.position is PositionKind.ALIBI, "position=alibi"),
         ):
             if is_given and not is_possible:
                 raise ValueError(f"{name} needs {requirement}; correct one of the two")

@@ -59,7 +59,7 @@ class AlibiBias(nn.Module):
         slopes = [2 ** (-8 * (head + 1) / below) for head in range(below)]
         slopes += [2 ** (-8 * (2 * head + 1) / (2 * below)) for head in range(num_heads - below)]
         # On the CPU even if the model is built on the meta device: checkpoints do not hold this constant.
-        self.register_buffer("slopes_H", torch.tensor(slopes, device="cpu") * config.alibi_scale, persistent=False)
+        self.register_buffer("slopes_H", torch.tensor(slopes, device="cpu"), persistent=False)
 
     def forward(self, q_BQHD: Tensor, k_BSKD: Tensor, distances_BQS: Tensor) -> Tensor:  # see `ScoreBias`
         return -self.slopes_H[:, None, None] * distances_BQS[:, None]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormPlacement, PositionKind, RopeScaling
+from model.config_enums import MlpKind, NormPlacement, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.table import FAMILIES
@@ -159,7 +159,6 @@ def _own_sizes(family: ModelFamily, config: ModelConfig) -> dict[str, Any]:
                 "activation": activation,
                 **eps,
                 "bias": config.mlp_bias,
-                "alibi": config.position is PositionKind.ALIBI,
                 "multi_query": config.num_kv_heads == 1,
                 "parallel_attn": config.parallel_residual,
                 "rope_parameters": {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)},

@@ -320,7 +320,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "falcon", "new_decoder_architecture": True},
         "new_decoder_architecture=True: not implemented; use a checkpoint without it, such as Falcon 7B",
     ),
-    "two norms of falcon": ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2: needs"),
+    "biases of falcon rw": ({"model_type": "falcon", "alibi": True}, "alibi=True: not implemented; use a checkpoint"),
+    "two norms of falcon": (
+        {"model_type": "falcon", "num_ln_in_parallel_attn": 2},
+        "num_ln_in_parallel_attn=2: not impl",
+    ),
     "groups of falcon": (
         {"model_type": "falcon", "multi_query": False, "num_kv_heads": 8},
         "num_kv_heads=8: without multi_query there are 71 of them",

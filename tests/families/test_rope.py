@@ -22,7 +22,7 @@ _DYNAMIC: dict[str, Any] = {"model_type": "llama", "rope_scaling": {"type": "dyn
 ROTARY = [
     name
     for name, (_, values) in PUBLIC.items()
-    if values["model_type"] not in ("gpt2", "opt", "bloom") and not values.get("alibi") and name not in GEMMA3
+    if values["model_type"] not in ("gpt2", "opt", "bloom") and name not in GEMMA3
 ]
 
 

@@ -78,7 +78,6 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({"norm_bias": False}, "norm_bias=false needs norm=layer_norm"),
         ({"parallel_residual": True, "norm_placement": "post"}, "parallel_residual needs norm_placement=pre"),
         ({"shares_norm": True}, "shares_norm needs parallel_residual"),
-        ({"alibi_scale": 0.5}, "alibi_scale needs position=alibi"),
         ({"unrotated_layers": [2]}, "unrotated_layers must be layers from 0 to 1, each once"),
         ({"unrotated_layers": [0], "position": "none"}, "unrotated_layers needs position=rotary"),
         ({"rope_scaling": {**LONGROPE, "short_divisors": []}}, "short_divisors must be a list of positive numbers"),

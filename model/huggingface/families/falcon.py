@@ -1,11 +1,8 @@
-"""Falcon 7B and Falcon RW (arXiv 2311.16867, 2306.01116): layer norms, GELU without a gate, one matrix of q, k and v.
+"""Falcon 7B (arXiv 2311.16867): rotary positions, multi-query attention, and parallel layers with a single norm.
 
-Falcon 7B has rotary positions, multi-query attention, and parallel attention and MLP that share a norm. Falcon RW has
-ALiBi, multi-head attention, sequential layers and biases.
+Variants have multi-head attention, sequential layers and biases.
 Source of names and defaults: the classes `FalconConfig` and `FalconForCausalLM` of the transformers library.
 """
-
-from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import NormKind, PositionKind
@@ -25,7 +22,6 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
         reader.reject("num_kv_heads", kv_heads, f"without multi_query there are {heads} of them; correct the config")
     inner = reader.optional_size("ffn_hidden_size", None)
     is_parallel, has_bias = reader.flag("parallel_attn", True), reader.flag("bias", False)
-    position = _read_position(reader, positions, head_dim)
     return ModelConfig(
         vocab_size=reader.size("vocab_size", 65024),
         max_context_length=positions,
@@ -35,7 +31,8 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
         num_kv_heads=1 if is_multi_query else heads,
         head_dim=head_dim,
         mlp_size=4 * width if inner is None else inner,
-        **position,
+        position=PositionKind.ROTARY,
+        **read_one_rope(reader, positions, head_dim),
         norm=NormKind.LAYER_NORM,
         norm_eps=reader.number("layer_norm_epsilon", 1e-5),
         mlp=reader.choice("activation", "gelu", ACTIVATIONS),
@@ -49,20 +46,16 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def _reject_other_layers(reader: ConfigReader) -> None:
-    """Reject the layers of Falcon 40B, 180B and Falcon 2 11B, whose k and v have groups and lie between those of q."""
-    for key in ("new_decoder_architecture", "apply_residual_connection_post_layernorm"):
+    """Reject the layers of Falcon 40B, 180B and Falcon 2 11B, and the positions of Falcon RW.
+
+    The first have k and v in groups that lie between those of q. Falcon RW's ALiBi biases are rounded to bfloat16 at
+    each key's position, so that the bias of a distance depends on the position.
+    """
+    for key in ("new_decoder_architecture", "alibi", "apply_residual_connection_post_layernorm"):
         if reader.flag(key, False):
             reader.reject(key, True, "not implemented; use a checkpoint without it, such as Falcon 7B")
     if (norms := reader.optional_size("num_ln_in_parallel_attn", None)) not in (None, 1):
-        reader.reject("num_ln_in_parallel_attn", norms, "needs new_decoder_architecture, which is not implemented")
-
-
-def _read_position(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
-    rope = read_one_rope(reader, positions, head_dim)
-    if not reader.flag("alibi", False):
-        return {"position": PositionKind.ROTARY, **rope}
-    # Falcon adds the biases before it scales the scores. Unlike transformers, Kvasir does not round them to bfloat16.
-    return {"position": PositionKind.ALIBI, "rope_theta": rope["rope_theta"], "alibi_scale": head_dim**-0.5}
+        reader.reject("num_ln_in_parallel_attn", norms, "not implemented; use a checkpoint without it")
 
 
 FALCON = ModelFamily(
