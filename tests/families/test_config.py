@@ -261,6 +261,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no residuals": ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a positive"),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type='yarn': supported are"),
     "dynamic": ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling factor must be a positive number"),
+    "dynamic without bounds": (
+        {"rope_scaling": {"type": "dynamic", "factor": 1e308}},
+        "max_context_length must be at most 2,147,483,647",
+    ),
     "dynamic with another context": (
         {"rope_scaling": {"type": "dynamic", "factor": 2, "original_max_position_embeddings": 1024}},
         "rope_scaling.original_max_position_embeddings=1024: must be 2048, the positions",
