@@ -39,6 +39,7 @@ class ModelConfig:
         None: all layers have rope_theta and rope_scaling.
     rotary_dim: rotated dimensions of a head; None: the whole head.
     num_relative_buckets: number of buckets of token distances in a relative bias (T5).
+    position_offset: row of the learned position embedding that position 0 has (OPT); None: row 0.
     max_relative_distance: larger token distances count as this distance, in a relative bias and in disentangled scores.
     sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, except in `global_layers`.
     score_scale: factor of q·k before the softmax; None: 1/sqrt(head_dim), see `effective_score_scale`.
@@ -48,7 +49,9 @@ class ModelConfig:
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
+    shares_norm: attention and MLP of a parallel layer read x normed by one norm (Falcon 7B).
     embedding_scale: factor of the token embedding (Gemma).
+    embedding_norm: the token embedding is normed (Bloom).
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
     logit_divisor: divisor of all logits (Granite).
     """
@@ -74,6 +77,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None
+    position_offset: int | None = None
     num_relative_buckets: int | None = None
     max_relative_distance: int | None = None
     sliding_window: int | None = None
@@ -87,7 +91,9 @@ class ModelConfig:
     norm_bias: bool = True
     norm_unit_offset: bool = False
     parallel_residual: bool = False
+    shares_norm: bool = False
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     unrotated_layers: tuple[int, ...] = ()
     logit_divisor: float = 1.0
 
@@ -161,11 +167,28 @@ class ModelConfig:
                     f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
                     "give one for each"
                 )
+        self._check_requirements()
+
+    def _check_requirements(self) -> None:
+        """Raise ValueError for a field that is given without the field that it needs."""
+        rotary = self.position is PositionKind.ROTARY
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
             ("rope_scaling", self.rope_scaling is not None, rotary, "position=rotary"),
+            (
+                "rope_scaling of kind dynamic",
+                self.rope_scaling is not None and self.rope_scaling.kind is RopeScalingKind.DYNAMIC,
+                self.rotary_size > 2,
+                "more than two rotated dimensions",
+            ),
             ("unrotated_layers", self.unrotated_layers, rotary, "position=rotary"),
+            (
+                "position_offset",
+                self.position_offset is not None,
+                self.position is PositionKind.LEARNED,
+                "position=learned",
+            ),
             (
                 "local_rope_theta",
                 has_local_theta,
@@ -181,6 +204,7 @@ class ModelConfig:
                 self.norm_placement is NormPlacement.PRE,
                 "norm_placement=pre",
             ),
+            ("shares_norm", self.shares_norm, self.parallel_residual, "parallel_residual"),
         ):
             if is_given and not is_possible:
                 raise ValueError(f"{name} needs {requirement}; correct one of the two")
@@ -221,11 +245,12 @@ class ModelConfig:
         return None if layer in self.global_layers else self.sliding_window
 
     def for_context(self, length: int) -> Self:
-        """Return this config, with `max_context_length` = `length` if it has LongRoPE, and unchanged otherwise.
+        """Return this config with `max_context_length` = `length` if its frequencies depend on the served context.
 
-        The frequencies of LongRoPE depend on the longest context that is served.
+        Frequencies of the kinds longrope and dynamic do. Other configs are returned unchanged.
         """
-        if self.rope_scaling is None or self.rope_scaling.kind is not RopeScalingKind.LONGROPE:
+        kind = None if self.rope_scaling is None else self.rope_scaling.kind
+        if kind not in (RopeScalingKind.LONGROPE, RopeScalingKind.DYNAMIC):
             return self
         return dataclasses.replace(self, max_context_length=length)
 
@@ -241,9 +266,11 @@ class ModelConfig:
         """Return name and shape of every tensor in `Transformer(config).state_dict()`, in order, without torch."""
         embed = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (self.vocab_size, embed)}
+        if self.embedding_norm:
+            shapes |= self._norm_shapes("embedding_norm", embed)
         match self.position:
             case PositionKind.LEARNED:
-                shapes["position_embedding.weight"] = (self.max_context_length, embed)
+                shapes["position_embedding.weight"] = (self.max_context_length + (self.position_offset or 0), embed)
             case PositionKind.RELATIVE_BIAS:
                 assert self.num_relative_buckets is not None
                 shapes["relative_positions.weight"] = (self.num_relative_buckets, self.num_heads)
@@ -254,7 +281,8 @@ class ModelConfig:
             prefix = f"layers.{layer}."
             shapes |= self._norm_shapes(prefix + "attention_norm", embed)
             shapes |= self._attention_shapes(prefix + "attention.")
-            shapes |= self._norm_shapes(prefix + "mlp_norm", embed)
+            if not self.shares_norm:
+                shapes |= self._norm_shapes(prefix + "mlp_norm", embed)
             if self.norm_placement is NormPlacement.BOTH:
                 shapes |= self._norm_shapes(prefix + "attention_out_norm", embed)
                 shapes |= self._norm_shapes(prefix + "mlp_out_norm", embed)

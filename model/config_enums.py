@@ -75,6 +75,7 @@ class RopeScalingKind(StrEnum):
     LINEAR = "linear"  # every frequency divided by the factor
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (Llama 3.1)
     LONGROPE = "longrope"  # a divisor for each frequency, one list for the original context and one beyond (Phi-3)
+    DYNAMIC = "dynamic"  # a base that grows with the served context (NTK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +125,11 @@ class RopeScaling:
         return self.long_divisors if is_long else self.short_divisors
 
     @property
+    def dynamic_original(self) -> int | None:
+        """Return the original context length of kind dynamic; None for another kind."""
+        return self.original_context_length if self.kind is RopeScalingKind.DYNAMIC else None
+
+    @property
     def rotation_factor(self) -> float:
         """Return the factor of cosines and sines: that of LongRoPE (arXiv 2402.13753, section 3.3), else 1."""
         if self.attention_factor is not None:
@@ -142,6 +148,7 @@ class RopeScaling:
 # Numbers, lists of numbers and optional numbers that each kind of scaling has besides `factor`.
 _FIELDS_OF_SCALING: Mapping[RopeScalingKind, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     RopeScalingKind.LINEAR: ((), (), ()),
+    RopeScalingKind.DYNAMIC: (("original_context_length",), (), ()),
     RopeScalingKind.LLAMA3: (("low_freq_factor", "high_freq_factor", "original_context_length"), (), ()),
     RopeScalingKind.LONGROPE: (
         ("original_context_length",),

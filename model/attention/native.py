@@ -74,8 +74,8 @@ class NativeAttention:
         call = layer_call(q_THD, k_TKD, v_TKD, out_THD, form, kv_cache)
         call.threads = step.threads
         if form.bias is not None:
-            bias_HX = _biases(form, q_THD.shape[1], step.longest)
-            call.bias, call.bias_length, call.bias_stride = bias_HX.data_ptr(), step.longest, bias_HX.shape[1]
+            bias_HX = position_biases(form, q_THD.shape[1], step.longest)
+            set_biases(call, bias_HX, step.longest)
         name = KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype]
         kernel = self.kernels.function(name, ctypes.c_void_p, ctypes.c_void_p)
         kernel(ctypes.byref(step.batch), ctypes.byref(call))
@@ -153,7 +153,12 @@ def _rows_of(x_THD: Tensor) -> Tensor:
     return x_THD.contiguous()
 
 
-def _biases(form: AttentionForm, num_heads: int, longest: int) -> Tensor:
+def set_biases(call: AttentionCall, bias_HX: Tensor, longest: int) -> None:
+    """Point the kernel's arguments for one layer to the result of `position_biases`, which the caller keeps alive."""
+    call.bias, call.bias_length, call.bias_stride = bias_HX.data_ptr(), longest, bias_HX.shape[1]
+
+
+def position_biases(form: AttentionForm, num_heads: int, longest: int) -> Tensor:
     """Return the position biases of each head for distances under `longest`, times log2(e): float32, (heads, X).
 
     Index i of X is for the distance longest - 1 - i. _TILE + _TASK_ROWS zeros follow the bias of distance 0, because

@@ -126,6 +126,8 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
             return (tensor.t(),)
         case Layout.CONCATENATED:
             return tuple(torch.split(tensor, list(rows)))
+        case Layout.INTERLEAVED_HEADS if config.num_kv_heads == 1:  # q of all heads, then k and v, in both
+            return (tensor,)
         case Layout.INTERLEAVED_HEADS:  # model: q of all heads, then k, then v; file: q, k, v of each head
             return (tensor.view(3, config.num_heads, config.head_dim, *tensor.shape[1:]).transpose(0, 1),)
         case Layout.ROTARY_PAIRS:  # model: the first halves of a head's pairs, then the second halves; file: pairs

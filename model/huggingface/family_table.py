@@ -87,14 +87,11 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     """Yield config.json values that may express a model in a family. The caller checks that they read back equal."""
     sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
     activation = _ACTIVATIONS[config.mlp]
-    if family.model_type == "gpt2":
-        gpt2 = {"n_positions": config.max_context_length, "n_embd": config.hidden_size, "n_layer": config.num_layers}
-        inner = {"n_head": config.num_heads, "n_inner": config.mlp_size, "activation_function": activation}
-        scaled = {"scale_attn_weights": config.score_scale is None}
-        yield {**sizes, **gpt2, **inner, **scaled, "layer_norm_epsilon": config.norm_eps}
+    if own_sizes := _own_sizes(family, config):
+        yield {**sizes, **own_sizes}
         return
     sizes |= {
-        "max_position_embeddings": config.max_context_length,
+        "max_position_embeddings": _positions(config),
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp_size,
@@ -135,6 +132,40 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
     yield {**sizes, "rope_parameters": {"full_attention": sizes["rope_parameters"], "sliding_attention": local}}
 
 
+def _own_sizes(family: ModelFamily, config: ModelConfig) -> dict[str, Any]:
+    """Return a model's values of all config.json keys of a family that names its sizes in another way than Llama.
+
+    Empty for other families.
+    """
+    layers, width, heads = config.num_layers, config.hidden_size, config.num_heads
+    positions, activation = _positions(config), _ACTIVATIONS[config.mlp]
+    eps = {"layer_norm_epsilon": config.norm_eps}
+    named = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    match family.model_type:
+        case "gpt2":
+            sizes = {"n_positions": positions, "n_embd": width, "n_layer": layers, "n_head": heads}
+            inner = {"n_inner": config.mlp_size, "activation_function": activation}
+            return {**sizes, **inner, **eps, "scale_attn_weights": config.score_scale is None}
+        case "opt":
+            inner = {"ffn_dim": config.mlp_size, "activation_function": activation}
+            return {"max_position_embeddings": positions, **named, **inner, "enable_bias": config.mlp_bias}
+        case "bloom":
+            return {"seq_length": positions, "hidden_size": width, "n_layer": layers, "n_head": heads, **eps}
+        case "falcon":
+            return {
+                "max_position_embeddings": positions,
+                **named,
+                "ffn_hidden_size": config.mlp_size,
+                "activation": activation,
+                **eps,
+                "bias": config.mlp_bias,
+                "multi_query": config.num_kv_heads == 1,
+                "parallel_attn": config.parallel_residual,
+                "rope_parameters": {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)},
+            }
+    return {}
+
+
 def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> dict[str, Any]:
     """Return a model's values of the config.json keys that its family has beside Llama's.
 
@@ -160,6 +191,12 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
             factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
             return {**biases, **factors, "attention_multiplier": config.effective_score_scale}
     return {}
+
+
+def _positions(config: ModelConfig) -> int:
+    """Return the number of positions in config.json: with dynamic scaling, those before the extension."""
+    original = None if config.rope_scaling is None else config.rope_scaling.dynamic_original
+    return config.max_context_length if original is None else original
 
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:

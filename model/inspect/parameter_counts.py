@@ -176,8 +176,11 @@ def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
 def _parts(config: ModelConfig) -> Iterator[PartCount]:
     at = Letters(config)
     yield PartCount("embedding", "tokens", at.V * at.d, ("token_embedding.weight",), is_outside=True)
+    rows = (
+        at.n if config.position_offset is None else at.n + Formula(str(config.position_offset), config.position_offset)
+    )
     positions = {
-        PositionKind.LEARNED: at.n * at.d,
+        PositionKind.LEARNED: rows * at.d,
         PositionKind.RELATIVE_BIAS: at.b * at.h,  # Raffel et al. 2020, arXiv 1910.10683: one table for all layers
         PositionKind.DISENTANGLED: at.r * at.d,  # He et al. 2020, arXiv 2006.03654: one table for all layers
     }
@@ -197,12 +200,16 @@ def _parts(config: ModelConfig) -> Iterator[PartCount]:
             yield PartCount("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
         yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
     norm = 2 * at.d if config.norm is NormKind.LAYER_NORM and config.norm_bias else at.d
-    norms = {"of attention": "attention_norm", "of the mlp": "mlp_norm"}
+    norms = {"of attention": "attention_norm"}
+    if not config.shares_norm:
+        norms |= {"of the mlp": "mlp_norm"}
     if config.norm_placement is NormPlacement.BOTH:
         norms |= {"after attention": "attention_out_norm", "after the mlp": "mlp_out_norm"}
-    for name, module in (*norms.items(), ("final", "final_norm")):
+    outside = {"of the embedding": "embedding_norm"} if config.embedding_norm else {}
+    outside["final"] = "final_norm"
+    for name, module in (norms | outside).items():
         tensors = (f"{module}.weight", f"{module}.bias")
-        yield PartCount("norms", name, norm, tensors, is_outside=name == "final")
+        yield PartCount("norms", name, norm, tensors, is_outside=name in outside)
     tied = "tied to the token embedding" if config.tie_embeddings else ""
     yield PartCount(
         "head", "output", _NOTHING if tied else at.V * at.d, ("lm_head.weight",), note=tied, is_outside=True

@@ -20,7 +20,15 @@ from torch.nn import functional
 
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
-from model.attention.native import KERNEL_NAMES, AttentionStep, NativeAttention, layer_call, supports
+from model.attention.native import (
+    KERNEL_NAMES,
+    AttentionStep,
+    NativeAttention,
+    layer_call,
+    position_biases,
+    set_biases,
+    supports,
+)
 from model.config import ModelConfig
 from model.config_enums import AttentionKind
 from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
@@ -178,6 +186,7 @@ class NativeTransformer:
         self._calls: Any = None  # attention arguments of each layer; None if a layer has another backend
         self._prepared: _PreparedDecode | None = None
         self._rotations = (torch.empty(0), torch.empty(0))
+        self._biases_HX, self._num_biases = torch.empty(0), 0  # of all layers, and their number of distances
 
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """Return next-token logits. See `Transformer.forward`."""
@@ -233,12 +242,12 @@ class NativeTransformer:
         num_ids: number of token ids, from 0 on, whose logits are returned.
 
         Returns None, without writing to the KV-cache, if `metadata` has no `contexts_B`, if a layer's attention is not
-        native or has a score bias, or if a token id or position is out of range. With reused arguments, a slot or block
-        out of range also returns None. The caller must then use `hidden` and `logits`.
+        native, or if a token id or position is out of range. With reused arguments, a slot or block out of range also
+        returns None. The caller must then use `hidden` and `logits`.
 
         Raises:
             ValueError: while the arguments are prepared, see `NativeAttention.prepare_step`.
-            IndexError: a token id is out of range, and PyTorch computes the embeddings: scaled ones, or with positions.
+            IndexError: a token id is out of range, and PyTorch computes the embeddings; see `_embedding_rows`.
         """
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
         prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
@@ -271,10 +280,10 @@ class NativeTransformer:
         logits_BV, ids = torch.empty(count, self._head.outputs), (_INT * count)()
         arguments.rows, arguments.logits = ctypes.addressof(rows), logits_BV.data_ptr()
         arguments.ids, arguments.num_ids = ctypes.addressof(ids), num_ids
-        has_table = self._model.rotary is not None
-        arguments.num_positions = len(self._rotations[0]) if has_table else self.config.max_context_length
+        length_of_tables = len(self._rotations[0]) or self._num_biases
+        arguments.num_positions = length_of_tables or self.config.max_context_length
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
-        held = step, self._calls, self._rotations
+        held = step, self._calls, self._rotations, self._biases_HX
         return _PreparedDecode((token_ids_T, *tensors, kv_cache), arguments, rows, logits_BV[:, :num_ids], ids, held)
 
     def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int) -> None:
@@ -287,7 +296,7 @@ class NativeTransformer:
     def _set_attention(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep | None:
         """Set, and return, a step's attention arguments for the kernel that computes all layers.
 
-        Returns None if some layer's attention is not computed by the native kernel, or adds a bias to its scores.
+        Returns None if some layer's attention is not computed by the native kernel.
         """
         if self._call_cache is not kv_cache:
             self._call_cache, self._calls = kv_cache, self._make_calls(kv_cache)
@@ -298,18 +307,30 @@ class NativeTransformer:
         if self._calls[0].threads != step.threads:
             for call in self._calls:
                 call.threads = step.threads
+        self._set_biases(step.longest)
         kernel = self.kernels.function(KERNEL_NAMES[kv_cache.dtype, kv_cache.cache_dtype], _POINTER, _POINTER)
         self._step.attend = ctypes.cast(kernel, _POINTER)
         self._step.batch, self._step.calls = ctypes.addressof(step.batch), ctypes.addressof(self._calls)
         self._step.mixed = self._buffers["mixed"].data_ptr()
         return step
 
+    def _set_biases(self, longest: int) -> None:
+        """Give the attention kernel the position biases of `longest` tokens or more, if the model has any."""
+        form = self._blocks[0].attention.form
+        if form.bias is not None and longest > self._num_biases:
+            self._num_biases = max(256, 2 * longest)
+            self._biases_HX = position_biases(form, self.config.num_heads, self._num_biases)  # equal in all layers
+            self._prepared = None  # its calls point to the previous biases
+        if self._calls[0].bias_length != self._num_biases:
+            for call in self._calls:
+                set_biases(call, self._biases_HX, self._num_biases)
+
     def _make_calls(self, kv_cache: KVCache) -> Any:
         """Return the attention kernel's arguments for every layer; None if a layer's attention is not native."""
         heads, mixed = self._heads(self._capacity), self._buffers["mixed"].unflatten(1, (-1, self.config.head_dim))
         attentions = [block.attention for block in self._blocks]
         for attention in attentions:
-            is_native = isinstance(attention.backend, NativeAttention) and attention.form.bias is None
+            is_native = isinstance(attention.backend, NativeAttention)
             if not is_native or not supports(heads[0], heads[2], attention.form, kv_cache):
                 return None
         calls = [layer_call(*heads, mixed, attention.form, kv_cache) for attention in attentions]
@@ -381,7 +402,7 @@ class NativeTransformer:
         )
         attention_norms, mlp_norms = (
             [block.attention_norm, block.attention_out_norm],
-            [block.mlp_norm, block.mlp_out_norm],
+            [block.mlp_norm or block.attention_norm, block.mlp_out_norm],
         )
         if block.norms_outputs:
             attention_norms.reverse()
@@ -395,8 +416,8 @@ class NativeTransformer:
     def _embedding_rows(self, model: Transformer) -> Rows:
         """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.
 
-        Returns `Rows` with pointers to the embedding.
-        The pointers are null if the first layer's input is not a plain row of the embedding: scaled, or with positions.
+        Returns `Rows` with pointers to the embedding. The pointers are null if the first layer's input is not a plain
+        row of the embedding: scaled, normed, or with positions.
         """
         embedding, rows = model.token_embedding, Rows()
         linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None
@@ -406,8 +427,8 @@ class NativeTransformer:
             rows.packed = ctypes.addressof(matrix)
         elif embedding.weight.is_contiguous():
             rows.embedding = embedding.weight.data_ptr()
-        is_unchanged = self.config.embedding_scale == 1.0 and model.position_embedding is None
-        return rows if is_unchanged else Rows()
+        is_unchanged = self.config.embedding_scale == 1.0 and not self.config.embedding_norm
+        return rows if is_unchanged and model.position_embedding is None else Rows()
 
     def _matrix(self, module: nn.Module, *, gated: bool = False) -> Matrix:
         packed = pack(module, self.kernels, self.huge_pages, gated=gated)

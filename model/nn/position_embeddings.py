@@ -37,7 +37,7 @@ class RotaryPositions(nn.Module):
 
     Pair i of the rotated dimensions (i and i + R/2, as in Llama) is rotated by the angle position * theta^(-2i/R). The
     first R dimensions of a head are rotated, the other dimensions are unchanged (partial rotary, GPT-NeoX). Angles are
-    float32 products, as in training. The frequencies of LongRoPE depend on `max_context_length`.
+    float32 products, as in training. The frequencies of LongRoPE and dynamic scaling depend on `max_context_length`.
     """
 
     frequencies: Tensor
@@ -47,7 +47,8 @@ class RotaryPositions(nn.Module):
     ) -> None:
         super().__init__()
         divisors = None if scaling is None else scaling.divisors(max_context_length)
-        frequencies = scale_frequencies(_frequencies(rotary_dim, theta, divisors), scaling)
+        base = stretched_theta(theta, rotary_dim, scaling, max_context_length)
+        frequencies = scale_frequencies(_frequencies(rotary_dim, base, divisors), scaling)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.factor = 1.0 if scaling is None else scaling.rotation_factor
 
@@ -62,12 +63,26 @@ class RotaryPositions(nn.Module):
         return angles.cos() * self.factor, angles.sin() * self.factor
 
 
-def _frequencies(size: int, theta: float, divisors: Sequence[float] | None = None) -> Tensor:
+def _frequencies(size: int, theta: float | Tensor, divisors: Sequence[float] | None = None) -> Tensor:
     """Return the frequencies theta^(-j/size) of all even j from 0 to size - 1, each divided by its divisor; float32."""
     # On the CPU even if the model is built on the meta device: constants are not loaded from the checkpoint.
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     wavelengths = theta**exponents
     return 1.0 / (wavelengths if divisors is None else torch.tensor(divisors, device="cpu") * wavelengths)
+
+
+def stretched_theta(theta: float, size: int, scaling: RopeScaling | None, max_context_length: int) -> float | Tensor:
+    """Return the base of the frequencies: of kind dynamic a larger one, in float32, in a context beyond the original.
+
+    dynamic: "dynamic NTK" scaling of Peng et al. 2023 (arXiv 2309.00071), section 3.3, with the factor of the
+    transformers library. The lowest frequency is divided by factor * context / original context - (factor - 1).
+    """
+    original = None if scaling is None else scaling.dynamic_original
+    if scaling is None or original is None or max_context_length <= original:
+        return theta
+    length = torch.tensor(max_context_length, device="cpu")
+    divisor = scaling.factor * length / original - (scaling.factor - 1)
+    return theta * divisor ** (size / (size - 2))
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
@@ -77,9 +92,9 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tenso
     llama3: let r = original context / wavelength. Frequencies with r under `low_freq_factor` are divided by the factor,
     frequencies with r over `high_freq_factor` are unchanged, with a linear ramp in r between: "NTK by parts" of Peng et
     al. 2023 (arXiv 2309.00071), section 3.2.
-    longrope: `RopeScaling.divisors` has scaled them already.
+    longrope, dynamic: `RopeScaling.divisors` or `stretched_theta` has scaled them already.
     """
-    if scaling is None or scaling.kind is RopeScalingKind.LONGROPE:
+    if scaling is None or scaling.kind in (RopeScalingKind.LONGROPE, RopeScalingKind.DYNAMIC):
         return frequencies
     stretched = frequencies / scaling.factor
     if scaling.kind is RopeScalingKind.LINEAR:

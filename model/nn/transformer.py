@@ -93,8 +93,8 @@ class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
     With post-norm (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a
-    parallel block (GPT-NeoX) attention and MLP read the same x. `dropout` is the dropout rate of both outputs in
-    training.
+    parallel block (GPT-NeoX) attention and MLP read the same x, in Falcon 7B normed by the same norm. `dropout` is the
+    dropout rate of both outputs in training.
     """
 
     dropout = 0.0
@@ -103,7 +103,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = Attention(config, backend, layer, table)
-        self.mlp_norm = make_norm(config, config.hidden_size)
+        self.mlp_norm = None if config.shares_norm else make_norm(config, config.hidden_size)
         has_both = config.norm_placement is NormPlacement.BOTH
         self.attention_out_norm = make_norm(config, config.hidden_size) if has_both else None
         self.mlp_out_norm = make_norm(config, config.hidden_size) if has_both else None
@@ -121,15 +121,19 @@ class Block(nn.Module):
     ) -> Tensor:
         """Apply the layer to packed tokens; input and output have the shape (tokens, hidden size)."""
         if self.norms_outputs:
+            assert self.mlp_norm is not None
             attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
             x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
             x_TE = x_TE + self._drop(self.mlp_norm(self.mlp(x_TE)))
             return x_TE
-        attended_TE = self.attention(self.attention_norm(x_TE), rotation, metadata=metadata, kv_cache=kv_cache)
+        normed_TE = self.attention_norm(x_TE)
+        attended_TE = self.attention(normed_TE, rotation, metadata=metadata, kv_cache=kv_cache)
         if self.attention_out_norm is not None:
             attended_TE = self.attention_out_norm(attended_TE)
         added_TE = x_TE + self._drop(attended_TE)
-        out_TE = self.mlp(self.mlp_norm(x_TE if self.is_parallel else added_TE))
+        if self.mlp_norm is not None:
+            normed_TE = self.mlp_norm(x_TE if self.is_parallel else added_TE)
+        out_TE = self.mlp(normed_TE)
         if self.mlp_out_norm is not None:
             out_TE = self.mlp_out_norm(out_TE)
         x_TE = added_TE + self._drop(out_TE)
@@ -151,12 +155,15 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_norm = make_norm(config, config.hidden_size) if config.embedding_norm else None
         self.position_embedding: nn.Embedding | SinusoidalPositions | None = None
+        self.position_offset = config.position_offset or 0
         self.rotary: RotaryPositions | None = None
         self.local_rotary: RotaryPositions | None = None  # of layers with a window; None: the same as `rotary`
         match config.position:
             case PositionKind.LEARNED:
-                self.position_embedding = nn.Embedding(config.max_context_length, config.hidden_size)
+                rows = config.max_context_length + self.position_offset
+                self.position_embedding = nn.Embedding(rows, config.hidden_size)
             case PositionKind.SINUSOIDAL:
                 self.position_embedding = SinusoidalPositions(config.hidden_size)
             case PositionKind.ROTARY:
@@ -211,7 +218,7 @@ class Transformer(nn.Module):
         return logits_RV if self.config.logit_soft_cap is None else soft_cap(logits_RV, self.config.logit_soft_cap)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the scaled token embeddings plus the position embeddings, if any: (tokens, hidden size).
+        """Return the scaled, normed token embeddings plus the position embeddings: (tokens, hidden size).
 
         The result has the model's dtype.
         """
@@ -219,8 +226,10 @@ class Transformer(nn.Module):
         if self.config.embedding_scale != 1.0:
             # Round the factor to the model's dtype first, as transformers does for Gemma.
             x_TE = x_TE * torch.full((), self.config.embedding_scale, dtype=x_TE.dtype, device=x_TE.device)
+        if self.embedding_norm is not None:
+            x_TE = self.embedding_norm(x_TE)
         if self.position_embedding is not None:
-            x_TE = x_TE + self.position_embedding(positions_T).to(x_TE.dtype)
+            x_TE = x_TE + self.position_embedding(positions_T + self.position_offset).to(x_TE.dtype)
         return x_TE
 
     def initialize(self, seed: int) -> None:

@@ -35,8 +35,8 @@ PACKED = "packed" if can_pack("cpu", torch.bfloat16) else "plain"
 KINDS = [(torch.float32, "plain"), (torch.bfloat16, PACKED), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
 CASES = [(level, *kind, "rotary-gqa") for level in BEST for kind in KINDS]
 CASES += [(level, *KINDS[1], "rotary-gqa") for level in OTHERS]
-# Soft caps, norms of outputs, two rotary embeddings, unrotated layers, scaled cosines, and divided logits.
-FAMILIES = ("gemma2", "gemma3", "smollm3", "phi3", "granite")
+# Position biases, soft caps, norms of outputs, two rotary embeddings, unrotated layers, scaled cosines, divided logits.
+FAMILIES = ("alibi", "gemma2", "gemma3", "smollm3", "phi3", "granite")
 CASES += [(level, *kind, variant) for level in BEST for kind in KINDS[::2] for variant in FAMILIES]
 
 

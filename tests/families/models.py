@@ -42,6 +42,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
@@ -75,6 +76,12 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", _SIZES | _GQA),
     "qwen3": ("Qwen3", _SIZES | _GQA | {"head_dim": 16}),
     "gpt_neox": ("GPTNeoX", _SIZES),
+    "opt": ("OPT", {key: _SIZES[key] for key in _SIZES if key != "intermediate_size"} | {"ffn_dim": 48}),
+    "bloom": (
+        "Bloom",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "seq_length": CONTEXT},
+    ),
+    "falcon": ("Falcon", {key: _SIZES[key] for key in _SIZES if key != "intermediate_size"} | {"ffn_hidden_size": 48}),
     "gemma": ("Gemma", _SIZES | {"num_key_value_heads": 1, "head_dim": 16}),
     "gemma2": ("Gemma2", _GEMMA),
     "gemma3_text": ("Gemma3Text", _GEMMA),
@@ -135,6 +142,8 @@ CASES: dict[str, Case] = {
     "llama mqa biased": Case("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     "llama wide heads": Case("llama", {**_GQA, "head_dim": 16}),
     "llama linear": Case("llama", {**_GQA, "rope_parameters": _LINEAR}),
+    # Both texts of the parity tests have the frequencies of the longer one, 48 tokens: 3 times the positions.
+    "llama dynamic": Case("llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
     "llama llama3": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": _LLAMA3}),
     "llama gelu": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),
@@ -162,6 +171,13 @@ CASES: dict[str, Case] = {
     "gpt_neox linear": Case("gpt_neox", {"rope_parameters": {**_LINEAR, "partial_rotary_factor": 0.5}}),
     "gpt_neox tied unbiased": Case("gpt_neox", {"tie_word_embeddings": True, "attention_bias": False}),
     "gpt_neox tanh gelu": Case("gpt_neox", {"hidden_act": "gelu_fast"}),
+    "opt": Case("opt"),
+    "opt untied without biases": Case(
+        "opt", {"tie_word_embeddings": False, "enable_bias": False, "activation_function": "gelu"}
+    ),
+    "bloom": Case("bloom", {"n_head": 6, "hidden_size": 48}),
+    "falcon": Case("falcon"),
+    "falcon sequential mha": Case("falcon", {"bias": True, "multi_query": False, "parallel_attn": False}),
     "gemma": Case("gemma"),
     "gemma mha biased": Case("gemma", {"num_key_value_heads": 4, "attention_bias": True}),
     "gemma untied": Case("gemma", {"num_key_value_heads": 2, "tie_word_embeddings": False}),

@@ -150,6 +150,11 @@ def test_rope_scaling_is_read_from_a_dictionary() -> None:
     )
 
 
+def test_dynamic_scaling_extends_the_context_by_its_factor() -> None:
+    config = read("llama", rope_scaling={"type": "dynamic", "factor": 2.5})
+    assert (config.max_context_length, config.for_context(64).max_context_length) == (5120, 64)
+
+
 def test_harmless_config_keys_are_accepted() -> None:
     noise = {"_name_or_path": "x", "temperature": 0.3, "use_cache": False, "torch_dtype": "float16", "new_key": None}
     assert read("llama", **noise, layer_types=["full_attention"] * 32, auto_map=None) == read("llama")
@@ -255,7 +260,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no residuals": ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a positive"),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type='yarn': supported are"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type='dynamic': supported"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling factor must be a positive number"),
+    "dynamic without bounds": (
+        {"rope_scaling": {"type": "dynamic", "factor": 1e308}},
+        "max_context_length must be at most 2,147,483,647",
+    ),
+    "dynamic with another context": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2, "original_max_position_embeddings": 1024}},
+        "rope_scaling.original_max_position_embeddings=1024: must be 2048, the positions",
+    ),
     "two types": ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "'linear and llama3': supported are"),
     "rope key": ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "rope_scaling.mscale=1: not a key of"),
     "rope a layer": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention={}: not a key"),
@@ -289,6 +302,36 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "context beyond the positions": (
         {"model_type": "gpt2", "n_ctx": 2048},
         "n_ctx=2048: n_ctx must equal n_positions, 1024",
+    ),
+    "norms of opt-350m": (
+        {"model_type": "opt", "do_layer_norm_before": False},
+        "do_layer_norm_before=False: not implemented; use a checkpoint",
+    ),
+    "embeddings of opt-350m": (
+        {"model_type": "opt", "hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512},
+        "word_embed_proj_dim=512: embeddings narrower than the hidden size 1024",
+    ),
+    "residuals of bloom": (
+        {"model_type": "bloom", "apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm=True: not implemented",
+    ),
+    "two widths": (
+        {"model_type": "bloom", "hidden_size": 64, "n_embed": 32},
+        "n_embed=32: contradicts hidden_size=64; remove the wrong key",
+    ),
+    "width of bloom's mlp": ({"model_type": "bloom", "n_inner": 100}, "n_inner=100: this family has 256"),
+    "falcon 40b": (
+        {"model_type": "falcon", "new_decoder_architecture": True},
+        "new_decoder_architecture=True: not implemented; use a checkpoint without it, such as Falcon 7B",
+    ),
+    "biases of falcon rw": ({"model_type": "falcon", "alibi": True}, "alibi=True: not implemented; use a checkpoint"),
+    "two norms of falcon": (
+        {"model_type": "falcon", "num_ln_in_parallel_attn": 2},
+        "num_ln_in_parallel_attn=2: not impl",
+    ),
+    "groups of falcon": (
+        {"model_type": "falcon", "multi_query": False, "num_kv_heads": 8},
+        "num_kv_heads=8: without multi_query there are 71 of them",
     ),
     "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the hidden size 4096 is not a multiple"),
     "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),

@@ -82,7 +82,11 @@ def test_native_kernels_compute_all_layers_of_every_family(tmp_path: Path, case:
 ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact gelu": ("gpt2 exact gelu", {"mlp": MlpKind.GELU}),
     "score scale": ("gpt2 unscaled", {"score_scale": None}),
+    "rows before position 0": ("opt", {"position_offset": None, "max_context_length": 66}),
+    "slopes": ("bloom", {"position": "none"}),
     "linear": ("llama linear", {"rope_scaling": None}),
+    "dynamic": ("llama dynamic", {"rope_scaling": None}),
+    "dynamic within": ("llama dynamic", {"max_context_length": 40}),
     "llama3": ("llama llama3", {"rope_scaling": None}),
     "theta": ("gpt_neox half rotary", {"rope_theta": 10000.0}),
     "window": ("mistral", {"sliding_window": None}),

@@ -6,6 +6,7 @@ One ulp of a frequency is an angle of 0.01 at position 131,071, which small mode
 import copy
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,17 @@ from tests.families.models import CLASSES, transformers
 from tests.families.public_configs import PUBLIC
 
 GEMMA3 = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith("gemma3")]
-ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2" and name not in GEMMA3]
+_DYNAMIC: dict[str, Any] = {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.5}}
+ROTARY = [
+    name
+    for name, (_, values) in PUBLIC.items()
+    if values["model_type"] not in ("gpt2", "opt", "bloom") and name not in GEMMA3
+]
 
 
-@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("name", [*ROTARY, "dynamic"])
 def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> None:
-    _, values = PUBLIC[name]
+    values = PUBLIC[name][1] if name in PUBLIC else _DYNAMIC
     _, config = read_family_config(Path("config.json"), values)
     assert config.position is PositionKind.ROTARY
     model_type = values["model_type"]

@@ -20,7 +20,7 @@ from service.engine.engine import complete_batch, create_submit
 from service.protocol.logprobs import format_token_name
 from service.worker.engine_factory import build_engine
 from tests.e2e.process import serving
-from tests.families.models import GEMMA_ROPES, LONGROPE, TYPES, WINDOW, Case, load, read_by_library
+from tests.families.models import DYNAMIC, GEMMA_ROPES, LONGROPE, TYPES, WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
@@ -57,6 +57,9 @@ SERVED: dict[str, tuple[Case, Any]] = {
         Case("gemma3_text", {"tie_word_embeddings": False, "rope_parameters": GEMMA_ROPES, "layer_types": TYPES}),
         write_sentence_piece,
     ),
+    "opt": (Case("opt"), write_byte_level),
+    "bloom": (Case("bloom", {"tie_word_embeddings": False}), write_byte_level),
+    "falcon": (Case("falcon", {"tie_word_embeddings": False}), write_byte_level),
     "olmo2": (Case("olmo2"), write_byte_level),
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
@@ -77,7 +80,7 @@ def expected(model: Any, prompt_ids: list[int]) -> tuple[list[int], Tensor]:
 
 def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> None:
     """Save the first random model with a clear best token at each position, and with varied tokens."""
-    positions = "n_positions" if case.family == "gpt2" else "max_position_embeddings"
+    positions = {"gpt2": "n_positions", "bloom": "seq_length"}.get(case.family, "max_position_embeddings")
     for seed in range(30):
         model = case.build(seed, spread=0.3, vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
         tokens, best = expected(model, prompt_ids)
@@ -108,10 +111,12 @@ def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path, name: str) ->
         assert complete_batch(model, tokenizer, [prompt_ids], [greedy]) == [tokens], attention
 
 
-def test_the_served_context_selects_the_factors_of_longrope(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [SERVED["phi3"][0], Case("llama", {"rope_parameters": DYNAMIC | {"factor": 10.0}})])
+def test_the_served_context_selects_the_frequencies(tmp_path: Path, case: Case) -> None:
     """Within the original context of 16 tokens, tokens equal those of transformers only if no more are served."""
     prompt_ids = write_sentence_piece(tmp_path, VOCAB_SIZE).encode(PROMPT).ids[:8]
-    SERVED["phi3"][0].build(vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
+    positions = CONTEXT if case.family == "phi3" else 16
+    case.build(vocab_size=VOCAB_SIZE, max_position_embeddings=positions).save_pretrained(tmp_path)
     library: Any = read_by_library(tmp_path)
     whole = library.generate(torch.tensor([prompt_ids]), max_new_tokens=8, do_sample=False)
     manifest, threads = read_manifest(tmp_path), torch.get_num_threads()

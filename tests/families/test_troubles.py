@@ -228,8 +228,8 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "nanoGPT's pickle": ("llama", only("ckpt.pt"), "ckpt.pt: .* `kvasir convert --nanogpt .*/ckpt.pt --tok"),
     "unknown architecture": (
         "llama",
-        in_json("config.json", lambda v: v.update(model_type="falcon")),
-        f"config.json: model_type='falcon': supported are {', '.join(FAMILIES)};",
+        in_json("config.json", lambda v: v.update(model_type="mpt")),
+        f"config.json: model_type='mpt': supported are {', '.join(FAMILIES)};",
     ),
     "activation": ("llama", in_json("config.json", lambda v: v.update(hidden_act="xielu")), "hidden_act='xielu': supp"),
     "rope type": (

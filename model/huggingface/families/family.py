@@ -1,10 +1,11 @@
 """Definition of a model family, and the checkpoint tensors that make up each tensor of Kvasir's model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from model.config import ModelConfig
+from model.config_enums import MAX_SIZE
 from model.huggingface.families.reader import ConfigReader
 from model.io.files import CheckpointError
 
@@ -81,13 +82,22 @@ def concatenated(*modules: str) -> Names:
 def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
     """Convert a config.json to a ModelConfig. Raises CheckpointError for a key or value that is not supported."""
     try:
-        config = family.read_config(reader)
+        config = _extended(family.read_config(reader))
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{reader.path}: {error}; correct the config") from error
     reader.check_unread()
     return config
+
+
+def _extended(config: ModelConfig) -> ModelConfig:
+    """Return a config whose context is that after dynamic scaling, from one with the positions in config.json."""
+    scaling = config.rope_scaling
+    if scaling is None or (original := scaling.dynamic_original) is None:
+        return config
+    extended = int(min(scaling.factor * original, MAX_SIZE + 1))
+    return replace(config, max_context_length=max(original, extended))
 
 
 def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source]:

@@ -12,7 +12,7 @@ from model.huggingface.families.family import Layout, ModelFamily, Names, plain
 from model.huggingface.families.llama_like import size_of_heads
 from model.huggingface.families.reader import ConfigReader, read_rope
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu_new": MlpKind.GELU,
     "gelu_pytorch_tanh": MlpKind.GELU,
     "gelu_fast": MlpKind.GELU,
@@ -41,7 +41,7 @@ def _read_gpt2_config(reader: ConfigReader) -> ModelConfig:
         rope_theta=10000.0,
         norm=NormKind.LAYER_NORM,
         norm_eps=reader.number("layer_norm_epsilon", 1e-5),
-        mlp=reader.choice("activation_function", "gelu_new", _ACTIVATIONS),
+        mlp=reader.choice("activation_function", "gelu_new", ACTIVATIONS),
         attention_bias=True,
         mlp_bias=True,
         qk_norm=False,
@@ -104,7 +104,7 @@ def _read_neox_config(reader: ConfigReader) -> ModelConfig:
         rotary_dim=rope.dim(head_dim),
         norm=NormKind.LAYER_NORM,
         norm_eps=reader.number("layer_norm_eps", 1e-5),
-        mlp=reader.choice("hidden_act", "gelu", _ACTIVATIONS),
+        mlp=reader.choice("hidden_act", "gelu", ACTIVATIONS),
         attention_bias=reader.flag("attention_bias", True),
         mlp_bias=True,
         qk_norm=False,

@@ -30,6 +30,7 @@ _HARMLESS_KEYS = """
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens reorder_and_upcast_attn
     max_new_tokens cache_implementation max_sequence_length is_llama_config _num_labels _flash_attn_2_enabled
+    dropout activation_dropout layerdrop init_std
 """
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -104,6 +105,14 @@ class ConfigReader:
         value = self._unread.pop(name, default)
         check_size(name, value)
         return int(value)
+
+    def size_of(self, names: tuple[str, ...], default: int) -> int:
+        """Return the size that any of several keys sets. Raises CheckpointError if two keys set different sizes."""
+        found = [(name, self.size(name, default)) for name in names if name in self._unread]
+        for name, size in found[1:]:
+            if size != found[0][1]:
+                self.reject(name, size, f"contradicts {found[0][0]}={found[0][1]}; remove the wrong key")
+        return found[0][1] if found else default
 
     def num_layers(self, name: str, default: int) -> int:
         """Return the value of a key that must be a number of layers, at most MAX_LAYERS."""
@@ -243,7 +252,11 @@ def read_rope(
         scaling = None
     else:
         fields = {"kind": kind, "factor": values.pop("factor", None)}
-        if kind == RopeScalingKind.LLAMA3:
+        if kind == RopeScalingKind.DYNAMIC:
+            if length not in (max_positions, top):
+                reader.reject(f"{name}.{_ORIGINAL}", length, f"must be {max_positions}, the positions; remove the key")
+            fields["original_context_length"] = max_positions
+        elif kind == RopeScalingKind.LLAMA3:
             fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
             fields["original_context_length"] = length
         elif kind == RopeScalingKind.LONGROPE:

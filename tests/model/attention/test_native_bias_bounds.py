@@ -31,8 +31,8 @@ def before_a_wall(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", BUILDABLE)
 @pytest.mark.parametrize("num_queries", [1, 50, 96, 130])
 def test_the_kernel_reads_no_bias_past_the_buffer(way: str, num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    biases = native_module._biases
-    monkeypatch.setattr(native_module, "_biases", lambda *given: before_a_wall(biases(*given)))
+    biases = native_module.position_biases
+    monkeypatch.setattr(native_module, "position_biases", lambda *given: before_a_wall(biases(*given)))
     scene = Scene((4, 4, 64, 16), [(num_queries, num_queries)])
     form = dataclasses.replace(
         FORM, bias=AlibiBias(dataclasses.replace(VARIANTS["none"], num_heads=4, num_kv_heads=4), None)

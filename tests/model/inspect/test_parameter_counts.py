@@ -22,7 +22,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     in_scores = (PositionKind.ROTARY, PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)
     average = attention is AttentionKind.AVERAGE
     position = draw(st.sampled_from([kind for kind in PositionKind if not average or kind not in in_scores]))
-    norm = draw(st.sampled_from(NormKind))
+    norm, placement = draw(st.sampled_from(NormKind)), draw(st.sampled_from(NormPlacement))
     buckets = draw(st.integers(2, 9)) if position is PositionKind.RELATIVE_BIAS else None
     needs_distance = position in (PositionKind.RELATIVE_BIAS, PositionKind.DISENTANGLED)
     values: dict[str, Any] = {
@@ -35,14 +35,17 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         "position": position,
         "norm": norm,
         "mlp": draw(st.sampled_from(MlpKind)),
-        "norm_placement": draw(st.sampled_from(NormPlacement)),
+        "norm_placement": placement,
         "norm_bias": draw(st.booleans()) if norm is NormKind.LAYER_NORM else True,
         "num_relative_buckets": buckets,
         "max_relative_distance": draw(st.integers(10, 60)) if needs_distance else None,
         "qk_norm": draw(st.booleans()) and not average,
         "qk_norm_scope": draw(st.sampled_from(QkNormScope)),
         "attention_out_bias": draw(st.sampled_from([None, False, True])),
-        **{name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias", "tie_embeddings")},
+        **{name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias", "tie_embeddings", "embedding_norm")},
+        "parallel_residual": (is_parallel := placement is NormPlacement.PRE and draw(st.booleans())),
+        "shares_norm": is_parallel and draw(st.booleans()),
+        "position_offset": draw(st.sampled_from([None, 2])) if position is PositionKind.LEARNED else None,
     }
     return ModelConfig.from_dict({**ROTARY, **values})
 

@@ -77,7 +77,15 @@ class Steps:
 
 @pytest.mark.parametrize("level", BUILDABLE)
 @pytest.mark.parametrize(
-    ("variant", "kind"), [("rotary-gqa", "plain"), ("rotary-gqa", "int8"), ("rotary-gqa", "int4"), ("gpt2", "plain")]
+    ("variant", "kind"),
+    [
+        ("rotary-gqa", "plain"),
+        ("rotary-gqa", "int8"),
+        ("rotary-gqa", "int4"),
+        ("gpt2", "plain"),
+        ("alibi", "plain"),
+        ("relative-bias", "plain"),
+    ],
 )
 def test_a_decode_call_has_the_bits_of_hidden_and_logits(level: str, variant: str, kind: str) -> None:
     """The steps cross block boundaries, with one and with two threads."""
@@ -120,10 +128,11 @@ def test_a_decode_call_with_invalid_ids_or_slots_computes_nothing(level: str) ->
 
 
 @pytest.mark.parametrize("level", BEST)
-def test_a_position_past_the_rotation_tables_grows_the_tables(level: str) -> None:
-    """The rotary tables hold 256 positions. `decode` computes nothing in the step that needs more, then works again."""
+@pytest.mark.parametrize("variant", ["rotary-gqa", "relative-bias"])
+def test_a_position_past_the_tables_grows_the_tables(level: str, variant: str) -> None:
+    """The tables of rotations and biases hold 256 positions. `decode` computes nothing in the step that needs more."""
     with torch.inference_mode():
-        steps = Steps(level, "rotary-gqa", width=70)
+        steps = Steps(level, variant, width=70)
         missed = []
         for by in (243, 1, 1, 1, 1, 1, 1):
             decoded = steps.one_call()
