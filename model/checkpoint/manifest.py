@@ -186,9 +186,10 @@ def read_manifest(directory: Path | str) -> Manifest:
     values = read_json(directory / CONFIG_FILE)
     if "model_type" not in values and "architectures" not in values:
         return _read_native(directory)  # raises: manifest.json is missing
-    quantization = read_quantization(directory / CONFIG_FILE, values.pop(QUANTIZATION_KEY, None))
+    stored = values.pop(QUANTIZATION_KEY, None)
     warnings: list[str] = []
     family, config = read_family_config(directory / CONFIG_FILE, values, warnings)
+    quantization = read_quantization(directory / CONFIG_FILE, stored)
     if quantization is not None and any(names.layout is Layout.TRANSPOSED for names in family.names.values()):
         raise CheckpointError(
             f"{directory / CONFIG_FILE}: quantized {family.model_type} models are not supported; "
