@@ -50,6 +50,7 @@ COMMANDS = {
         "write the tokenizer as a Hugging Face directory", config.ExportTokenizerSettings, "inspect:export_tokenizer"
     ),
     "convert": Command("convert a checkpoint into another format", config.ConvertSettings, "convert:main"),
+    "families": Command("list the supported model families", config.FamiliesSettings, "families:main"),
     "inspect": Command(
         "show a checkpoint, and how it would be served here", config.InspectSettings, "inspect_checkpoint:main"
     ),

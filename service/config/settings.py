@@ -276,6 +276,15 @@ class GenerateSettings(ModelSettings):
     """end the completion before this text"""
 
 
+class FamiliesSettings(CommandSettings):
+    """List the model families that are claimed: what the reader of config.json accepts of each, whether GGUF files are
+    read, and the date of the last proof of parity with the transformers library, by `make families`.
+    """
+
+    json_: bool = option("view", False)
+    """print JSON"""
+
+
 class InspectSettings(CheckpointSettings):
     """Show a checkpoint and how it would be served on this machine: family, shape, memory, streams, tokens, files,
     training, and everything that `kvasir serve` would reject. Only headers are read, no weights. `kvasir inspect
