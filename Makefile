@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test test-fast test-clients check format bench performance peers attention loadtest fuzz test-faults audit check-monitoring clean
+.PHONY: help install serve test families test-fast test-clients check format bench performance peers attention loadtest fuzz test-faults audit check-monitoring clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,9 @@ serve: $(SERVING) ## serve the shipped model on http://127.0.0.1:8000; CHECKPOIN
 test: install ## run all tests in up to four processes, one test file at a time in each, the longest files first
 	@$(BIN)/python -m compileall -q model service loadtest # compile once here, instead of in each of the hundred processes that tests start
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+families: install ## test the parity of every family with transformers, also over HTTP, and write the date of each proof for `kvasir families`
+	$(BIN)/python -m pytest -q --families --numprocesses auto --maxprocesses 4 --dist loadfile tests/families/test_parity.py tests/families/test_serving.py tests/model/gguf/test_architectures.py
 
 test-clients: install $(CLIENTS_INSTALLED) $(CLIENTS)/node/.installed ## test every client of docs/clients.md against a live server, each in its own environment (4 GB)
 	$(BIN)/python -m pytest -q tests/clients

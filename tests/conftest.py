@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from model.huggingface.family_proofs import read_proofs, write_proofs
 from model.kernels.build import CACHE, BuildError
 from model.kernels.kernel_library import load_kernels
+from tests.families.parity_table import outcomes, table, updated
 from tests.tiny_model import save_tiny_checkpoint
 
 ROOT = Path(__file__).parent
@@ -46,6 +48,11 @@ settings.register_profile("any machine", deadline=None, derandomize=True, suppre
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make families`."""
+    parser.addoption("--families", action="store_true", help="serve every family, and write the date of its proof")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Limit torch to one thread per parallel test worker: threads that share a core wait for each other."""
     # A background job of a shell ignores SIGINT, and so would all processes that tests start and interrupt.
@@ -58,16 +65,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order test files by duration, and deselect tests marked `gpu` without a CUDA device."""
+    """Order test files by duration. Deselect tests marked `gpu` without a GPU, and `families` without the option."""
     places = {ROOT / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places), "LONGEST names a file that is not there"
     items.sort(key=lambda item: places.get(item.path, len(places)))
-    if torch.cuda.is_available():
-        return
-    needing = [item for item in items if item.get_closest_marker("gpu")]
+    left_out = {
+        mark
+        for mark, is_wanted in (("gpu", torch.cuda.is_available()), ("families", config.getoption("--families")))
+        if not is_wanted
+    }
+    needing = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
     if needing:
         config.hook.pytest_deselected(items=needing)
         items[:] = [item for item in items if item not in needing]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the parity of every family if its tests ran. With --families, write the proofs."""
+    reports = [
+        (report.user_properties, passed)
+        for outcome, passed in (("passed", True), ("failed", False), ("error", False))
+        for report in terminalreporter.stats.get(outcome, [])
+    ]
+    if found := outcomes(reports):
+        terminalreporter.section("parity of every family with transformers")
+        for line in table(found):
+            terminalreporter.line(line)
+        if config.getoption("--families"):
+            write_proofs(updated(read_proofs(), found))
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,7 @@ ENGINE_SIDE = {
     "service/cli/eval.py",
     "service/cli/generate.py",
     "service/cli/inspect_attention.py",
+    "service/cli/inspect_checkpoint.py",
     "service/cli/train.py",
 }
 # Main also imports the worker's module, so it imports torch inside methods that only the worker process calls.

@@ -136,23 +136,28 @@ class Manifest:
         the damage may have caused the other errors.
         """
         with ThreadPoolExecutor(max_workers=1) as pool:
-            checked = pool.submit(self._check_files)
+            checked = pool.submit(self.check_files)
             try:
-                placements, tokenizer = self.placements, load_tokenizer(self.directory)
+                _, tokenizer = self.placements, load_tokenizer(self.directory)
             finally:
                 checked.result()
+        self.check_tokenizer(tokenizer)
+        return tokenizer
+
+    def check_files(self, *, has_hashes: bool = True) -> None:
+        """Check every file's size, and with `has_hashes` its SHA-256, which reads the file. Raises CheckpointError."""
+        for name, (size, digest) in self.files.items():
+            _check_file(self.path_of(name), size, digest if has_hashes else "")
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raise CheckpointError if the tokenizer has more tokens than the model's embedding has rows."""
         if tokenizer.vocab_size > self.config.vocab_size:
-            embedding = placements["token_embedding.weight"].parts[0]
+            embedding = self.placements["token_embedding.weight"].parts[0]
             raise CheckpointError(
                 f"{embedding.path}: tensor {embedding.name} has {self.config.vocab_size} rows, the tokenizer beside it "
                 f"{tokenizer.vocab_size} tokens, so some tokens have no embedding; "
                 "use the tokenizer of this model's training"
             )
-        return tokenizer
-
-    def _check_files(self) -> None:
-        for name, (size, digest) in self.files.items():
-            _check_file(self.path_of(name), size, digest)
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
@@ -186,9 +191,10 @@ def read_manifest(directory: Path | str) -> Manifest:
     values = read_json(directory / CONFIG_FILE)
     if "model_type" not in values and "architectures" not in values:
         return _read_native(directory)  # raises: manifest.json is missing
-    quantization = read_quantization(directory / CONFIG_FILE, values.pop(QUANTIZATION_KEY, None))
+    stored = values.pop(QUANTIZATION_KEY, None)
     warnings: list[str] = []
     family, config = read_family_config(directory / CONFIG_FILE, values, warnings)
+    quantization = read_quantization(directory / CONFIG_FILE, stored)
     if quantization is not None and any(names.layout is Layout.TRANSPOSED for names in family.names.values()):
         raise CheckpointError(
             f"{directory / CONFIG_FILE}: quantized {family.model_type} models are not supported; "

@@ -123,6 +123,8 @@ _ARCHITECTURES = {
     "gpt2": _Architecture(model_type="gpt2", keys=_GPT2_KEYS, names=_GPT_NAMES, values={}),
     "gptneox": _Architecture(model_type="gpt_neox", keys=_NEOX_KEYS, names=_GPT_NAMES, values={}),
 }
+# Families of which a GGUF file can be served; llama.cpp calls Mistral llama.
+GGUF_FAMILIES = frozenset({*(architecture.model_type for architecture in _ARCHITECTURES.values()), "mistral"})
 
 
 def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:

@@ -10,6 +10,7 @@ from model.config_enums import MlpKind, NormPlacement, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.table import FAMILIES
+from model.huggingface.unserved import missing_mechanisms
 from model.io.files import CheckpointError
 
 _ACTIVATIONS = {
@@ -34,8 +35,10 @@ def read_family_config(
     family = FAMILIES.get(str(values.get("model_type")))
     reader = ConfigReader(path, values)
     if family is None:
-        remedy = f"supported are {', '.join(FAMILIES)}; docs/families.md describes how to add one"
-        reader.reject("model_type", values.get("model_type"), remedy)
+        missing = missing_mechanisms(values)
+        problem = f"needs {' and '.join(missing)}, not implemented" if missing else "not a supported family"
+        remedy = "`kvasir families` lists the supported ones, and docs/families.md describes how to add one"
+        reader.reject("model_type", values.get("model_type"), f"{problem}; {remedy}")
     architectures = reader.value("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]
     if architectures is not None and (not named or any(name not in family.architectures for name in named)):

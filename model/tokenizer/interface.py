@@ -23,6 +23,7 @@ class Tokenizer(ABC):
         eos_token_ids: ids of the EOS tokens, each of which ends a text. May be empty.
         bos_token_id: id of the BOS token, with which prompts begin; None if they begin without one. Callers put
             it before a text, except before a prompt whose chat template writes it.
+        kind: algorithm, for users, such as "byte-level BPE".
         longest_token: maximum number of text bytes that one token covers, special tokens excepted; None: no limit.
     """
 
@@ -62,6 +63,7 @@ class Tokenizer(ABC):
         self.special_tokens = special_tokens
         self.eos_token_ids = eos_token_ids
         self.bos_token_id = bos_token_id
+        self.kind = "byte-level BPE"
         self.longest_token: int | None = max(map(len, self._token_bytes), default=1)
         self._special_names = {token_id: name for name, token_id in special_tokens.items()}
 

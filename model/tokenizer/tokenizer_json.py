@@ -192,6 +192,7 @@ class LibraryTokenizer(Tokenizer):
         special_ids = {*special_tokens.values()}
         token_bytes = ((i, decoder.token_bytes(token)) for i, token in tokens.items() if i not in special_ids)
         super().__init__(token_bytes, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
+        self.kind = f"{'byte-level ' if decoder.byte_level else ''}{type(self._library.model).__name__}"
         self.longest_token = _max_covered_bytes(values, decoder, max(map(len, self._token_bytes)))
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:

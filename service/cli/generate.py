@@ -20,6 +20,8 @@ def main(settings: GenerateSettings) -> int:
     manifest = read_manifest(settings.checkpoint)
     tokenizer = manifest.verify()
     defaults = read_defaults(settings, manifest.directory)
+    for warning in manifest.config_warnings:
+        print(f"kvasir generate: warning: {warning}", file=sys.stderr)
     if defaults.ignored:
         file, names = generation_config_path(manifest.directory).name, ", ".join(defaults.ignored)
         print(f"kvasir generate: warning: {file}: {names}: not supported, ignored", file=sys.stderr)

@@ -52,7 +52,10 @@ COMMANDS = {
         "write the tokenizer as a Hugging Face directory", config.ExportTokenizerSettings, "inspect:export_tokenizer"
     ),
     "convert": Command("convert a checkpoint into another format", config.ConvertSettings, "convert:main"),
-    "inspect": Command("show the contents of a checkpoint", config.InspectSettings, "inspect:main"),
+    "families": Command("list the supported model families", config.FamiliesSettings, "families:main"),
+    "inspect": Command(
+        "show a checkpoint, and how it would be served here", config.InspectSettings, "inspect_checkpoint:main"
+    ),
     "inspect params": Command(
         "count the parameters of every matrix", config.InspectParamsSettings, "inspect:inspect_params"
     ),

@@ -142,13 +142,13 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a settings field, such as --max-thing."""
-    return "--" + name.replace("_", "-")
+    """Return the flag of a settings field, such as --max-thing. A last underscore, as in `json_`, is left out."""
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def variable_of(name: str) -> str:
     """Return the environment variable of a settings field, such as KVASIR_MAX_THING."""
-    return PREFIX + name.upper()
+    return PREFIX + name.rstrip("_").upper()
 
 
 def is_secret(kind: type[CommandSettings], name: str) -> bool:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import ByteSize, SecretStr, ValidationError, field_validator, model_validator
 
@@ -261,11 +261,27 @@ class GenerateSettings(ModelSettings):
     """end the completion before this text"""
 
 
-class InspectSettings(CheckpointSettings):
-    """Show the contents of a checkpoint: architecture, parameters by part, memory, tokens, files, training. Verifies
-    the hash of every file. `kvasir inspect params` counts the parameters of every matrix, and `kvasir inspect
-    attention` shows the attention weights of a prompt.
+class FamiliesSettings(CommandSettings):
+    """List the model families that are claimed: what the reader of config.json accepts of each, whether GGUF files are
+    read, and the date of the last proof of parity with the transformers library, by `make families`.
     """
+
+    json_: bool = option("view", False)
+    """print JSON"""
+
+
+class InspectSettings(CheckpointSettings):
+    """Show a checkpoint and how it would be served on this machine: family, shape, memory, streams, tokens, files,
+    training, and everything that `kvasir serve` would reject. Only headers are read, no weights. `kvasir inspect
+    params` counts the parameters of every matrix. `kvasir inspect attention` shows the attention weights of a prompt.
+    """
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint",)
+
+    json_: bool = option("view", False)
+    """print JSON"""
+    verify: bool = option("view", False)
+    """read all files, and compare their SHA-256 with manifest.json"""
 
 
 class InspectParamsSettings(CheckpointSettings):

@@ -102,6 +102,20 @@ class EngineFacts:
         return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineForecast:
+    """Engine that a new process on this machine would build now, known from the headers of the checkpoint's files.
+
+    facts: on a GPU the number of blocks is an estimate: the largest step is not measured.
+    weight_bytes: size of the weights as they are served.
+    cache_bytes_per_token: KV-cache of one token, over all layers.
+    """
+
+    facts: EngineFacts
+    weight_bytes: int
+    cache_bytes_per_token: int
+
+
 class _ResolvedSettings(NamedTuple):
     """Engine settings with "auto" replaced by chosen values, as far as possible before the model is loaded."""
 
@@ -165,20 +179,70 @@ def build_engine(
         max_context_length=resolved.max_context_length,
     )
     tokenizer, looks_ahead = load_tokenizer(manifest.directory), None if settings.lookahead else False
-    return Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead), EngineFacts(
-        device=device.type,
-        attention=resolved.attending.name,
+    return Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead), _facts(
+        resolved,
+        manifest,
         kernel_level=model.kernel_level if isinstance(model, NativeTransformer) else None,
-        dtype=_name(dtype),
+        matrices=matrices,
+        num_blocks=num_blocks,
+        has_standby=plan.has_standby,
+    )
+
+
+def forecast_engine(settings: ModelSettings, manifest: Manifest, *, server: ServerNeeds) -> EngineForecast:
+    """Return what `build_engine` would build, without reading a weight. Raises the same errors.
+
+    Native kernels are compiled if they are missing, as `build_engine` does.
+    """
+    manifest = _for_context(settings, manifest)
+    resolved = _resolve(settings, manifest)
+    weight_bytes = _loaded_model(manifest, resolved)._replace(num_copies=1).weight_bytes
+    plan = _plan(server, settings, manifest, resolved)
+    device, profiled_bytes = resolved.context.device.type, None
+    if device != "cpu":
+        profiled_bytes = max(0, int(free_bytes(device) * settings.gpu_memory_share) - weight_bytes)
+    kind = _matrix_kind(settings.quantize, device, resolved.context.dtype)
+    if manifest.num_quantized and device == "cpu" and manifest.quantization is not None:
+        kind = manifest.quantization.text[:4]
+    elif settings.quantize == "none" and resolved.kernels is not None:
+        kind = "packed"
+    return EngineForecast(
+        facts=_facts(
+            resolved,
+            manifest,
+            kernel_level=None if resolved.kernels is None else resolved.kernels.level,
+            matrices=kind,
+            num_blocks=_num_blocks(settings, resolved, plan.reserved_bytes + weight_bytes, profiled_bytes),
+            has_standby=plan.has_standby,
+        ),
+        weight_bytes=weight_bytes,
+        cache_bytes_per_token=resolved.block_bytes // settings.block_size,
+    )
+
+
+def _facts(
+    resolved: _ResolvedSettings,
+    manifest: Manifest,
+    *,
+    kernel_level: str | None,
+    matrices: str,
+    num_blocks: int,
+    has_standby: bool,
+) -> EngineFacts:
+    return EngineFacts(
+        device=resolved.context.device.type,
+        attention=resolved.attending.name,
+        kernel_level=kernel_level,
+        dtype=_name(resolved.context.dtype),
         matrices=matrices,
         threads=resolved.threads,
         max_context_length=resolved.max_context_length,
         num_blocks=num_blocks,
-        block_size=settings.block_size,
+        block_size=resolved.context.block_size,
         kv_cache_bytes=num_blocks * resolved.block_bytes,
         kv_cache_dtype=_name(resolved.cache_dtype),
         reasons={**resolved.reasons, **_stored_format(manifest, matrices)},
-        has_standby=plan.has_standby,
+        has_standby=has_standby,
     )
 
 
@@ -186,6 +250,10 @@ def _as_served(settings: ModelSettings, manifest: Manifest) -> Manifest:
     """Return the manifest with the config for the served context length. Logs parts that are not served."""
     if manifest.left_out:
         logger.warning("%s has parts that are not served: %s", manifest.name, manifest.left_out)
+    return _for_context(settings, manifest)
+
+
+def _for_context(settings: ModelSettings, manifest: Manifest) -> Manifest:
     length = context_length(settings, manifest.config)
     return dataclasses.replace(manifest, config=manifest.config.for_context(length))
 
@@ -230,10 +298,14 @@ def _plan(
     """Plan the memory that the first worker of a CPU server leaves to other processes; 0 bytes in all other cases."""
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
+    return plan_memory(_loaded_model(manifest, resolved), settings, standby=server.standby)
+
+
+def _loaded_model(manifest: Manifest, resolved: _ResolvedSettings) -> LoadedModel:
     dtype = resolved.context.dtype
     placements = manifest.placements.values()
     stored = {_STORED_DTYPES.get(part.dtype) for place in placements for part in place.parts if not place.encoded}
-    loaded = LoadedModel(
+    return LoadedModel(
         config=manifest.config,
         value_bytes=dtype.itemsize,
         cache_value_bytes=resolved.cache_dtype.itemsize,
@@ -242,7 +314,6 @@ def _plan(
         num_quantized=manifest.num_quantized,
         packs_embedding=EMBEDDING in resolved.packed_next,
     )
-    return plan_memory(loaded, settings, standby=server.standby)
 
 
 def _largest_step(settings: ModelSettings, resolved: _ResolvedSettings) -> LargestStep:

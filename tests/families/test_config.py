@@ -14,7 +14,7 @@ from model.huggingface.families.table import FAMILIES
 from model.huggingface.family_table import read_family_config
 from model.io.files import CheckpointError
 from tests.families.models import CASES, CLASSES, transformers
-from tests.families.public_configs import PUBLIC, PUBLISHED
+from tests.families.public_configs import CONFIG_PATH, NOT_SERVED, PUBLIC, PUBLISHED, Entry, read_published
 
 PATH = Path("some/where/config.json")
 
@@ -36,15 +36,40 @@ def test_a_family_can_be_sent_to_the_worker(model_type: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_checkpoints_have_their_number_of_parameters(name: str) -> None:
-    num_parameters, values = PUBLIC[name]
-    assert read_family_config(PATH, values)[1].num_parameters == num_parameters
+    (entry,) = (entry for entry in PUBLISHED if entry["name"] == name)
+    assert read_published(entry)[0].num_parameters == PUBLIC[name][0]
 
 
 @pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry["name"])
-def test_copies_of_published_configs_are_accepted(entry: dict[str, Any]) -> None:
-    warnings: list[str] = []
-    read_family_config(PATH, entry["config"], warnings)
-    assert len(warnings) == ("auto_map" in entry["config"])
+def test_published_configs_are_accepted(entry: Entry) -> None:
+    """The only warnings are about code in the checkpoint and unknown keys without a value."""
+    _, warnings = read_published(entry)
+    config = {**entry["config"], **entry["config"].get("text_config", {})}
+    keys = {
+        warning.removeprefix(f"{CONFIG_PATH}: ").partition("=")[0].removeprefix("text_config.") for warning in warnings
+    }
+    assert all(key == "auto_map" or not config[key] for key in keys)
+    assert ("auto_map" in keys) == ("auto_map" in config)
+
+
+@pytest.mark.parametrize("entry", NOT_SERVED, ids=lambda entry: entry["name"])
+def test_published_configs_of_other_families_are_refused_by_what_is_missing(entry: Entry) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_published(entry)
+    message = str(caught.value)
+    assert message.startswith(f"{CONFIG_PATH}: model_type={entry['config']['model_type']!r}: ")
+    assert all(mechanism in message for mechanism in entry.get("lacks", ["`kvasir families` lists"]))
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+def test_enough_published_configs_have_a_named_source() -> None:
+    assert len(PUBLISHED) >= 60
+    assert {entry["config"]["model_type"] for entry in PUBLISHED} == set(FAMILIES)
+    assert sum("://" in entry["origin"] for entry in PUBLISHED) >= 45
+    assert {"recurrent layers", "an encoder beside the decoder"} <= {
+        mechanism for entry in NOT_SERVED for mechanism in entry.get("lacks", ())
+    }
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
@@ -161,8 +186,16 @@ def test_harmless_config_keys_are_accepted() -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown model type": ({"model_type": "mamba"}, "model_type='mamba': supported are gpt2, llama, mistral, qwen2"),
-    "no model type": ({"model_type": None}, "model_type=None: supported are gpt2"),
+    "unknown model type": ({"model_type": "mamba"}, "model_type='mamba': not a supported family; `kvasir families`"),
+    "no model type": ({"model_type": None}, "model_type=None: not a supported family"),
+    "kind of MLP": (
+        {"model_type": "starcoder2", "mlp_type": "gated"},
+        "mlp_type='gated': supported are default",
+    ),
+    "two windows": (
+        {"model_type": "gemma2", "sliding_window": 4096, "sliding_window_size": 512},
+        "sliding_window_size=512.0: this family ignores this key and uses 4096; set sliding_window instead",
+    ),
     "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "supported only as LlamaForCausalLM"),
     "unknown key": ({"use_magic": True}, "use_magic=True: unknown key; remove it if"),
     "activation": ({"hidden_act": "relu2"}, "hidden_act='relu2': supported are silu"),

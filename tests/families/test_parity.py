@@ -19,6 +19,7 @@ from model.huggingface.families.table import FAMILIES
 from model.native.native_transformer import NativeTransformer, to_native
 from model.nn.transformer import Transformer
 from tests.families.models import CASES, VOCAB_SIZE, WINDOW, load, read_by_library
+from tests.families.parity_table import Record, prove
 from tests.model.kernel_libraries import BACKENDS
 from tests.model.paging import PagedRun
 
@@ -55,7 +56,8 @@ def expected(case: str, directory: Path, storage: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, storage: str) -> None:
+def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, storage: str, record_property: Record) -> None:
+    prove(record_property, CASES[case].family, "logprobs")
     theirs = expected(case, tmp_path, storage)
     for attention in BACKENDS:
         model = load(tmp_path, attention)
@@ -69,7 +71,8 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, storage: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_native_kernels_compute_all_layers_of_every_family(tmp_path: Path, case: str) -> None:
+def test_native_kernels_compute_all_layers_of_every_family(tmp_path: Path, case: str, record_property: Record) -> None:
+    prove(record_property, CASES[case].family, "logprobs")
     theirs = expected(case, tmp_path, "float32, one file")
     native = to_native(load(tmp_path, "native"))
     assert isinstance(native, NativeTransformer)

@@ -5,32 +5,38 @@ One ulp of a frequency is an angle of 0.01 at position 131,071, which small mode
 
 import copy
 import importlib
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from model.config import ModelConfig
 from model.config_enums import PositionKind
-from model.huggingface.family_table import read_family_config
 from model.nn.position_embeddings import RotaryPositions
 from tests.families.models import CLASSES, transformers
-from tests.families.public_configs import PUBLIC
+from tests.families.public_configs import PUBLIC, PUBLISHED, read_published
 
+CONFIGS = {entry["name"]: read_published(entry)[0] for entry in PUBLISHED}
+
+
+def _rope(config: ModelConfig) -> tuple[object, ...]:
+    return config.rotary_size, config.rope_theta, config.rope_scaling, config.max_context_length
+
+
+# One model of each rotary embedding that differs in a number.
+ROTARY = list(
+    {
+        (entry["config"]["model_type"], _rope(CONFIGS[entry["name"]])): entry["name"]
+        for entry in PUBLISHED
+        if CONFIGS[entry["name"]].position is PositionKind.ROTARY and CONFIGS[entry["name"]].local_rope_theta is None
+    }.values()
+)
 GEMMA3 = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith("gemma3")]
-_DYNAMIC: dict[str, Any] = {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.5}}
-ROTARY = [
-    name
-    for name, (_, values) in PUBLIC.items()
-    if values["model_type"] not in ("gpt2", "opt", "bloom") and name not in GEMMA3
-]
 
 
-@pytest.mark.parametrize("name", [*ROTARY, "dynamic"])
+@pytest.mark.parametrize("name", ROTARY)
 def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> None:
-    values = PUBLIC[name][1] if name in PUBLIC else _DYNAMIC
-    _, config = read_family_config(Path("config.json"), values)
-    assert config.position is PositionKind.ROTARY
+    (values,) = (entry["config"] for entry in PUBLISHED if entry["name"] == name)
+    config = CONFIGS[name]
     model_type = values["model_type"]
     class_name, _ = CLASSES[model_type]
     own = {key: value for key, value in values.items() if key not in ("model_type", "architectures")}
@@ -48,8 +54,7 @@ def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> No
 
 @pytest.mark.parametrize("name", GEMMA3)
 def test_both_rotary_frequencies_of_gemma3_equal_those_of_transformers_bitwise(name: str) -> None:
-    _, values = PUBLIC[name]
-    _, config = read_family_config(Path("config.json"), values)
+    values, config = PUBLIC[name][1], CONFIGS[name]
     own = copy.deepcopy(values.get("text_config", values))
     library_config = transformers.Gemma3TextConfig(**{key: own[key] for key in own if key != "model_type"})
     module = importlib.import_module("transformers.models.gemma3.modeling_gemma3")

@@ -11,23 +11,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention.metadata import AttentionMetadata
 from model.checkpoint.conversion.import_nanogpt import convert_nanogpt
 from model.checkpoint.manifest import read_manifest
+from model.native.native_transformer import to_native
 from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
 from service.config.settings import ModelSettings
-from service.engine.engine import complete_batch, create_submit
+from service.engine.engine import Engine, complete_batch, create_submit
+from service.engine.scheduling.scheduler import EngineConfig
 from service.protocol.logprobs import format_token_name
-from service.worker.engine_factory import build_engine
+from service.worker.engine_factory import build_engine, prepare_matrices
 from tests.e2e.process import serving
 from tests.families.models import DYNAMIC, GEMMA_ROPES, LONGROPE, TYPES, WINDOW, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
+from tests.families.parity_table import Record, prove
 from tests.families.test_nanogpt import CHARACTERS, meta
 from tests.families.tokenizer_files import write_byte_level, write_sentence_piece
 from tests.model.kernel_libraries import BACKENDS
 
 PROMPT = "The dog did not cross the road as it was too tired. "
 NUM_TOKENS = 64
+IN_EVERY_RUN = ("gpt2", "mistral")  # a model of each kind of tokenizer; `make families` serves all models
+ROUNDING = 0.1  # of int8 matrices and inputs, in models as small as these, as a share of the largest logit
 CLEAR = 1e-3  # minimum difference of the two highest logprobs; rounding in float32 causes 1e-5
 VOCAB_SIZE, CONTEXT = 512, 160
 _LLAMA3 = {
@@ -98,17 +104,55 @@ def saved(directory: Path) -> list[int]:
     return prompt_ids
 
 
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+
 @pytest.mark.parametrize("name", SERVED)
-def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path, name: str, record_property: Record) -> None:
+    """They are equal alone, in a batch with other prompts, and after a hit in the prefix cache."""
+    prove(record_property, SERVED[name][0].family, "greedy", "batched", "prefix")
     prompt_ids = saved(tmp_path / name)
     tokens, _ = expected(read_by_library(tmp_path / name), prompt_ids)
     tokenizer = load_tokenizer(tmp_path / name)
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     assert [*begin, *tokenizer.encode(PROMPT)] == prompt_ids
-    greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     for attention in BACKENDS:
         model = load(tmp_path / name, attention)
-        assert complete_batch(model, tokenizer, [prompt_ids], [greedy]) == [tokens], attention
+        assert complete_batch(model, tokenizer, [prompt_ids], [GREEDY]) == [tokens], attention
+    blocks = EngineConfig(block_size=4, num_blocks=4 * CONTEXT // 4, max_num_running=4)
+    engine = Engine(load(tmp_path / name, attention), tokenizer, blocks)
+    for number, other in enumerate((prompt_ids[1:6], prompt_ids[::-1], prompt_ids[3:])):
+        engine.submit(create_submit(str(number), other, GREEDY))
+    for is_hit in (False, True):
+        engine.submit(create_submit("a", prompt_ids, GREEDY))
+        found: list[int] = []
+        while engine.has_work:
+            for event in engine.step().events:
+                if event.uid == "a":
+                    found += event.token_ids
+                    assert event.finish is None or (event.finish.num_cached_tokens > 0) == is_hit
+        assert found == tokens
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_int8_tokens_do_not_depend_on_the_batch(tmp_path: Path, name: str, record_property: Record) -> None:
+    """With int8 matrices, logits stay near those of transformers, and greedy tokens are the same alone and batched."""
+    prove(record_property, SERVED[name][0].family, "int8")
+    case, write_tokenizer = SERVED[name]
+    prompt_ids: list[int] = write_tokenizer(tmp_path, VOCAB_SIZE).encode(PROMPT).ids
+    positions = "n_positions" if case.family == "gpt2" else "max_position_embeddings"
+    library: Any = case.build(vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
+    library.save_pretrained(tmp_path)
+    tokenizer, model = load_tokenizer(tmp_path), load(tmp_path)
+    prepare_matrices(model, "int8", None)
+    native: Any = to_native(model)
+    ours = native(torch.tensor(prompt_ids), AttentionMetadata.uncached((len(prompt_ids),)), None)
+    with torch.no_grad():
+        theirs = library(torch.tensor([prompt_ids]), use_cache=False).logits[0]
+    assert 0 < float((ours - theirs).abs().max() / theirs.abs().max()) < ROUNDING
+    few = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    (alone,) = complete_batch(native, tokenizer, [prompt_ids], [few])
+    assert complete_batch(native, tokenizer, [prompt_ids[:5], prompt_ids], [few] * 2)[1] == alone
 
 
 @pytest.mark.parametrize("case", [SERVED["phi3"][0], Case("llama", {"rope_parameters": DYNAMIC | {"factor": 10.0}})])
@@ -132,8 +176,13 @@ def test_the_served_context_selects_the_frequencies(tmp_path: Path, case: Case) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "mistral"])
-def test_greedy_tokens_over_http_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.families) for name in SERVED]
+)
+def test_greedy_tokens_over_http_equal_those_of_transformers(
+    tmp_path: Path, name: str, record_property: Record
+) -> None:
+    prove(record_property, SERVED[name][0].family, "HTTP")
     directory = tmp_path / name
     prompt_ids = saved(directory)
     tokens, best = expected(read_by_library(directory), prompt_ids)

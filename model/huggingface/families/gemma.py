@@ -43,10 +43,9 @@ def _shared_fields(
 
 def _read_gemma2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     reader.check_ignored("sliding_window_pattern", 2, "layer_types")
-    return {
-        **newer_fields(reader, fields, period=2, logit_cap=30.0),
-        "score_soft_cap": reader.optional_number("attn_logit_softcapping", 50.0),
-    }
+    own = newer_fields(reader, fields, period=2, logit_cap=30.0)
+    reader.check_ignored("sliding_window_size", own.get("sliding_window", 4096), "sliding_window")  # in the first files
+    return {**own, "score_soft_cap": reader.optional_number("attn_logit_softcapping", 50.0)}
 
 
 def newer_fields(

@@ -31,6 +31,7 @@ _HARMLESS_KEYS = """
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens reorder_and_upcast_attn
     max_new_tokens cache_implementation max_sequence_length is_llama_config _num_labels _flash_attn_2_enabled
     dropout activation_dropout layerdrop init_std
+    internal_version
 """
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80

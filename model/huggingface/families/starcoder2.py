@@ -11,8 +11,9 @@ from model.huggingface.families.reader import ConfigReader
 
 def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     has_bias = reader.flag("use_bias", True)
+    reader.choice("mlp_type", "default", {"default": None})  # a key of the first files
     return {
-        "norm": NormKind.LAYER_NORM,
+        "norm": reader.choice("norm_type", "layer_norm", {"layer_norm": NormKind.LAYER_NORM}),  # likewise
         "norm_eps": reader.number("norm_epsilon", 1e-5),
         "attention_bias": has_bias,
         "mlp_bias": has_bias,

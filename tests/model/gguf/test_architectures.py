@@ -15,6 +15,7 @@ from model.io.files import CheckpointError
 from model.nn.linear import GroupedLinear, QuantizedEmbedding
 from model.nn.transformer import Transformer
 from tests.families.models import CASES, GEMMA_ROPES, load
+from tests.families.parity_table import Record, prove
 from tests.families.test_parity import LENGTHS, TOLERANCE, difference, texts
 from tests.model.gguf.files import write_with_package
 from tests.model.gguf.models import as_file, write_model
@@ -65,7 +66,8 @@ def with_float_weights(model: Transformer) -> Transformer:
 
 
 @pytest.mark.parametrize("case", EXPRESSIBLE)
-def test_logits_equal_those_of_transformers(tmp_path: Path, case: str) -> None:
+def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, record_property: Record) -> None:
+    prove(record_property, CASES[case].family, "GGUF")
     model = CASES[case].build()
     assert_parity(load(write_model(tmp_path / "m.gguf", model)), model)
 

@@ -14,6 +14,11 @@ from model.config import ModelConfig
 from model.inspect import parameter_counts
 from model.inspect.parameter_counts import count_parameters
 from service.cli.main import main
+from service.config.settings import ServeSettings
+from service.worker.engine_factory import build_engine, forecast_engine
+from service.worker.memory_plan import ServerNeeds
+from tests.families.models import CASES
+from tests.families.tokenizer_files import write_byte_level
 from tests.tiny_model import save_tiny_checkpoint, tiny_config
 
 Run = Callable[..., tuple[int, str, str]]
@@ -36,7 +41,7 @@ def test_inspect_shows_sizes_tokens_files_and_training(tiny_checkpoint: Path, ru
     assert code == 0
     assert f"{tiny_config(274).num_parameters:,}" in out
     assert "L·g·(d_k + d_v)·4 = 256 bytes per token" in out
-    for part in ("tiny (", "attention", "files, all hashes correct", "training", "generation defaults"):
+    for part in ("tiny (", "attention", "files; --verify", "served here", "training", "generation defaults"):
         assert part in out
     assert "'<|endoftext|>'" in out
     assert "None" not in out
@@ -90,9 +95,88 @@ def test_a_chat_template_is_shown(tmp_path: Path, run: Run) -> None:
 
 
 def test_an_unknown_inspect_subcommand_is_named(run: Run) -> None:
-    code, _, err = run("parms")
-    assert code == 2
-    assert err == "kvasir inspect: unrecognized arguments: parms; see kvasir inspect --help\n"
+    """The checkpoint may be given without its flag."""
+    code, out, err = run("parms")
+    assert (code, out) == (1, "")
+    assert err.startswith("kvasir inspect: parms: no such directory or file")
+
+
+def test_no_weight_is_read_without_verify(tmp_path: Path, run: Run) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    assert run("--verify", directory)[0] == 0
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64] + bytes(64))
+    code, out, err = run(directory)
+    assert (code, err) == (0, "")
+    assert "files; --verify compares the hashes" in out
+    code, out, err = run(directory, "--verify")
+    assert code == 1
+    assert f"would be rejected\n    {path}: SHA-256 differs" in out
+    assert err.startswith(f"kvasir inspect: would be rejected: {path}: SHA-256 differs")
+
+
+def test_all_refusals_are_listed(tmp_path: Path, run: Run) -> None:
+    CASES["llama mha"].build().save_pretrained(tmp_path)
+    write_byte_level(tmp_path, 300)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, "vocab_size": 200, "new_key": None}))
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    code, out, err = run(tmp_path)
+    (ignored,), rejected = (
+        [line.strip() for line in out.partition(f"\n{title}\n")[2].partition("\n\n")[0].splitlines()]
+        for title in ("ignored", "would be rejected")
+    )
+    assert ignored == f"{tmp_path / CONFIG_FILE}: new_key=None: unknown key, ignored"
+    assert code == 1
+    assert len(rejected) == 2
+    assert "chat_template.jinja: " in rejected[0]
+    assert "model.embed_tokens.weight" in rejected[1]
+    assert err == f"kvasir inspect: would be rejected: {rejected[0]}\n"
+    values = json.loads(run(tmp_path, "--json")[1])
+    assert values["refusals"] == rejected
+    assert values["warnings"] == [ignored]
+    assert values["serving"] is None
+    assert values["family"] == "llama"
+
+
+def test_a_family_that_is_not_served_is_named_beside_other_refusals(tmp_path: Path, run: Run) -> None:
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": "lfm2", "layer_types": ["conv"]}))
+    code, out, _ = run(tmp_path)
+    assert code == 1
+    assert "model_type='lfm2': needs recurrent layers" in out
+    assert f"{tmp_path}: no tokenizer" in out
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_forecast_is_the_engine_that_is_built(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], quantized: bool
+) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    if quantized:
+        assert main(["convert", "--source", f"{directory}", "--quantize", "int8", "--out", f"{tmp_path}/int8"]) == 0
+        directory = tmp_path / "int8"
+        capsys.readouterr()
+    settings = ServeSettings(checkpoint=directory, max_num_running=4)
+    needs = ServerNeeds(standby=False, num_blocks=0)
+    forecast = forecast_engine(settings, read_manifest(directory), server=needs)
+    _, facts = build_engine(settings, read_manifest(directory), server=needs)
+    assert forecast.facts == facts
+    assert forecast.cache_bytes_per_token * facts.block_size * facts.num_blocks == facts.kv_cache_bytes
+    values = json.loads(run(directory, "--json")[1])["serving"]
+    for name in ("device", "attention", "kernel_level", "dtype", "matrices"):
+        assert values[name] == getattr(facts, name)
+    assert values["native_layers"] == (tiny_config(274).num_layers if facts.kernel_level else 0)
+    assert values["streams"]["256"] == values["kv_cache_tokens"] // 256
+
+
+def test_generate_warns_of_ignored_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    CASES["llama mha"].build().save_pretrained(tmp_path)
+    write_byte_level(tmp_path, 300)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, "new_key": None}))
+    assert main(["generate", "--checkpoint", str(tmp_path), "--prompt", "a", "--max-tokens", "1"]) == 0
+    warning = f"kvasir generate: warning: {tmp_path / CONFIG_FILE}: new_key=None: unknown key, ignored\n"
+    assert warning in capsys.readouterr().err
 
 
 def test_params_prints_formula_and_tensor_counts(tiny_checkpoint: Path, run: Run) -> None:

@@ -103,7 +103,7 @@ def test_an_unusable_flag_is_one_line_and_exit_code_2(words: list[str], capsys: 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
-@pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
+@pytest.mark.parametrize("command", ["serve", "tokenize"])
 def test_a_checkpoint_without_its_flag_is_recognized(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(SHIPPED)]) == 2
     error = capsys.readouterr().err

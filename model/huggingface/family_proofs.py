@@ -1,0 +1,22 @@
+"""Dates at which tests last proved a family's parity with the transformers library: family_proofs.json.
+
+`make families` writes the file after its tests. A test keeps the file's families equal to those of the table.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from model.io.files import read_json, write_json
+
+PROOFS_FILE = Path(__file__).parent / "family_proofs.json"
+Proofs = Mapping[str, Mapping[str, str]]  # by `model_type`: date, as in 2026-11-28, of the last run of each check
+
+
+def read_proofs(path: Path = PROOFS_FILE) -> Proofs:
+    """Return the date of each passed check by the family's `model_type`. Raises CheckpointError for a damaged file."""
+    return read_json(path)
+
+
+def write_proofs(proofs: Proofs, path: Path = PROOFS_FILE) -> None:
+    """Write proofs, sorted by the families' names."""
+    write_json(path, dict(sorted(proofs.items())))
