@@ -11,11 +11,11 @@ from model.config import ModelConfig
 from model.config_enums import QkNormScope
 from model.huggingface.families.family import convert_config
 from model.huggingface.families.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, newer_fields
+from model.huggingface.families.layer_types import read_two_ropes
 from model.huggingface.families.llama_like import derived_family
-from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader, read_rope
+from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader
 
 _GLOBAL_THETA = 1_000_000.0
-_ROPE_KEYS = ("full_attention", "sliding_attention")
 _VISION_KEYS = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
 
 
@@ -28,27 +28,8 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
-    """Return the ModelConfig fields of Gemma 3's two rotary embeddings: of layers without and with a window.
-
-    Raises CheckpointError for a scaling in layers with a window, or if old and new keys set different values.
-
-    Old files have rope_theta, rope_scaling and rope_local_base_freq; new files have rope_parameters by kind of layer.
-    """
-    given = reader.value("rope_parameters")
-    by_kind = {} if given is None else given
-    if not isinstance(by_kind, Mapping) or by_kind.keys() - set(_ROPE_KEYS):
-        remedy = f"expected an object with the keys {' and '.join(_ROPE_KEYS)}; correct the config"
-        reader.reject("rope_parameters", given, remedy)
-    old_keys: tuple[tuple[str, ...], ...] = (("rope_theta", "rope_scaling"), ("rope_local_base_freq",))
-    ropes = []
-    for kind, keys, theta in zip(_ROPE_KEYS, old_keys, (_GLOBAL_THETA, DEFAULT_THETA), strict=True):
-        values = {key: reader.value(key) for key in keys} | {"rope_parameters": by_kind.get(kind)}
-        inner = ConfigReader(reader.path, values, prefix=f"{kind} ")
-        ropes.append(read_rope(inner, max_positions=positions, theta_names=keys[:1], theta=theta))
-    full, local = ropes
-    if local.scaling is not None:
-        reader.reject("rope_parameters", given, "scaling in layers with a window is not implemented; use another model")
-    return {"rope_theta": full.theta, "rope_scaling": full.scaling, "local_rope_theta": local.theta}
+    old_keys = (("rope_theta", "rope_scaling"), ("rope_local_base_freq",))
+    return read_two_ropes(reader, positions, old_keys=old_keys, thetas=(_GLOBAL_THETA, DEFAULT_THETA))
 
 
 def _read_multimodal(reader: ConfigReader) -> ModelConfig:

@@ -7,7 +7,7 @@ from model.huggingface.families.gemma import GEMMA
 from model.huggingface.families.gemma3 import GEMMA3
 from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.granite import GRANITE
-from model.huggingface.families.llama_like import LLAMA_LIKE
+from model.huggingface.families.llama import LLAMA_LIKE
 from model.huggingface.families.phi3 import PHI3
 from model.huggingface.families.smollm3 import SMOLLM3
 from model.huggingface.families.stablelm import STABLELM
