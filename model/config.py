@@ -161,6 +161,8 @@ class ModelConfig:
                     f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
                     "give one for each"
                 )
+        if scaling is not None and scaling.kind is RopeScalingKind.YARN and self.rope_theta <= 1:
+            raise ValueError(f"rope_scaling of kind yarn needs a rope_theta above 1, not {self.rope_theta}")
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),

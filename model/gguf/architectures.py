@@ -227,6 +227,9 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
     rope = {"rope_theta": found.pop("rope.freq_base", DEFAULT_THETA)}
     if (kind := found.pop("rope.scaling.type", "none")) != "none":
         rope |= {"rope_type": kind, "factor": found.pop("rope.scaling.factor", None)}
+        if kind == "yarn":
+            betas = {key: found.pop(f"rope.scaling.yarn_{key}", None) for key in ("beta_fast", "beta_slow")}
+            rope |= {"original_max_position_embeddings": original, **betas}
     share = found.pop("rope.dimension_count", head_dim) / head_dim
     # The next larger float, so that head_dim * share, rounded down, is never below the number in the file.
     rope |= {"partial_rotary_factor": share if share == 1 else math.nextafter(share, 2)}

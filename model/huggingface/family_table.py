@@ -172,6 +172,8 @@ def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_context_length,
         "attention_factor": scaling.attention_factor,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
         "short_factor": scaling.short_divisors,
         "long_factor": scaling.long_divisors,
     }

@@ -41,6 +41,15 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# With a head size of 16, the first frequency is kept, two are interpolated, and the others are divided.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 10.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 2.0,
+    "beta_slow": 0.2,
+}
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 LONGROPE: dict[str, Any] = {
@@ -136,6 +145,7 @@ CASES: dict[str, Case] = {
     "llama wide heads": Case("llama", {**_GQA, "head_dim": 16}),
     "llama linear": Case("llama", {**_GQA, "rope_parameters": _LINEAR}),
     "llama llama3": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": _LLAMA3}),
+    "llama yarn": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": YARN}),
     "llama gelu": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),
     "mistral without window": Case("mistral", {"sliding_window": None}),

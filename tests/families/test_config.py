@@ -1,6 +1,7 @@
 """Reading of config.json: defaults, old and new spellings of keys, public files, and one-line errors."""
 
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,19 @@ def test_rope_scaling_is_read_from_a_dictionary() -> None:
     )
 
 
+def test_yarn_has_the_defaults_of_transformers() -> None:
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    scaling = read("llama", rope_scaling=yarn).rope_scaling
+    assert scaling is not None
+    assert (scaling.beta_fast, scaling.beta_slow) == (32, 1)
+    assert scaling.rotation_factor == 0.1 * math.log(40) + 1
+    both = read("llama", rope_scaling={**yarn, "mscale": 0.707, "mscale_all_dim": 1.0}).rope_scaling
+    assert both is not None
+    assert both.rotation_factor == (0.1 * 0.707 * math.log(40) + 1) / (0.1 * math.log(40) + 1)
+    without_factor = read("llama", rope_scaling={**yarn, "factor": None}, max_position_embeddings=40 * 4096)
+    assert without_factor.rope_scaling == scaling
+
+
 def test_harmless_config_keys_are_accepted() -> None:
     noise = {"_name_or_path": "x", "temperature": 0.3, "use_cache": False, "torch_dtype": "float16", "new_key": None}
     assert read("llama", **noise, layer_types=["full_attention"] * 32, auto_map=None) == read("llama")
@@ -195,9 +209,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "scaling in layers with a window is not implemented",
     ),
-    "yarn in gemma3": (
-        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        "full_attention rope_scaling.rope_type='yarn': supported are",
+    "dynamic in gemma3": (
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "full_attention rope_scaling.rope_type='dynamic': supported are",
     ),
     "activation of gemma2": (
         {"model_type": "gemma2", "hidden_act": "silu"},
@@ -254,7 +268,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "use_parallel_residual=True: parallel layers, as in StableLM 2 12B, is not implemented",
     ),
     "no residuals": ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a positive"),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type='yarn': supported are"),
+    "yarn without rounding": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4, "truncate": False}},
+        "rope_scaling.truncate=False: a ramp that is not rounded is not implemented",
+    ),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type='dynamic': supported"),
     "two types": ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "'linear and llama3': supported are"),
     "rope key": ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "rope_scaling.mscale=1: not a key of"),

@@ -84,6 +84,7 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "score scale": ("gpt2 unscaled", {"score_scale": None}),
     "linear": ("llama linear", {"rope_scaling": None}),
     "llama3": ("llama llama3", {"rope_scaling": None}),
+    "yarn": ("llama yarn", {"rope_scaling": None}),
     "theta": ("gpt_neox half rotary", {"rope_theta": 10000.0}),
     "window": ("mistral", {"sliding_window": None}),
     "layers that slide": ("mistral layer types", {"global_layers": (0,)}),

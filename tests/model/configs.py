@@ -49,6 +49,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_context_length": 24,
 }
+YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 16, "beta_fast": 2.0, "beta_slow": 0.1}
 LONGROPE = {
     "kind": "longrope",
     "factor": 4.0,

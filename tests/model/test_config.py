@@ -8,7 +8,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.sampling.params import SamplingParams
-from tests.model.configs import LLAMA3, LONGROPE, RELATIVE, ROTARY, VARIANTS, build
+from tests.model.configs import LLAMA3, LONGROPE, RELATIVE, ROTARY, VARIANTS, YARN, build
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -51,7 +51,9 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({"position": "none", "rotary_dim": 4}, "rotary_dim needs position=rotary"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": False}, "rope_scaling must be an object"),
-        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling kind must be one of linear, llama3"),
+        ({"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "rope_scaling kind must be one of linear, llama3"),
+        ({"rope_scaling": {**YARN, "beta_slow": 32}}, "in rope_scaling beta_slow must be less than beta_fast"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_scaling of kind yarn needs a rope_theta above 1, not 1.0"),
         ({"rope_scaling": {"kind": "linear"}}, "missing rope_scaling keys: factor"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0, "beta": 1}}, "unknown rope_scaling keys: beta"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "no parameter except factor"),
