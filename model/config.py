@@ -154,15 +154,7 @@ class ModelConfig:
             layers = getattr(self, name)
             if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
                 raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
-        scaling = self.rope_scaling
-        for divisors in (None, None) if scaling is None else (scaling.short_divisors, scaling.long_divisors):
-            if divisors is not None and len(divisors) != self.rotary_size // 2:
-                raise ValueError(
-                    f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
-                    "give one for each"
-                )
-        if scaling is not None and scaling.kind is RopeScalingKind.YARN and self.rope_theta <= 1:
-            raise ValueError(f"rope_scaling of kind yarn needs a rope_theta above 1, not {self.rope_theta}")
+        self._check_rope_scaling()
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
@@ -186,6 +178,19 @@ class ModelConfig:
         ):
             if is_given and not is_possible:
                 raise ValueError(f"{name} needs {requirement}; correct one of the two")
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        for divisors in (scaling.short_divisors, scaling.long_divisors):
+            if divisors is not None and len(divisors) != self.rotary_size // 2:
+                raise ValueError(
+                    f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
+                    "give one for each"
+                )
+        if scaling.kind is RopeScalingKind.YARN and self.rope_theta <= 1:
+            raise ValueError(f"rope_scaling of kind yarn needs a rope_theta above 1, not {self.rope_theta}")
 
     @property
     def num_queries_per_kv_head(self) -> int:

@@ -16,8 +16,8 @@ from model.nn.position_embeddings import RotaryPositions
 from tests.families.models import CLASSES, transformers
 from tests.families.public_configs import PUBLIC
 
-GEMMA3 = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith("gemma3")]
-ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2" and name not in GEMMA3]
+TWO_ROPES = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith(("gemma3", "olmo3"))]
+ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2" and name not in TWO_ROPES]
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -40,16 +40,19 @@ def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> No
         assert torch.equal(mine.flatten(), reference.flatten())
 
 
-@pytest.mark.parametrize("name", GEMMA3)
-def test_both_rotary_frequencies_of_gemma3_equal_those_of_transformers_bitwise(name: str) -> None:
+@pytest.mark.parametrize("name", TWO_ROPES)
+def test_both_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> None:
     _, values = PUBLIC[name]
     _, config = read_family_config(Path("config.json"), values)
     own = copy.deepcopy(values.get("text_config", values))
-    library_config = transformers.Gemma3TextConfig(**{key: own[key] for key in own if key != "model_type"})
-    module = importlib.import_module("transformers.models.gemma3.modeling_gemma3")
-    theirs = module.Gemma3RotaryEmbedding(library_config)
+    class_name, module_name = ("Olmo3", "olmo3") if values["model_type"] == "olmo3" else ("Gemma3Text", "gemma3")
+    make_config = getattr(transformers, f"{class_name}Config")
+    library_config = make_config(**{key: own[key] for key in own if key != "model_type"})
+    module = importlib.import_module(f"transformers.models.{module_name}.modeling_{module_name}")
+    theirs = getattr(module, f"{class_name.removesuffix('Text')}RotaryEmbedding")(library_config)
     assert config.local_rope_theta is not None
     whole = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
     local = RotaryPositions(config.rotary_size, config.local_rope_theta, None)
     assert torch.equal(whole.frequencies, theirs.full_attention_inv_freq)
     assert torch.equal(local.frequencies, theirs.sliding_attention_inv_freq)
+    assert (whole.factor, local.factor) == (theirs.full_attention_attention_scaling, 1.0)

@@ -5,6 +5,7 @@ Source of names and defaults: the classes `…Config` and `…ForCausalLM` of th
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from model.config import ModelConfig
@@ -15,7 +16,6 @@ from model.huggingface.families.layer_types import read_two_ropes
 from model.huggingface.families.llama_like import derived_family
 from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader
 
-_GLOBAL_THETA = 1_000_000.0
 _VISION_KEYS = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
 
 
@@ -25,11 +25,6 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
     if "sliding_window" not in own:
         own["local_rope_theta"] = None
     return {**own, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD}
-
-
-def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
-    old_keys = (("rope_theta", "rope_scaling"), ("rope_local_base_freq",))
-    return read_two_ropes(reader, positions, old_keys=old_keys, thetas=(_GLOBAL_THETA, DEFAULT_THETA))
 
 
 def _read_multimodal(reader: ConfigReader) -> ModelConfig:
@@ -57,7 +52,11 @@ _GEMMA3_TEXT = replace(
         renamed=OUT_NORMS,
         activations=TANH_ACTIVATIONS,
         activation_key="hidden_activation",
-        read_ropes=_read_ropes,
+        read_ropes=partial(
+            read_two_ropes,
+            old_keys=(("rope_theta", "rope_scaling"), ("rope_local_base_freq",)),
+            thetas=(1_000_000.0, DEFAULT_THETA),
+        ),
         **{**GEMMA2_SIZES, "vocab_size": 262208, "max_position_embeddings": 131072},
     ),
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),

@@ -37,6 +37,7 @@ def read_layer_types(
 def read_two_ropes(
     reader: ConfigReader,
     positions: int,
+    head_dim: int,
     *,
     old_keys: tuple[tuple[str, ...], tuple[str, ...]],
     thetas: tuple[float, float],

@@ -1,15 +1,17 @@
-"""Llama, and families that differ from Llama by flags: Mistral, Qwen2, Qwen3, OLMo 2.
+"""Llama, and families that differ from Llama by flags: Mistral, Qwen2, Qwen3, ERNIE 4.5.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from model.config_enums import NormPlacement, QkNormScope
-from model.huggingface.families.family import plain
+from model.config_enums import QkNormScope
+from model.huggingface.families.family import Layout, Names
 from model.huggingface.families.layer_types import read_layer_types
-from model.huggingface.families.llama_like import derived_family
+from model.huggingface.families.llama_like import QKV, derived_family, read_one_rope
 from model.huggingface.families.reader import ConfigReader
 
 
@@ -47,9 +49,8 @@ def _read_qwen3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, An
     return {"attention_bias": bias, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD, **windows}
 
 
-def _read_olmo2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    norms = {"qk_norm": True, "qk_norm_scope": QkNormScope.PROJECTION, "norm_placement": NormPlacement.POST}
-    return {"attention_bias": reader.flag("attention_bias", False), **norms}
+def _read_ernie(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return dict.fromkeys(("attention_bias", "mlp_bias"), reader.flag("use_bias", False))
 
 
 _QWEN_SIZES: Mapping[str, Any] = {
@@ -74,16 +75,25 @@ LLAMA_LIKE = (
     derived_family("qwen2", "Qwen2", _read_qwen2, **_QWEN_SIZES),
     # Qwen3 (arXiv 2505.09388): q and k normalized per head before rotation, and an explicit head size.
     derived_family("qwen3", "Qwen3", _read_qwen3, **_QWEN_SIZES, head_dim=128),
-    # OLMo 2 (arXiv 2501.00656): norms after attention and MLP, and q and k normalized over all heads together.
-    derived_family(
-        "olmo2",
-        "Olmo2",
-        _read_olmo2,
-        renamed={
-            "layers.#.attention_norm": plain("layers.#.post_attention_layernorm"),
-            "layers.#.mlp_norm": plain("layers.#.post_feedforward_layernorm"),
-        },
-        vocab_size=50304,
-        rms_norm_eps=1e-5,
+    # ERNIE 4.5 (2025, dense): rows of q and k in rotary pairs. Its first files have class names with one more "_".
+    replace(
+        derived_family(
+            "ernie4_5",
+            "Ernie4_5",
+            _read_ernie,
+            renamed={"layers.#.attention.qkv": Names(QKV, Layout.ROTARY_PAIRS)},
+            read_ropes=partial(read_one_rope, theta=500_000.0),
+            vocab_size=103424,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=18,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=128,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+        ),
+        architectures=("Ernie4_5ForCausalLM", "Ernie4_5Model", "Ernie4_5_ForCausalLM", "Ernie4_5_Model"),
     ),
 )

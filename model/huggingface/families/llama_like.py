@@ -19,12 +19,11 @@ ACTIVATIONS = {
     "gelu_new": MlpKind.GEGLU,
     "gelu_fast": MlpKind.GEGLU,
 }
+QKV = ("layers.#.self_attn.q_proj", "layers.#.self_attn.k_proj", "layers.#.self_attn.v_proj")
 _NAMES: dict[str, Names] = {
     "token_embedding": plain("embed_tokens"),
     "layers.#.attention_norm": plain("layers.#.input_layernorm"),
-    "layers.#.attention.qkv": concatenated(
-        "layers.#.self_attn.q_proj", "layers.#.self_attn.k_proj", "layers.#.self_attn.v_proj"
-    ),
+    "layers.#.attention.qkv": concatenated(*QKV),
     "layers.#.attention.out": plain("layers.#.self_attn.o_proj"),
     "layers.#.attention.query_norm": plain("layers.#.self_attn.q_norm"),
     "layers.#.attention.key_norm": plain("layers.#.self_attn.k_norm"),
