@@ -42,12 +42,16 @@ class ModelConfig:
     max_relative_distance: larger token distances count as this distance, in a relative bias and in disentangled scores.
     sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, except in `global_layers`.
     score_scale: factor of q·k before the softmax; None: 1/sqrt(head_dim), see `effective_score_scale`.
+    score_growth, score_growth_interval: g and n in the factor 1 + g * ln(1 + floor(p / n)) of the scores of a query at
+        position p (Llama 4, Ministral 3); None: no factor.
     score_soft_cap: bound c of the scores, which become c * tanh(score / c) (Gemma 2); None: no bound.
     logit_soft_cap: bound of the logits, in the same way; None: no bound.
     attention_bias: queries, keys and values have biases.
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
+    qk_norm_after_rotation: queries and keys are normed after their rotation, not before (Hunyuan).
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
+    shares_norm: attention and MLP of a parallel layer read x normed by one norm (Cohere).
     embedding_scale: factor of the token embedding (Gemma).
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
     logit_divisor: divisor of all logits (Granite).
@@ -79,14 +83,18 @@ class ModelConfig:
     sliding_window: int | None = None
     global_layers: tuple[int, ...] = ()
     score_scale: float | None = None
+    score_growth: float | None = None
+    score_growth_interval: int | None = None
     score_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     attention_out_bias: bool | None = None
     qk_norm_scope: QkNormScope = QkNormScope.HEAD
+    qk_norm_after_rotation: bool = False
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_bias: bool = True
     norm_unit_offset: bool = False
     parallel_residual: bool = False
+    shares_norm: bool = False
     embedding_scale: float = 1.0
     unrotated_layers: tuple[int, ...] = ()
     logit_divisor: float = 1.0
@@ -155,6 +163,13 @@ class ModelConfig:
             if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
                 raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
         self._check_rope_scaling()
+        if (self.score_growth is None) != (self.score_growth_interval is None):
+            raise ValueError("score_growth and score_growth_interval must be given together; add the missing one")
+        self._check_requirements()
+
+    def _check_requirements(self) -> None:
+        """Raise ValueError for a field that is given without the field that it needs."""
+        rotary = self.position is PositionKind.ROTARY
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
             ("rotary_dim", self.rotary_dim is not None, rotary, "position=rotary"),
@@ -166,9 +181,22 @@ class ModelConfig:
                 rotary and self.sliding_window is not None,
                 "rotary positions and a sliding_window",
             ),
+            (
+                "qk_norm_after_rotation",
+                self.qk_norm_after_rotation,
+                self.qk_norm and rotary,
+                "qk_norm and position=rotary",
+            ),
+            (
+                "score_growth",
+                self.score_growth is not None,
+                rotary and self.rotary_size == self.head_dim and self.local_rope_theta is None,
+                "position=rotary, without rotary_dim and local_rope_theta",
+            ),
             ("global_layers", self.global_layers, self.sliding_window is not None, "a sliding_window"),
             ("norm_unit_offset", self.norm_unit_offset, self.norm is NormKind.RMS_NORM, "norm=rms_norm"),
             ("norm_bias=false", not self.norm_bias, self.norm is NormKind.LAYER_NORM, "norm=layer_norm"),
+            ("shares_norm", self.shares_norm, self.parallel_residual, "parallel_residual"),
             (
                 "parallel_residual",
                 self.parallel_residual,
@@ -261,7 +289,8 @@ class ModelConfig:
             prefix = f"layers.{layer}."
             shapes |= self._norm_shapes(prefix + "attention_norm", embed)
             shapes |= self._attention_shapes(prefix + "attention.")
-            shapes |= self._norm_shapes(prefix + "mlp_norm", embed)
+            if not self.shares_norm:
+                shapes |= self._norm_shapes(prefix + "mlp_norm", embed)
             if self.norm_placement is NormPlacement.BOTH:
                 shapes |= self._norm_shapes(prefix + "attention_out_norm", embed)
                 shapes |= self._norm_shapes(prefix + "mlp_out_norm", embed)

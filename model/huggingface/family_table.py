@@ -160,6 +160,15 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
             return {**biases, **window, "layer_types": types, "rope_parameters": ropes}
         case "exaone4":
             return {**window, "layer_types": types}
+        case "hunyuan_v1_dense":
+            return biases
+        case "ministral3":
+            rope["llama_4_scaling_beta"] = config.score_growth or 0.0
+            return {**window, "rope_parameters": rope}
+        case "cohere" | "cohere2":
+            own = {"layer_norm_eps": config.norm_eps, "logit_scale": 1 / config.logit_divisor}
+            windows = {**window, "layer_types": types} if family.model_type == "cohere2" else {}
+            return {"attention_bias": config.attention_bias, **own, **windows}
         case "ernie4_5":
             return {"use_bias": config.attention_bias}
         case "stablelm":

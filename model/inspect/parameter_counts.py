@@ -197,7 +197,9 @@ def _parts(config: ModelConfig) -> Iterator[PartCount]:
             yield PartCount("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
         yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
     norm = 2 * at.d if config.norm is NormKind.LAYER_NORM and config.norm_bias else at.d
-    norms = {"of attention": "attention_norm", "of the mlp": "mlp_norm"}
+    norms = {"of attention": "attention_norm"}
+    if not config.shares_norm:
+        norms |= {"of the mlp": "mlp_norm"}
     if config.norm_placement is NormPlacement.BOTH:
         norms |= {"after attention": "attention_out_norm", "after the mlp": "mlp_out_norm"}
     for name, module in (*norms.items(), ("final", "final_norm")):

@@ -117,6 +117,11 @@ def _yarn(kept: Tensor, stretched: Tensor, theta: float, original: int, turns: t
     return stretched * (1 - part) + kept * part
 
 
+def score_factors(positions_T: Tensor, growth: float, interval: int) -> Tensor:
+    """Return the factors of the scores of queries at these positions, float32; see `ModelConfig.score_growth`."""
+    return 1.0 + growth * torch.log1p(torch.floor(positions_T.float() / interval))
+
+
 def rotate_each(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their tokens' rotation angles, given as cosines and sines."""
     return rotate(q_THD, rotation), rotate(k_TKD, rotation)

@@ -20,7 +20,7 @@ from model.attention.score_biases import SCORE_BIASES, relative_positions
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope
 from model.nn.layers import RMSNorm, make_mlp, make_norm
-from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, rotate_each
+from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, rotate_each, score_factors
 
 
 class Attention(nn.Module):
@@ -40,9 +40,10 @@ class Attention(nn.Module):
         else:
             self.qkv = nn.Linear(config.hidden_size, query + 2 * key, bias=config.attention_bias)
         self.out = nn.Linear(query, config.hidden_size, bias=bool(config.attention_out_bias))
-        if config.qk_norm_scope is QkNormScope.HEAD:
+        self.norms_heads = config.qk_norm_scope is QkNormScope.HEAD
+        self.norms_rotated = config.qk_norm_after_rotation
+        if self.norms_heads:
             query = key = config.head_dim
-        self.norm_size = (-1, query), (-1, key)
         offset = config.norm_unit_offset
         self.query_norm = RMSNorm(query, config.norm_eps, unit_offset=offset) if config.qk_norm else None
         self.key_norm = RMSNorm(key, config.norm_eps, unit_offset=offset) if config.qk_norm else None
@@ -54,6 +55,9 @@ class Attention(nn.Module):
             bias=self.bias,
             soft_cap=config.score_soft_cap,
         )
+        self.score_growth: tuple[float, int] | None = None
+        if config.score_growth is not None and config.score_growth_interval is not None:
+            self.score_growth = config.score_growth, config.score_growth_interval
         self.is_rotated = layer not in config.unrotated_layers
         self.rotates_locally = config.local_rope_theta is not None and self.form.window is not None
         self.backend = backend
@@ -69,8 +73,14 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size)."""
         q_THD, k_TKD, v_TKD = self._project(x_TE)
+        if not self.norms_rotated:
+            q_THD, k_TKD = self._normed(q_THD, k_TKD)
         if rotation is not None and self.is_rotated:
             q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
+        if self.norms_rotated:
+            q_THD, k_TKD = self._normed(q_THD, k_TKD)
+        if self.score_growth is not None:
+            q_THD = (q_THD * score_factors(metadata.positions_T, *self.score_growth)[:, None, None]).to(q_THD.dtype)
         mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, form=self.form, metadata=metadata, kv_cache=kv_cache)
         out: Tensor = self.out(mixed_THD.flatten(1))
         return out
@@ -80,21 +90,25 @@ class Attention(nn.Module):
         if self.averages:
             v_TKD = torch.unflatten(self.value(x_TE), -1, (-1, self.head_dim))
             return v_TKD.new_empty(len(x_TE), self.num_heads, 0), v_TKD[..., :0], v_TKD
-        q_TX, k_TX, v_TX = torch.split(self.qkv(x_TE), self.sizes, dim=-1)
-        if self.query_norm is not None and self.key_norm is not None:
-            query_size, key_size = self.norm_size
-            q_TX = self.query_norm(torch.unflatten(q_TX, -1, query_size)).flatten(1)
-            k_TX = self.key_norm(torch.unflatten(k_TX, -1, key_size)).flatten(1)
-        q_THD, k_TKD, v_TKD = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q_TX, k_TX, v_TX))
+        parts = torch.split(self.qkv(x_TE), self.sizes, dim=-1)
+        q_THD, k_TKD, v_TKD = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in parts)
         return q_THD, k_TKD, v_TKD
+
+    def _normed(self, q_THD: Tensor, k_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, normed if the model has norms of them."""
+        if self.query_norm is None or self.key_norm is None:
+            return q_THD, k_TKD
+        if self.norms_heads:
+            return self.query_norm(q_THD), self.key_norm(k_TKD)
+        return self.query_norm(q_THD.flatten(1)).view(q_THD.shape), self.key_norm(k_TKD.flatten(1)).view(k_TKD.shape)
 
 
 class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
     With post-norm (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a
-    parallel block (GPT-NeoX) attention and MLP read the same x. `dropout` is the dropout rate of both outputs in
-    training.
+    parallel block (GPT-NeoX) attention and MLP read the same x, in Cohere normed by the same norm. `dropout` is the
+    dropout rate of both outputs in training.
     """
 
     dropout = 0.0
@@ -103,7 +117,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = Attention(config, backend, layer, table)
-        self.mlp_norm = make_norm(config, config.hidden_size)
+        self.mlp_norm = None if config.shares_norm else make_norm(config, config.hidden_size)
         has_both = config.norm_placement is NormPlacement.BOTH
         self.attention_out_norm = make_norm(config, config.hidden_size) if has_both else None
         self.mlp_out_norm = make_norm(config, config.hidden_size) if has_both else None
@@ -121,15 +135,19 @@ class Block(nn.Module):
     ) -> Tensor:
         """Apply the layer to packed tokens; input and output have the shape (tokens, hidden size)."""
         if self.norms_outputs:
+            assert self.mlp_norm is not None
             attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
             x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
             x_TE = x_TE + self._drop(self.mlp_norm(self.mlp(x_TE)))
             return x_TE
-        attended_TE = self.attention(self.attention_norm(x_TE), rotation, metadata=metadata, kv_cache=kv_cache)
+        normed_TE = self.attention_norm(x_TE)
+        attended_TE = self.attention(normed_TE, rotation, metadata=metadata, kv_cache=kv_cache)
         if self.attention_out_norm is not None:
             attended_TE = self.attention_out_norm(attended_TE)
         added_TE = x_TE + self._drop(attended_TE)
-        out_TE = self.mlp(self.mlp_norm(x_TE if self.is_parallel else added_TE))
+        if self.mlp_norm is not None:
+            normed_TE = self.mlp_norm(x_TE if self.is_parallel else added_TE)
+        out_TE = self.mlp(normed_TE)
         if self.mlp_out_norm is not None:
             out_TE = self.mlp_out_norm(out_TE)
         x_TE = added_TE + self._drop(out_TE)

@@ -93,6 +93,10 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", _SIZES | _GQA | {"sliding_window": WINDOW}),
     "ernie4_5": ("Ernie4_5", _SIZES | _GQA | {"head_dim": 16}),
     "smollm3": ("SmolLM3", _SIZES | _GQA),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", _SIZES | _GQA | {"head_dim": 16}),
+    "ministral3": ("Ministral3", _SIZES | _GQA | {"head_dim": 16}),
+    "cohere": ("Cohere", _SIZES | _GQA),
+    "cohere2": ("Cohere2", _SIZES | _GQA | {"sliding_window": WINDOW}),
     "phi3": ("Phi3", _SIZES | _GQA),
     "granite": ("Granite", _SIZES | _GQA | _MULTIPLIERS),
     "stablelm": ("StableLm", _SIZES | _GQA),
@@ -223,6 +227,25 @@ CASES: dict[str, Case] = {
     "smollm3 windows": Case(
         "smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW}
     ),
+    "hunyuan": Case("hunyuan_v1_dense", {"attention_bias": True}),
+    "hunyuan alpha tied": Case(
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "tie_word_embeddings": True},
+    ),
+    "ministral3": Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+    "ministral3 windows tied": Case(
+        "ministral3",
+        {
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+            "sliding_window": WINDOW,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "cohere": Case("cohere"),
+    "cohere biased untied": Case(
+        "cohere", {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8333333333333334}
+    ),
+    "cohere2": Case("cohere2", {"layer_types": TYPES}),
     "phi3": Case("phi3"),
     "phi3 windows": Case("phi3", {"sliding_window": WINDOW, "num_key_value_heads": 4}),
     "phi3 partial tied": Case(

@@ -78,6 +78,16 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({"norm": "layer_norm", "norm_unit_offset": True}, "norm_unit_offset needs norm=rms_norm"),
         ({"norm_bias": False}, "norm_bias=false needs norm=layer_norm"),
         ({"parallel_residual": True, "norm_placement": "post"}, "parallel_residual needs norm_placement=pre"),
+        ({"shares_norm": True}, "shares_norm needs parallel_residual"),
+        (
+            {"qk_norm": False, "qk_norm_after_rotation": True},
+            "qk_norm_after_rotation needs qk_norm and position=rotary",
+        ),
+        ({"score_growth": 0.1}, "score_growth and score_growth_interval must be given together"),
+        (
+            {"score_growth": 0.1, "score_growth_interval": 8, "rotary_dim": 4},
+            "score_growth needs position=rotary, without rotary_dim and local_rope_theta",
+        ),
         ({"unrotated_layers": [2]}, "unrotated_layers must be layers from 0 to 1, each once"),
         ({"unrotated_layers": [0], "position": "none"}, "unrotated_layers needs position=rotary"),
         ({"rope_scaling": {**LONGROPE, "short_divisors": []}}, "short_divisors must be a list of positive numbers"),

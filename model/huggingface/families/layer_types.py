@@ -1,6 +1,6 @@
 """Readers of keys of config.json that differ between layers: kinds of attention, and rotary embeddings by kind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from model.huggingface.families.reader import ConfigReader, read_rope
@@ -32,6 +32,21 @@ def read_layer_types(
         )
     global_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
     return {"sliding_window": window, "global_layers": global_layers}
+
+
+def split_rope(reader: ConfigReader, own: Collection[str]) -> tuple[ConfigReader, dict[str, Any]]:
+    """Return a reader of the rotary embedding's keys, and the values of a family's `own` keys that it lacks.
+
+    Null and 0 count as no value.
+    """
+    values: dict[str, Any] = {"rope_theta": reader.value("rope_theta")}
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        values[name] = reader.value(name)
+        if isinstance(values[name], Mapping):
+            found |= {key: value for key, value in values[name].items() if key in own and value}
+            values[name] = {key: value for key, value in values[name].items() if key not in own}
+    return ConfigReader(reader.path, values), found
 
 
 def read_two_ropes(

@@ -100,6 +100,10 @@ class ConfigReader:
         self._read_keys.add(name)
         return self._unread.pop(name, None)
 
+    def has_any(self, *names: str) -> bool:
+        """Return True if one of the keys has a value other than null or an empty object, and is not read yet."""
+        return any(self._unread.get(name) for name in names)
+
     def size(self, name: str, default: int) -> int:
         """Return the value of a key that must be a positive integer; null is rejected."""
         value = self._unread.pop(name, default)
@@ -141,6 +145,12 @@ class ConfigReader:
         """
         if self._unread.get(name) is not None and (found := self.number(name, value)) != value:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
+
+    def check_all(self, values: Mapping[str, object], remedy: str) -> None:
+        """Reject a key whose value differs from the one in `values`, if it is neither absent nor null."""
+        for name, wanted in values.items():
+            if (found := self.value(name)) is not None and found != wanted:
+                self.reject(name, found, remedy)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return the value of a key that must be true or false."""

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 
+from model.huggingface.families.cohere import COHERE
 from model.huggingface.families.family import ModelFamily
 from model.huggingface.families.gemma import GEMMA
 from model.huggingface.families.gemma3 import GEMMA3
 from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.granite import GRANITE
+from model.huggingface.families.hunyuan import HUNYUAN
 from model.huggingface.families.llama import LLAMA_LIKE
+from model.huggingface.families.mistral3 import MINISTRAL3
 from model.huggingface.families.phi3 import PHI3
 from model.huggingface.families.post_norm import POST_NORM
 from model.huggingface.families.smollm3 import SMOLLM3
@@ -25,6 +28,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
         SMOLLM3,
         PHI3,
         GRANITE,
+        HUNYUAN,
+        MINISTRAL3,
+        *COHERE,
         STABLELM,
         STARCODER2,
         GPT_NEOX,

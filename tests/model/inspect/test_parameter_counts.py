@@ -25,6 +25,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     norm = draw(st.sampled_from(NormKind))
     buckets = draw(st.integers(2, 9)) if position is PositionKind.RELATIVE_BIAS else None
     needs_distance = position in (PositionKind.RELATIVE_BIAS, PositionKind.DISENTANGLED)
+    placement = draw(st.sampled_from(NormPlacement))
+    is_parallel = placement is NormPlacement.PRE and draw(st.booleans())
     values: dict[str, Any] = {
         **{name: draw(st.integers(1, 50)) for name in ("vocab_size", "max_context_length", "hidden_size", "mlp_size")},
         "num_layers": draw(st.integers(1, 3)),
@@ -35,7 +37,9 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         "position": position,
         "norm": norm,
         "mlp": draw(st.sampled_from(MlpKind)),
-        "norm_placement": draw(st.sampled_from(NormPlacement)),
+        "norm_placement": placement,
+        "parallel_residual": is_parallel,
+        "shares_norm": is_parallel and draw(st.booleans()),
         "norm_bias": draw(st.booleans()) if norm is NormKind.LAYER_NORM else True,
         "num_relative_buckets": buckets,
         "max_relative_distance": draw(st.integers(10, 60)) if needs_distance else None,
