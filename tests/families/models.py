@@ -1,5 +1,6 @@
 """Small random models made by the transformers library: one for each branch of a family's config."""
 
+import json
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,15 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", _SIZES | _GQA | {"head_dim": 16}),
     "smollm3": ("SmolLM3", _SIZES | _GQA),
     "hunyuan_v1_dense": ("HunYuanDenseV1", _SIZES | _GQA | {"head_dim": 16}),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": _SIZES | _GQA | _NO_IDS | {"head_dim": 16, "model_type": "ministral3"},
+            "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
+            "image_token_index": 299,
+            "tie_word_embeddings": False,
+        },
+    ),
     "ministral3": ("Ministral3", _SIZES | _GQA | {"head_dim": 16}),
     "cohere": ("Cohere", _SIZES | _GQA),
     "cohere2": ("Cohere2", _SIZES | _GQA | {"sliding_window": WINDOW}),
@@ -107,6 +117,7 @@ HEADS = {
     "gpt2": "GPT2LMHeadModel",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
 }
 
 
@@ -241,6 +252,7 @@ CASES: dict[str, Case] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mistral3": Case("mistral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
     "cohere": Case("cohere"),
     "cohere biased untied": Case(
         "cohere", {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8333333333333334}
@@ -290,7 +302,7 @@ def load(directory: Path, attention: str = "sdpa", dtype: torch.dtype = torch.fl
 
 def read_by_library(directory: Path) -> transformers.PreTrainedModel:
     """Load a checkpoint with the transformers library, in float32 with eager attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
+    kind = json.loads((directory / "config.json").read_text())["model_type"]
+    auto = transformers.AutoModelForImageTextToText if kind == "mistral3" else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
     return model.eval()

@@ -24,7 +24,8 @@ def read(model_type: str, **values: Any) -> ModelConfig:
     return read_family_config(PATH, {"model_type": model_type, **values})[1]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+# The library's default of mistral3 has contradicting values of tie_word_embeddings.
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"mistral3"}))
 def test_an_absent_key_has_the_default_of_transformers(model_type: str) -> None:
     config = getattr(transformers, f"{CLASSES[model_type][0]}Config")()
     assert read(model_type) == read_family_config(PATH, json.loads(config.to_json_string(use_diff=False)))[1]
@@ -224,6 +225,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "two heads": (
         {"model_type": "gemma3", "text_config": {"tie_word_embeddings": False}},
         "tie_word_embeddings=True: contradicts text_config",
+    ),
+    "another language model": (
+        {"model_type": "mistral3", "text_config": {"model_type": "llama"}},
+        "text_config.model_type='llama': supported are mistral, ministral3",
     ),
     "text_config is a word": ({"model_type": "gemma3", "text_config": "small"}, "text_config='small': expected a JSON"),
     "own code": ({"auto_map": {"AutoModel": "x.Y"}}, "code in a checkpoint is never run"),

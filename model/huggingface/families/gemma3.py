@@ -3,14 +3,14 @@
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import QkNormScope
-from model.huggingface.families.family import convert_config
+from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, newer_fields
 from model.huggingface.families.layer_types import read_two_ropes
 from model.huggingface.families.llama_like import derived_family
@@ -27,20 +27,46 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
     return {**own, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD}
 
 
-def _read_multimodal(reader: ConfigReader) -> ModelConfig:
-    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision tower."""
+def read_text_config(
+    reader: ConfigReader, *, texts: tuple[ModelFamily, ...], tower_keys: Iterable[str], is_tied: bool
+) -> ModelConfig:
+    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision tower.
+
+    Args:
+        texts: possible families of the language model, the default first.
+        tower_keys: keys about the tower, which is not served.
+        is_tied: default of `tie_word_embeddings`.
+    """
     given = reader.value("text_config")
-    text = {} if given is None else given
-    if not isinstance(text, Mapping):
+    values = {} if given is None else given
+    if not isinstance(values, Mapping):
         reader.reject("text_config", given, "expected a JSON object; correct the config")
-    for key in _VISION_KEYS:
+    for key in tower_keys:
         reader.value(key)
-    tied = reader.flag("tie_word_embeddings", True)
-    inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **text}, prefix="text_config.")
-    config = convert_config(_GEMMA3_TEXT, inner)
+    tied = reader.flag("tie_word_embeddings", is_tied)
+    inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **values}, prefix="text_config.")
+    text = inner.choice("model_type", texts[0].model_type, {text.model_type: text for text in texts})
+    config = convert_config(text, inner)
     if config.tie_embeddings != tied:
         reader.reject("tie_word_embeddings", tied, "contradicts text_config; remove the wrong key")
     return config
+
+
+def with_vision_tower(
+    texts: tuple[ModelFamily, ...], model_type: str, class_prefix: str, *, tower_keys: tuple[str, ...], is_tied: bool
+) -> ModelFamily:
+    """Return the family of a language model with a vision tower, which is not served. See `read_text_config`."""
+    return replace(
+        texts[0],
+        model_type=model_type,
+        architectures=(f"{class_prefix}ForConditionalGeneration", f"{class_prefix}Model"),
+        read_config=partial(read_text_config, texts=texts, tower_keys=tower_keys, is_tied=is_tied),
+        prefix="language_model.model.",
+        other_prefixes=("model.language_model.",),
+        aliases={"language_model.lm_head.weight": "lm_head.weight"},
+        ignored_tensors=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+        left_out="the vision tower; only the language model is loaded, and images in requests are rejected",
+    )
 
 
 # Gemma 3 (arXiv 2503.19786): q and k normed per head, and five of six layers with a window and their own rotary base.
@@ -63,15 +89,5 @@ _GEMMA3_TEXT = replace(
 )
 GEMMA3 = (
     _GEMMA3_TEXT,
-    replace(
-        _GEMMA3_TEXT,
-        model_type="gemma3",
-        architectures=("Gemma3ForConditionalGeneration", "Gemma3Model"),
-        read_config=_read_multimodal,
-        prefix="language_model.model.",
-        other_prefixes=("model.language_model.",),
-        aliases={"language_model.lm_head.weight": "lm_head.weight"},
-        ignored_tensors=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
-        left_out="the vision tower; only the language model is loaded, and images in requests are rejected",
-    ),
+    with_vision_tower((_GEMMA3_TEXT,), "gemma3", "Gemma3", tower_keys=_VISION_KEYS, is_tied=True),
 )

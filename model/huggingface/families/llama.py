@@ -59,18 +59,19 @@ _QWEN_SIZES: Mapping[str, Any] = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
 }
+# Mistral 7B (arXiv 2310.06825): a sliding window in every layer, unless `sliding_window` is null.
+MISTRAL = derived_family(
+    "mistral",
+    "Mistral",
+    _read_mistral,
+    intermediate_size=14336,
+    num_key_value_heads=8,
+    max_position_embeddings=4096 * 32,
+)
 LLAMA_LIKE = (
     # Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783): rotary embedding, RMS norm, SwiGLU, grouped-query attention.
     derived_family("llama", "Llama", _read_llama),
-    # Mistral 7B (arXiv 2310.06825): a sliding window in every layer, unless `sliding_window` is null.
-    derived_family(
-        "mistral",
-        "Mistral",
-        _read_mistral,
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=4096 * 32,
-    ),
+    MISTRAL,
     # Qwen2 (arXiv 2407.10671) and Qwen2.5: biases of q, k and v, and optional windows in the upper layers.
     derived_family("qwen2", "Qwen2", _read_qwen2, **_QWEN_SIZES),
     # Qwen3 (arXiv 2505.09388): q and k normalized per head before rotation, and an explicit head size.

@@ -1,9 +1,11 @@
-"""Ministral 3 (2025): Mistral with YaRN, and scores that grow with the query's position."""
+"""Ministral 3 (2025): Mistral with YaRN, and scores that grow with the query's position; Mistral 3: a vision tower."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from model.huggingface.families.gemma3 import with_vision_tower
 from model.huggingface.families.layer_types import split_rope
+from model.huggingface.families.llama import MISTRAL
 from model.huggingface.families.llama_like import derived_family, read_one_rope
 from model.huggingface.families.reader import ConfigReader
 
@@ -37,7 +39,7 @@ def _read_rope(reader: ConfigReader, positions: int, head_dim: int) -> dict[str,
     return {**rope, "score_growth": growth, "score_growth_interval": scaling.original_context_length}
 
 
-MINISTRAL3 = derived_family(
+_MINISTRAL3 = derived_family(
     "ministral3",
     "Ministral3",
     _read_own_fields,
@@ -49,4 +51,18 @@ MINISTRAL3 = derived_family(
     head_dim=128,
     max_position_embeddings=262144,
     rms_norm_eps=1e-5,
+)
+MISTRAL3 = (
+    _MINISTRAL3,
+    # Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small 2. Their first files have no `tie_word_embeddings`.
+    with_vision_tower(
+        (MISTRAL, _MINISTRAL3),
+        "mistral3",
+        "Mistral3",
+        tower_keys=(
+            *("vision_config", "image_token_index", "multimodal_projector_bias", "projector_hidden_act"),
+            *("spatial_merge_size", "vision_feature_layer"),
+        ),
+        is_tied=False,
+    ),
 )

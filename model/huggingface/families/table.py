@@ -10,7 +10,7 @@ from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.granite import GRANITE
 from model.huggingface.families.hunyuan import HUNYUAN
 from model.huggingface.families.llama import LLAMA_LIKE
-from model.huggingface.families.mistral3 import MINISTRAL3
+from model.huggingface.families.mistral3 import MISTRAL3
 from model.huggingface.families.phi3 import PHI3
 from model.huggingface.families.post_norm import POST_NORM
 from model.huggingface.families.smollm3 import SMOLLM3
@@ -29,7 +29,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         PHI3,
         GRANITE,
         HUNYUAN,
-        MINISTRAL3,
+        *MISTRAL3,
         *COHERE,
         STABLELM,
         STARCODER2,
