@@ -257,7 +257,7 @@ CASES: dict[str, Case] = {
     "cohere biased untied": Case(
         "cohere", {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8333333333333334}
     ),
-    "cohere2": Case("cohere2", {"layer_types": TYPES}),
+    "cohere2": Case("cohere2", {"num_hidden_layers": 4}),
     "phi3": Case("phi3"),
     "phi3 windows": Case("phi3", {"sliding_window": WINDOW, "num_key_value_heads": 4}),
     "phi3 partial tied": Case(

@@ -36,6 +36,7 @@ EXPRESSIBLE = (
     *("gpt_neox", "gpt_neox sequential", "gpt_neox half rotary", "gpt_neox whole rotary", "gpt_neox linear"),
     *("gpt_neox tied unbiased", "gemma", "gemma mha biased", "gemma2 scaled by head size", "gemma3 all windows"),
     *("olmo2", "olmo2 gqa tied biased", "olmo2 llama3"),
+    *("ernie4_5", "hunyuan", "hunyuan alpha tied", "cohere", "cohere2"),
     *("smollm3 four layers", "phi3", "phi3 windows", "phi3 partial tied", "phi3 longrope beyond"),
     *("phi3 longrope partial", "granite", "granite tied biased", "granite without multipliers"),
 )
