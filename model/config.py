@@ -43,13 +43,16 @@ class ModelConfig:
     max_relative_distance: larger token distances count as this distance, in a relative bias and in disentangled scores.
     sliding_window: a token sees itself and the `sliding_window - 1` tokens before it, except in `global_layers`.
     score_scale: factor of q·k before the softmax; None: 1/sqrt(head_dim), see `effective_score_scale`.
+    score_growth, score_growth_interval: g and n in the factor 1 + g * ln(1 + floor(p / n)) of the scores of a query at
+        position p (Llama 4, Ministral 3); None: no factor.
     score_soft_cap: bound c of the scores, which become c * tanh(score / c) (Gemma 2); None: no bound.
     logit_soft_cap: bound of the logits, in the same way; None: no bound.
     attention_bias: queries, keys and values have biases.
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
+    qk_norm_after_rotation: queries and keys are normed after their rotation, not before (Hunyuan).
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
-    shares_norm: attention and MLP of a parallel layer read x normed by one norm (Falcon 7B).
+    shares_norm: attention and MLP of a parallel layer read x normed by one norm (Falcon 7B, Cohere).
     embedding_scale: factor of the token embedding (Gemma).
     embedding_norm: the token embedding is normed (Bloom).
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
@@ -83,10 +86,13 @@ class ModelConfig:
     sliding_window: int | None = None
     global_layers: tuple[int, ...] = ()
     score_scale: float | None = None
+    score_growth: float | None = None
+    score_growth_interval: int | None = None
     score_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     attention_out_bias: bool | None = None
     qk_norm_scope: QkNormScope = QkNormScope.HEAD
+    qk_norm_after_rotation: bool = False
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_bias: bool = True
     norm_unit_offset: bool = False
@@ -160,13 +166,9 @@ class ModelConfig:
             layers = getattr(self, name)
             if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
                 raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
-        scaling = self.rope_scaling
-        for divisors in (None, None) if scaling is None else (scaling.short_divisors, scaling.long_divisors):
-            if divisors is not None and len(divisors) != self.rotary_size // 2:
-                raise ValueError(
-                    f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
-                    "give one for each"
-                )
+        self._check_rope_scaling()
+        if (self.score_growth is None) != (self.score_growth_interval is None):
+            raise ValueError("score_growth and score_growth_interval must be given together; add the missing one")
         self._check_requirements()
 
     def _check_requirements(self) -> None:
@@ -195,6 +197,18 @@ class ModelConfig:
                 rotary and self.sliding_window is not None,
                 "rotary positions and a sliding_window",
             ),
+            (
+                "qk_norm_after_rotation",
+                self.qk_norm_after_rotation,
+                self.qk_norm and rotary,
+                "qk_norm and position=rotary",
+            ),
+            (
+                "score_growth",
+                self.score_growth is not None,
+                rotary and self.rotary_size == self.head_dim and self.local_rope_theta is None,
+                "position=rotary, without rotary_dim and local_rope_theta",
+            ),
             ("global_layers", self.global_layers, self.sliding_window is not None, "a sliding_window"),
             ("norm_unit_offset", self.norm_unit_offset, self.norm is NormKind.RMS_NORM, "norm=rms_norm"),
             ("norm_bias=false", not self.norm_bias, self.norm is NormKind.LAYER_NORM, "norm=layer_norm"),
@@ -208,6 +222,19 @@ class ModelConfig:
         ):
             if is_given and not is_possible:
                 raise ValueError(f"{name} needs {requirement}; correct one of the two")
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        for divisors in (scaling.short_divisors, scaling.long_divisors):
+            if divisors is not None and len(divisors) != self.rotary_size // 2:
+                raise ValueError(
+                    f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
+                    "give one for each"
+                )
+        if scaling.kind is RopeScalingKind.YARN and self.rope_theta <= 1:
+            raise ValueError(f"rope_scaling of kind yarn needs a rope_theta above 1, not {self.rope_theta}")
 
     @property
     def num_queries_per_kv_head(self) -> int:

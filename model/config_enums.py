@@ -74,6 +74,7 @@ class RopeScalingKind(StrEnum):
 
     LINEAR = "linear"  # every frequency divided by the factor
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (Llama 3.1)
+    YARN = "yarn"  # as llama3, with a ramp over the frequencies' numbers, and larger scores (Peng et al. 2023)
     LONGROPE = "longrope"  # a divisor for each frequency, one list for the original context and one beyond (Phi-3)
     DYNAMIC = "dynamic"  # a base that grows with the served context (NTK)
 
@@ -82,7 +83,9 @@ class RopeScalingKind(StrEnum):
 class RopeScaling:
     """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, and for one of another kind.
 
-    attention_factor: factor of cosines and sines, of kind longrope; None: see `rotation_factor`.
+    attention_factor: factor of cosines and sines, of kinds yarn and longrope; None: see `rotation_factor`.
+    beta_fast, beta_slow: in kind yarn, a frequency with more turns than beta_fast in the original context is kept, and
+        one with fewer than beta_slow is divided.
     short_divisors, long_divisors: divisor of each frequency, for contexts up to `original_context_length` and beyond.
     """
 
@@ -92,6 +95,8 @@ class RopeScaling:
     high_freq_factor: float | None = None
     original_context_length: int | None = None
     attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
     short_divisors: tuple[float, ...] | None = None
     long_divisors: tuple[float, ...] | None = None
 
@@ -111,9 +116,10 @@ class RopeScaling:
                 )
         if self.attention_factor is not None:
             check_number("rope_scaling attention_factor", self.attention_factor)
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if low is not None and high is not None and low >= high:
-            raise ValueError("in rope_scaling low_freq_factor must be less than high_freq_factor")
+        for lower, higher in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            low, high = getattr(self, lower), getattr(self, higher)
+            if low is not None and high is not None and low >= high:
+                raise ValueError(f"in rope_scaling {lower} must be less than {higher}")
 
     def divisors(self, max_context_length: int) -> tuple[float, ...] | None:
         """Return LongRoPE's divisor of each frequency (arXiv 2402.13753); None for another kind of scaling.
@@ -131,10 +137,17 @@ class RopeScaling:
 
     @property
     def rotation_factor(self) -> float:
-        """Return the factor of cosines and sines: that of LongRoPE (arXiv 2402.13753, section 3.3), else 1."""
+        """Return the factor of cosines and sines: 1 unless the scaling is LongRoPE or YaRN.
+
+        LongRoPE: arXiv 2402.13753, section 3.3. YaRN: arXiv 2309.00071, equation 22.
+        """
         if self.attention_factor is not None:
             return self.attention_factor
-        if self.kind is not RopeScalingKind.LONGROPE or self.factor <= 1.0 or self.original_context_length is None:
+        if self.factor <= 1.0:
+            return 1.0
+        if self.kind is RopeScalingKind.YARN:
+            return 0.1 * math.log(self.factor) + 1.0
+        if self.kind is not RopeScalingKind.LONGROPE or self.original_context_length is None:
             return 1.0
         return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_context_length))
 
@@ -150,6 +163,7 @@ _FIELDS_OF_SCALING: Mapping[RopeScalingKind, tuple[tuple[str, ...], tuple[str, .
     RopeScalingKind.LINEAR: ((), (), ()),
     RopeScalingKind.DYNAMIC: (("original_context_length",), (), ()),
     RopeScalingKind.LLAMA3: (("low_freq_factor", "high_freq_factor", "original_context_length"), (), ()),
+    RopeScalingKind.YARN: (("original_context_length", "beta_fast", "beta_slow"), (), ("attention_factor",)),
     RopeScalingKind.LONGROPE: (
         ("original_context_length",),
         ("short_divisors", "long_divisors"),

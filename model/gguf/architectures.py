@@ -50,6 +50,7 @@ _GRANITE_KEYS = {
     "attention.scale": "attention_multiplier",
     "logit_scale": "logits_scaling",
 }
+_COHERE_KEYS = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
 _NEOX_KEYS = {
     **_SIZES,
     "attention.layer_norm_epsilon": "layer_norm_eps",
@@ -117,6 +118,10 @@ _ARCHITECTURES = {
             "layers.#.mlp_norm": plain("blk.#.post_ffw_norm"),
         },
     ),
+    "ernie4_5": _llama_like("ernie4_5", _PAIRED_NAMES),
+    "hunyuan-dense": _llama_like("hunyuan_v1_dense"),
+    "command-r": _Architecture(model_type="cohere", keys=_COHERE_KEYS, names=_PAIRED_NAMES, values={}),
+    "cohere2": _Architecture(model_type="cohere2", keys=_COHERE_KEYS, names=_PAIRED_NAMES, values={}),
     "smollm3": _llama_like("smollm3", _PAIRED_NAMES),
     "phi3": _llama_like("phi3", {**_GPT_NAMES, "layers.#.mlp.gate_up": plain("blk.#.ffn_up")}),
     "granite": _Architecture(model_type="granite", keys=_GRANITE_KEYS, names=_PAIRED_NAMES, values={}),
@@ -169,7 +174,7 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
         num_heads = values["num_attention_heads"]
         head_dim = found.pop("attention.key_length", values["hidden_size"] // num_heads)
         values |= _rotary_values(file, found, head_dim, is_partial=architecture.keys is _NEOX_KEYS)
-        if _LLAMA_KEYS.items() <= architecture.keys.items():
+        if architecture.keys is not _NEOX_KEYS:
             values |= {"num_key_value_heads": kv_heads or num_heads, "head_dim": head_dim}
             if "attention.sliding_window" in found:
                 values["sliding_window"] = found.pop("attention.sliding_window")
@@ -229,6 +234,11 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
     rope = {"rope_theta": found.pop("rope.freq_base", DEFAULT_THETA)}
     if (kind := found.pop("rope.scaling.type", "none")) != "none":
         rope |= {"rope_type": kind, "factor": found.pop("rope.scaling.factor", None)}
+        if kind == "yarn":
+            betas = {key: found.pop(f"rope.scaling.yarn_{key}", None) for key in ("beta_fast", "beta_slow")}
+            rope |= {"original_max_position_embeddings": original, **betas}
+    elif found.get("rope.scaling.factor") == 1:
+        del found["rope.scaling.factor"]
     share = found.pop("rope.dimension_count", head_dim) / head_dim
     # The next larger float, so that head_dim * share, rounded down, is never below the number in the file.
     rope |= {"partial_rotary_factor": share if share == 1 else math.nextafter(share, 2)}
@@ -289,5 +299,7 @@ def _biases(file: GgufFile, model_type: str) -> dict[str, bool]:
     if model_type in ("qwen2", "gpt2"):
         return {}
     has_attention_bias = any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))
+    if model_type == "ernie4_5":
+        return {"use_bias": has_attention_bias}
     biases = {"attention_bias": has_attention_bias}
     return biases if model_type == "gpt_neox" else {**biases, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}

@@ -176,6 +176,7 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
     """
     window = {"sliding_window": config.sliding_window}
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    rope = {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)}
     partial = {"partial_rotary_factor": config.rotary_size / config.head_dim}
     match family.model_type:
         case "smollm3":
@@ -186,6 +187,24 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
         case "phi3":
             original = None if config.rope_scaling is None else config.rope_scaling.original_context_length
             return {**window, **partial, **({"original_max_position_embeddings": original} if original else {})}
+        case "olmo3":
+            ropes = dict.fromkeys(("full_attention", "sliding_attention"), rope)
+            if config.local_rope_theta is not None:
+                ropes["sliding_attention"] = {"rope_theta": config.local_rope_theta}
+            return {**biases, **window, "layer_types": types, "rope_parameters": ropes}
+        case "exaone4":
+            return {**window, "layer_types": types}
+        case "hunyuan_v1_dense":
+            return biases
+        case "ministral3":
+            rope["llama_4_scaling_beta"] = config.score_growth or 0.0
+            return {**window, "rope_parameters": rope}
+        case "cohere" | "cohere2":
+            own = {"layer_norm_eps": config.norm_eps, "logit_scale": 1 / config.logit_divisor}
+            windows = {**window, "layer_types": types} if family.model_type == "cohere2" else {}
+            return {"attention_bias": config.attention_bias, **own, **windows}
+        case "ernie4_5":
+            return {"use_bias": config.attention_bias}
         case "stablelm":
             return {**partial, "layer_norm_eps": config.norm_eps, "use_qkv_bias": config.attention_bias}
         case "starcoder2":
@@ -212,6 +231,8 @@ def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_context_length,
         "attention_factor": scaling.attention_factor,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
         "short_factor": scaling.short_divisors,
         "long_factor": scaling.long_divisors,
     }

@@ -97,7 +97,7 @@ class LayerWeights(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
         *((name, _POINTER) for name in ("attention_out_norm", "attention_out_norm_bias")),
         *((name, _POINTER) for name in ("mlp_out_norm", "mlp_out_norm_bias", "query_norm", "key_norm")),
-        ("rotation", _INT),
+        *((name, _INT) for name in ("query_rotation", "key_rotation")),
     )
 
 
@@ -106,7 +106,8 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp")),
-        *((name, _INT) for name in ("rotated", "num_rotations", "norm_scope", "numbers", "norm", "activation")),
+        *((name, _INT) for name in ("rotated", "num_rotations", "norm_scope", "norms_rotated")),
+        *((name, _INT) for name in ("numbers", "norm", "activation")),
         *((name, _INT) for name in ("gated", "is_parallel")),
         *((name, ctypes.c_float) for name in ("eps", "logit_soft_cap")),
     )

@@ -35,6 +35,7 @@ from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeig
 from model.native.weight_packing import pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
 from model.nn.linear import QuantizedEmbedding
+from model.nn.position_embeddings import score_factors
 from model.nn.transformer import Block, Transformer
 from model.system.c_library import trim_heap
 from model.system.memory_pages import HugePages
@@ -347,7 +348,8 @@ class NativeTransformer:
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
         """Return tables of cosines and sines for `length` positions or more; empty without rotary positions.
 
-        A position has the angles of `rotary`, then those of `local_rotary` if the model has them.
+        A position has the angles of `rotary`, then those of `local_rotary` if the model has them, or those of `rotary`
+        for queries: times the factor of their scores.
 
         One thread computes the tables. PyTorch's first cosine with two threads can be off by one unit in the last place
         (3 of 40 processes), and the results of a replacement worker would then not be bitwise identical.
@@ -358,9 +360,11 @@ class NativeTransformer:
             torch.set_num_threads(1)
             try:
                 positions = torch.arange(max(256, 2 * length))
-                cosines, sines = (
-                    torch.cat(x, dim=1) for x in zip(*(rotary(positions) for rotary in rotaries), strict=True)
-                )
+                tables = [rotary(positions) for rotary in rotaries]
+                if (growth := self._blocks[0].attention.score_growth) is not None:
+                    factors = score_factors(positions, *growth)[:, None, None]
+                    tables += [(cosines * factors, sines * factors) for cosines, sines in tables]
+                cosines, sines = (torch.cat(x, dim=1) for x in zip(*tables, strict=True))
             finally:
                 torch.set_num_threads(num_threads)
             self._rotations = cosines[..., :half].contiguous(), sines[..., :half].contiguous()
@@ -391,6 +395,8 @@ class NativeTransformer:
     def _layer(self, block: Block) -> LayerWeights:
         attention, mlp = block.attention, block.mlp
         gated = isinstance(mlp, GatedMlp)
+        key_rotation = int(attention.rotates_locally)
+        query_rotation = key_rotation if attention.score_growth is None else key_rotation + 1
         layer = LayerWeights(
             qkv=self._matrix(attention.qkv),
             out=self._matrix(attention.out),
@@ -398,7 +404,8 @@ class NativeTransformer:
             down=self._matrix(mlp.down),
             query_norm=self._norm(attention.query_norm)[0],
             key_norm=self._norm(attention.key_norm)[0],
-            rotation=int(attention.rotates_locally) if attention.is_rotated else -1,
+            query_rotation=query_rotation if attention.is_rotated else -1,
+            key_rotation=key_rotation if attention.is_rotated else -1,
         )
         attention_norms, mlp_norms = (
             [block.attention_norm, block.attention_out_norm],

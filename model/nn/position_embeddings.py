@@ -48,14 +48,14 @@ class RotaryPositions(nn.Module):
         super().__init__()
         divisors = None if scaling is None else scaling.divisors(max_context_length)
         base = stretched_theta(theta, rotary_dim, scaling, max_context_length)
-        frequencies = scale_frequencies(_frequencies(rotary_dim, base, divisors), scaling)
+        frequencies = scale_frequencies(_frequencies(rotary_dim, base, divisors), theta, scaling)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.factor = 1.0 if scaling is None else scaling.rotation_factor
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of each position's rotation angles: two float32 tensors (positions, 1, R).
 
-        LongRoPE multiplies both by a factor.
+        YaRN and LongRoPE multiply both by a factor.
         """
         angles = (positions_T[:, None].float() * self.frequencies).repeat(1, 2)[:, None]
         if self.factor == 1.0:
@@ -64,7 +64,10 @@ class RotaryPositions(nn.Module):
 
 
 def _frequencies(size: int, theta: float | Tensor, divisors: Sequence[float] | None = None) -> Tensor:
-    """Return the frequencies theta^(-j/size) of all even j from 0 to size - 1, each divided by its divisor; float32."""
+    """Return the frequencies theta^(-j/size) of all even j from 0 to size - 1, in float32.
+
+    divisors: a divisor of each frequency, or one of all.
+    """
     # On the CPU even if the model is built on the meta device: constants are not loaded from the checkpoint.
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     wavelengths = theta**exponents
@@ -85,13 +88,15 @@ def stretched_theta(theta: float, size: int, scaling: RopeScaling | None, max_co
     return theta * divisor ** (size / (size - 2))
 
 
-def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+def scale_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Return the frequencies of rotary positions, scaled for contexts longer than a model was first trained for.
 
     linear: all frequencies are divided by the factor (Chen et al. 2023, arXiv 2306.15595).
     llama3: let r = original context / wavelength. Frequencies with r under `low_freq_factor` are divided by the factor,
     frequencies with r over `high_freq_factor` are unchanged, with a linear ramp in r between: "NTK by parts" of Peng et
     al. 2023 (arXiv 2309.00071), section 3.2.
+    yarn: as llama3, with a ramp in the frequency's number i between the numbers of `beta_fast` and `beta_slow` turns in
+    the original context, rounded to whole numbers (the same section).
     longrope, dynamic: `RopeScaling.divisors` or `stretched_theta` has scaled them already.
     """
     if scaling is None or scaling.kind in (RopeScalingKind.LONGROPE, RopeScalingKind.DYNAMIC):
@@ -99,13 +104,37 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tenso
     stretched = frequencies / scaling.factor
     if scaling.kind is RopeScalingKind.LINEAR:
         return stretched
-    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context_length
+    original = scaling.original_context_length
+    assert original is not None
+    if scaling.kind is RopeScalingKind.YARN:
+        assert scaling.beta_fast is not None
+        assert scaling.beta_slow is not None
+        stretched = _frequencies(2 * len(frequencies), theta, (scaling.factor,))
+        return _yarn(frequencies, stretched, theta, original, (scaling.beta_fast, scaling.beta_slow))
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None
     assert high is not None
-    assert original is not None
     wavelengths = 2 * math.pi / frequencies
     kept = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * stretched + kept * frequencies
+
+
+def _yarn(kept: Tensor, stretched: Tensor, theta: float, original: int, turns: tuple[float, float]) -> Tensor:
+    """Return YaRN's frequencies, a ramp from `kept` to `stretched`, as in the authors' code.
+
+    turns: numbers of turns in the original context, of the frequencies where the ramp begins and ends.
+    """
+    size = 2 * len(kept)
+    first, last = (size * math.log(original / (2 * math.pi * each)) / (2 * math.log(theta)) for each in turns)
+    start, end = max(math.floor(first), 0), min(math.ceil(last), size - 1)
+    numbers = torch.arange(len(kept), dtype=torch.float32, device="cpu")
+    part = 1 - ((numbers - start) / (end - start if end != start else 0.001)).clamp(0, 1)
+    return stretched * (1 - part) + kept * part
+
+
+def score_factors(positions_T: Tensor, growth: float, interval: int) -> Tensor:
+    """Return the factors of the scores of queries at these positions, float32; see `ModelConfig.score_growth`."""
+    return 1.0 + growth * torch.log1p(torch.floor(positions_T.float() / interval))
 
 
 def rotate_each(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from model.attention.score_biases import SCORE_BIASES, relative_positions
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope
 from model.nn.layers import RMSNorm, make_mlp, make_norm
-from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, rotate_each
+from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, rotate_each, score_factors
 
 
 class Attention(nn.Module):
@@ -40,9 +40,10 @@ class Attention(nn.Module):
         else:
             self.qkv = nn.Linear(config.hidden_size, query + 2 * key, bias=config.attention_bias)
         self.out = nn.Linear(query, config.hidden_size, bias=bool(config.attention_out_bias))
-        if config.qk_norm_scope is QkNormScope.HEAD:
+        self.norms_heads = config.qk_norm_scope is QkNormScope.HEAD
+        self.norms_rotated = config.qk_norm_after_rotation
+        if self.norms_heads:
             query = key = config.head_dim
-        self.norm_size = (-1, query), (-1, key)
         offset = config.norm_unit_offset
         self.query_norm = RMSNorm(query, config.norm_eps, unit_offset=offset) if config.qk_norm else None
         self.key_norm = RMSNorm(key, config.norm_eps, unit_offset=offset) if config.qk_norm else None
@@ -54,6 +55,9 @@ class Attention(nn.Module):
             bias=self.bias,
             soft_cap=config.score_soft_cap,
         )
+        self.score_growth: tuple[float, int] | None = None
+        if config.score_growth is not None and config.score_growth_interval is not None:
+            self.score_growth = config.score_growth, config.score_growth_interval
         self.is_rotated = layer not in config.unrotated_layers
         self.rotates_locally = config.local_rope_theta is not None and self.form.window is not None
         self.backend = backend
@@ -69,8 +73,14 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size)."""
         q_THD, k_TKD, v_TKD = self._project(x_TE)
+        if not self.norms_rotated:
+            q_THD, k_TKD = self._normed(q_THD, k_TKD)
         if rotation is not None and self.is_rotated:
             q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
+        if self.norms_rotated:
+            q_THD, k_TKD = self._normed(q_THD, k_TKD)
+        if self.score_growth is not None:
+            q_THD = (q_THD * score_factors(metadata.positions_T, *self.score_growth)[:, None, None]).to(q_THD.dtype)
         mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, form=self.form, metadata=metadata, kv_cache=kv_cache)
         out: Tensor = self.out(mixed_THD.flatten(1))
         return out
@@ -80,20 +90,24 @@ class Attention(nn.Module):
         if self.averages:
             v_TKD = torch.unflatten(self.value(x_TE), -1, (-1, self.head_dim))
             return v_TKD.new_empty(len(x_TE), self.num_heads, 0), v_TKD[..., :0], v_TKD
-        q_TX, k_TX, v_TX = torch.split(self.qkv(x_TE), self.sizes, dim=-1)
-        if self.query_norm is not None and self.key_norm is not None:
-            query_size, key_size = self.norm_size
-            q_TX = self.query_norm(torch.unflatten(q_TX, -1, query_size)).flatten(1)
-            k_TX = self.key_norm(torch.unflatten(k_TX, -1, key_size)).flatten(1)
-        q_THD, k_TKD, v_TKD = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q_TX, k_TX, v_TX))
+        parts = torch.split(self.qkv(x_TE), self.sizes, dim=-1)
+        q_THD, k_TKD, v_TKD = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in parts)
         return q_THD, k_TKD, v_TKD
+
+    def _normed(self, q_THD: Tensor, k_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, normed if the model has norms of them."""
+        if self.query_norm is None or self.key_norm is None:
+            return q_THD, k_TKD
+        if self.norms_heads:
+            return self.query_norm(q_THD), self.key_norm(k_TKD)
+        return self.query_norm(q_THD.flatten(1)).view(q_THD.shape), self.key_norm(k_TKD.flatten(1)).view(k_TKD.shape)
 
 
 class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
     With post-norm (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a
-    parallel block (GPT-NeoX) attention and MLP read the same x, in Falcon 7B normed by the same norm. `dropout` is the
+    parallel block (GPT-NeoX) attention and MLP read the same x, in Falcon 7B and Cohere normed by the same norm. `dropout` is the
     dropout rate of both outputs in training.
     """
 

@@ -1,5 +1,6 @@
 """Small random models made by the transformers library: one for each branch of a family's config."""
 
+import json
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,15 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+# With a head size of 16, the first frequency is kept, two are interpolated, and the others are divided.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 10.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 2.0,
+    "beta_slow": 0.2,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
@@ -87,7 +97,23 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3Text", _GEMMA),
     "gemma3": ("Gemma3", {"text_config": _GEMMA | _NO_IDS, "vision_config": _VISION, "image_token_index": 299}),
     "olmo2": ("Olmo2", _SIZES),
+    "olmo3": ("Olmo3", _SIZES | _GQA | {"sliding_window": WINDOW}),
+    "exaone4": ("Exaone4", _SIZES | _GQA | {"sliding_window": WINDOW}),
+    "ernie4_5": ("Ernie4_5", _SIZES | _GQA | {"head_dim": 16}),
     "smollm3": ("SmolLM3", _SIZES | _GQA),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", _SIZES | _GQA | {"head_dim": 16}),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": _SIZES | _GQA | _NO_IDS | {"head_dim": 16, "model_type": "ministral3"},
+            "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
+            "image_token_index": 299,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ministral3": ("Ministral3", _SIZES | _GQA | {"head_dim": 16}),
+    "cohere": ("Cohere", _SIZES | _GQA),
+    "cohere2": ("Cohere2", _SIZES | _GQA | {"sliding_window": WINDOW}),
     "phi3": ("Phi3", _SIZES | _GQA),
     "granite": ("Granite", _SIZES | _GQA | _MULTIPLIERS),
     "stablelm": ("StableLm", _SIZES | _GQA),
@@ -98,6 +124,7 @@ HEADS = {
     "gpt2": "GPT2LMHeadModel",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
 }
 
 
@@ -145,6 +172,7 @@ CASES: dict[str, Case] = {
     # Both texts of the parity tests have the frequencies of the longer one, 48 tokens: 3 times the positions.
     "llama dynamic": Case("llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
     "llama llama3": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": _LLAMA3}),
+    "llama yarn": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": YARN}),
     "llama gelu": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),
     "mistral without window": Case("mistral", {"sliding_window": None}),
@@ -205,12 +233,47 @@ CASES: dict[str, Case] = {
     "olmo2": Case("olmo2"),
     "olmo2 gqa tied biased": Case("olmo2", {**_GQA, "tie_word_embeddings": True, "attention_bias": True}),
     "olmo2 llama3": Case("olmo2", {**_GQA, "rope_parameters": _LLAMA3}),
+    "olmo3": Case(
+        "olmo3",
+        {
+            "layer_types": TYPES,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "olmo3 without windows": Case("olmo3", {"layer_types": ["full_attention"] * LAYERS}),
+    "exaone4": Case("exaone4", {"sliding_window_pattern": 2}),
+    "exaone4 without windows": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}),
+    "ernie4_5": Case("ernie4_5"),
+    "ernie4_5 biased untied": Case("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     "smollm3": Case("smollm3", {"no_rope_layer_interval": 2}),
     "smollm3 listed layers": Case("smollm3", {"no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
     "smollm3 four layers": Case("smollm3", {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True}),
     "smollm3 windows": Case(
         "smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW}
     ),
+    "hunyuan": Case("hunyuan_v1_dense", {"attention_bias": True}),
+    "hunyuan alpha tied": Case(
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "tie_word_embeddings": True},
+    ),
+    "ministral3": Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+    "ministral3 windows tied": Case(
+        "ministral3",
+        {
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+            "sliding_window": WINDOW,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral3": Case("mistral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+    "cohere": Case("cohere"),
+    "cohere biased untied": Case(
+        "cohere", {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8333333333333334}
+    ),
+    "cohere2": Case("cohere2", {"num_hidden_layers": 4}),
     "phi3": Case("phi3"),
     "phi3 windows": Case("phi3", {"sliding_window": WINDOW, "num_key_value_heads": 4}),
     "phi3 partial tied": Case(
@@ -255,7 +318,7 @@ def load(directory: Path, attention: str = "sdpa", dtype: torch.dtype = torch.fl
 
 def read_by_library(directory: Path) -> transformers.PreTrainedModel:
     """Load a checkpoint with the transformers library, in float32 with eager attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
+    kind = json.loads((directory / "config.json").read_text())["model_type"]
+    auto = transformers.AutoModelForImageTextToText if kind == "mistral3" else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
     return model.eval()

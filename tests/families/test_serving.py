@@ -23,7 +23,7 @@ from service.engine.scheduling.scheduler import EngineConfig
 from service.protocol.logprobs import format_token_name
 from service.worker.engine_factory import build_engine, prepare_matrices
 from tests.e2e.process import serving
-from tests.families.models import DYNAMIC, GEMMA_ROPES, LONGROPE, TYPES, WINDOW, Case, load, read_by_library
+from tests.families.models import DYNAMIC, GEMMA_ROPES, LONGROPE, TYPES, WINDOW, YARN, Case, load, read_by_library
 from tests.families.nanogpt import ARGUMENTS, logits, random_state, write_checkpoint
 from tests.families.parity_table import Record, prove
 from tests.families.test_nanogpt import CHARACTERS, meta
@@ -67,7 +67,17 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "bloom": (Case("bloom", {"tie_word_embeddings": False}), write_byte_level),
     "falcon": (Case("falcon", {"tie_word_embeddings": False}), write_byte_level),
     "olmo2": (Case("olmo2"), write_byte_level),
+    "olmo3": (Case("olmo3", {"layer_types": TYPES}), write_byte_level),
+    "exaone4": (Case("exaone4", {"sliding_window_pattern": 2}), write_byte_level),
+    "ernie4_5": (Case("ernie4_5", {"tie_word_embeddings": False}), write_sentence_piece),
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
+    "hunyuan": (Case("hunyuan_v1_dense"), write_byte_level),
+    "ministral3": (
+        Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+        write_byte_level,
+    ),
+    "cohere": (Case("cohere", {"tie_word_embeddings": False}), write_byte_level),
+    "cohere2": (Case("cohere2", {"tie_word_embeddings": False, "layer_types": TYPES}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
     "granite": (Case("granite"), write_byte_level),
     "stablelm": (Case("stablelm"), write_byte_level),

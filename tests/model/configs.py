@@ -49,6 +49,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_context_length": 24,
 }
+YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 16, "beta_fast": 2.0, "beta_slow": 0.1}
 LONGROPE = {
     "kind": "longrope",
     "factor": 4.0,
@@ -106,6 +107,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
     "olmo2": {"norm_placement": "post", "qk_norm_scope": "projection"},
+    "hunyuan": {"qk_norm_after_rotation": True},
+    "ministral3": {"rope_scaling": YARN, "score_growth": 0.5, "score_growth_interval": 5, "qk_norm": False},
+    "cohere": {**NEOX, "shares_norm": True, "norm_bias": False, "qk_norm": False, "mlp": "swiglu"},
     "smollm3": {"unrotated_layers": [1], "qk_norm": False},
     "phi3": {"rope_scaling": LONGROPE, "rotary_dim": 6, "qk_norm": False},
     "granite": {"logit_divisor": 6.0, "embedding_scale": 54.5, "score_scale": 0.2, "qk_norm": False},

@@ -8,7 +8,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.sampling.params import SamplingParams
-from tests.model.configs import LLAMA3, LONGROPE, RELATIVE, ROTARY, VARIANTS, build
+from tests.model.configs import LLAMA3, LONGROPE, RELATIVE, ROTARY, VARIANTS, YARN, build
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -52,7 +52,9 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({"position_offset": 2}, "position_offset needs position=learned"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": False}, "rope_scaling must be an object"),
-        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling kind must be one of linear, llama3"),
+        ({"rope_scaling": {"kind": "ntk", "factor": 2.0}}, "rope_scaling kind must be one of linear, llama3"),
+        ({"rope_scaling": {**YARN, "beta_slow": 32}}, "in rope_scaling beta_slow must be less than beta_fast"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_scaling of kind yarn needs a rope_theta above 1, not 1.0"),
         ({"rope_scaling": {"kind": "linear"}}, "missing rope_scaling keys: factor"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0, "beta": 1}}, "unknown rope_scaling keys: beta"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "no parameter except factor"),
@@ -78,6 +80,15 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ({"norm_bias": False}, "norm_bias=false needs norm=layer_norm"),
         ({"parallel_residual": True, "norm_placement": "post"}, "parallel_residual needs norm_placement=pre"),
         ({"shares_norm": True}, "shares_norm needs parallel_residual"),
+        (
+            {"qk_norm": False, "qk_norm_after_rotation": True},
+            "qk_norm_after_rotation needs qk_norm and position=rotary",
+        ),
+        ({"score_growth": 0.1}, "score_growth and score_growth_interval must be given together"),
+        (
+            {"score_growth": 0.1, "score_growth_interval": 8, "rotary_dim": 4},
+            "score_growth needs position=rotary, without rotary_dim and local_rope_theta",
+        ),
         ({"unrotated_layers": [2]}, "unrotated_layers must be layers from 0 to 1, each once"),
         ({"unrotated_layers": [0], "position": "none"}, "unrotated_layers needs position=rotary"),
         ({"rope_scaling": {**LONGROPE, "short_divisors": []}}, "short_divisors must be a list of positive numbers"),

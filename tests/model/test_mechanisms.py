@@ -20,9 +20,9 @@ from model.attention.metadata import AttentionForm, AttentionMetadata
 from model.attention.score_biases import SCORE_BIASES, AlibiBias, DisentangledBias, RelativeBias, relative_positions
 from model.config import ModelConfig
 from model.config_enums import PositionKind, RopeScaling, RopeScalingKind
-from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions
+from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, score_factors
 from model.nn.transformer import Transformer
-from tests.model.configs import LLAMA3, ROTARY, VARIANTS, attention_layers, build
+from tests.model.configs import LLAMA3, ROTARY, VARIANTS, YARN, attention_layers, build
 from tests.model.kernel_libraries import BACKENDS
 
 
@@ -181,6 +181,67 @@ def test_llama3_scaling_is_that_of_transformers(factor: float, theta: float, siz
     scaling = RopeScaling.from_dict({**LLAMA3, "factor": factor, "original_context_length": 8192})
     assert attention_factor == 1.0
     torch.testing.assert_close(RotaryPositions(size, theta, scaling).frequencies, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("factor", "theta", "size", "betas"),
+    [(8.0, 500_000.0, 128, (32, 1)), (48.0, 1e8, 128, (32, 1)), (10.0, 1e4, 16, (2.0, 0.2)), (3.0, 1e4, 8, (64, 60))],
+)
+def test_yarn_scaling_is_that_of_transformers_bitwise(
+    factor: float, theta: float, size: int, betas: tuple[float, float]
+) -> None:
+    parameters = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": betas[0],
+        "beta_slow": betas[1],
+    }
+    config = LlamaConfig(hidden_size=size, num_attention_heads=1, rope_parameters=parameters)
+    theirs, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    scaling = RopeScaling.from_dict(
+        {**YARN, "factor": factor, "original_context_length": 8192, "beta_fast": betas[0], "beta_slow": betas[1]}
+    )
+    assert scaling.rotation_factor == attention_factor
+    assert torch.equal(RotaryPositions(size, theta, scaling).frequencies, theirs)
+
+
+def test_scores_grow_by_steps_of_the_querys_position() -> None:
+    """A query is multiplied by 1 + g ln(1 + floor(p / n)): unchanged in the first n positions, larger after them."""
+    config, metadata, ids = VARIANTS["ministral3"], AttentionMetadata.uncached((13,)), torch.arange(13)
+    growing = build(config)
+    plain = build(dataclasses.replace(config, score_growth=None, score_growth_interval=None))
+    differences = (growing(ids, metadata, None) - plain(ids, metadata, None)).abs().amax(dim=1)
+    assert torch.equal(differences[:5], torch.zeros(5))
+    assert bool((differences[5:] > 1e-5).all())
+    expected = [1.0] * 5 + [1 + 0.5 * math.log(2)] * 5 + [1 + 0.5 * math.log(3)] * 3
+    torch.testing.assert_close(score_factors(torch.arange(13), 0.5, 5), torch.tensor(expected))
+
+
+def test_norms_after_the_rotation_differ_only_by_their_weights() -> None:
+    """A rotation keeps the length of a head, so norms with equal weights may come before or after it."""
+    metadata, ids = AttentionMetadata.uncached((9,)), torch.arange(9)
+    logits = {}
+    for after in (False, True):
+        for spread in (0.0, 0.5):
+            model = build(dataclasses.replace(VARIANTS["hunyuan"], qk_norm_after_rotation=after))
+            for layer in attention_layers(model):
+                for norm in (layer.query_norm, layer.key_norm):
+                    assert norm is not None
+                    norm.weight.data = 1 + spread * torch.arange(8)
+            logits[after, spread] = model(ids, metadata, None)
+    torch.testing.assert_close(logits[True, 0.0], logits[False, 0.0], atol=1e-5, rtol=1e-5)
+    assert float((logits[True, 0.5] - logits[False, 0.5]).abs().max()) > 1e-3
+
+
+def test_a_shared_norm_is_two_equal_norms() -> None:
+    config, metadata, ids = VARIANTS["cohere"], AttentionMetadata.uncached((9,)), torch.arange(9)
+    shared, separate = build(config), build(dataclasses.replace(config, shares_norm=False))
+    tensors = shared.state_dict()
+    tensors |= {n.replace("attention_norm", "mlp_norm"): t for n, t in tensors.items() if "attention_norm" in n}
+    separate.load_state_dict(tensors)
+    assert torch.equal(shared(ids, metadata, None), separate(ids, metadata, None))
 
 
 def test_linear_scaling_divides_positions() -> None:

@@ -3,19 +3,19 @@
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import QkNormScope
-from model.huggingface.families.family import convert_config
+from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, newer_fields
+from model.huggingface.families.layer_types import read_two_ropes
 from model.huggingface.families.llama_like import derived_family
-from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader, read_rope
+from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader
 
-_GLOBAL_THETA = 1_000_000.0
-_ROPE_KEYS = ("full_attention", "sliding_attention")
 _VISION_KEYS = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
 
 
@@ -27,44 +27,46 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
     return {**own, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD}
 
 
-def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
-    """Return the ModelConfig fields of Gemma 3's two rotary embeddings: of layers without and with a window.
+def read_text_config(
+    reader: ConfigReader, *, texts: tuple[ModelFamily, ...], tower_keys: Iterable[str], is_tied: bool
+) -> ModelConfig:
+    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision tower.
 
-    Raises CheckpointError for a scaling in layers with a window, or if old and new keys set different values.
-
-    Old files have rope_theta, rope_scaling and rope_local_base_freq; new files have rope_parameters by kind of layer.
+    Args:
+        texts: possible families of the language model, the default first.
+        tower_keys: keys about the tower, which is not served.
+        is_tied: default of `tie_word_embeddings`.
     """
-    given = reader.value("rope_parameters")
-    by_kind = {} if given is None else given
-    if not isinstance(by_kind, Mapping) or by_kind.keys() - set(_ROPE_KEYS):
-        remedy = f"expected an object with the keys {' and '.join(_ROPE_KEYS)}; correct the config"
-        reader.reject("rope_parameters", given, remedy)
-    old_keys: tuple[tuple[str, ...], ...] = (("rope_theta", "rope_scaling"), ("rope_local_base_freq",))
-    ropes = []
-    for kind, keys, theta in zip(_ROPE_KEYS, old_keys, (_GLOBAL_THETA, DEFAULT_THETA), strict=True):
-        values = {key: reader.value(key) for key in keys} | {"rope_parameters": by_kind.get(kind)}
-        inner = ConfigReader(reader.path, values, prefix=f"{kind} ")
-        ropes.append(read_rope(inner, max_positions=positions, theta_names=keys[:1], theta=theta))
-    full, local = ropes
-    if local.scaling is not None:
-        reader.reject("rope_parameters", given, "scaling in layers with a window is not implemented; use another model")
-    return {"rope_theta": full.theta, "rope_scaling": full.scaling, "local_rope_theta": local.theta}
-
-
-def _read_multimodal(reader: ConfigReader) -> ModelConfig:
-    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision tower."""
     given = reader.value("text_config")
-    text = {} if given is None else given
-    if not isinstance(text, Mapping):
+    values = {} if given is None else given
+    if not isinstance(values, Mapping):
         reader.reject("text_config", given, "expected a JSON object; correct the config")
-    for key in _VISION_KEYS:
+    for key in tower_keys:
         reader.value(key)
-    tied = reader.flag("tie_word_embeddings", True)
-    inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **text}, prefix="text_config.")
-    config = convert_config(_GEMMA3_TEXT, inner)
+    tied = reader.flag("tie_word_embeddings", is_tied)
+    inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **values}, prefix="text_config.")
+    text = inner.choice("model_type", texts[0].model_type, {text.model_type: text for text in texts})
+    config = convert_config(text, inner)
     if config.tie_embeddings != tied:
         reader.reject("tie_word_embeddings", tied, "contradicts text_config; remove the wrong key")
     return config
+
+
+def with_vision_tower(
+    texts: tuple[ModelFamily, ...], model_type: str, class_prefix: str, *, tower_keys: tuple[str, ...], is_tied: bool
+) -> ModelFamily:
+    """Return the family of a language model with a vision tower, which is not served. See `read_text_config`."""
+    return replace(
+        texts[0],
+        model_type=model_type,
+        architectures=(f"{class_prefix}ForConditionalGeneration", f"{class_prefix}Model"),
+        read_config=partial(read_text_config, texts=texts, tower_keys=tower_keys, is_tied=is_tied),
+        prefix="language_model.model.",
+        other_prefixes=("model.language_model.",),
+        aliases={"language_model.lm_head.weight": "lm_head.weight"},
+        ignored_tensors=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+        left_out="the vision tower; only the language model is loaded, and images in requests are rejected",
+    )
 
 
 # Gemma 3 (arXiv 2503.19786): q and k normed per head, and five of six layers with a window and their own rotary base.
@@ -76,22 +78,16 @@ _GEMMA3_TEXT = replace(
         renamed=OUT_NORMS,
         activations=TANH_ACTIVATIONS,
         activation_key="hidden_activation",
-        read_ropes=_read_ropes,
+        read_ropes=partial(
+            read_two_ropes,
+            old_keys=(("rope_theta", "rope_scaling"), ("rope_local_base_freq",)),
+            thetas=(1_000_000.0, DEFAULT_THETA),
+        ),
         **{**GEMMA2_SIZES, "vocab_size": 262208, "max_position_embeddings": 131072},
     ),
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
 )
 GEMMA3 = (
     _GEMMA3_TEXT,
-    replace(
-        _GEMMA3_TEXT,
-        model_type="gemma3",
-        architectures=("Gemma3ForConditionalGeneration", "Gemma3Model"),
-        read_config=_read_multimodal,
-        prefix="language_model.model.",
-        other_prefixes=("model.language_model.",),
-        aliases={"language_model.lm_head.weight": "lm_head.weight"},
-        ignored_tensors=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
-        left_out="the vision tower; only the language model is loaded, and images in requests are rejected",
-    ),
+    with_vision_tower((_GEMMA3_TEXT,), "gemma3", "Gemma3", tower_keys=_VISION_KEYS, is_tied=True),
 )

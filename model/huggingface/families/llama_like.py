@@ -1,4 +1,4 @@
-"""Llama, and families defined by their differences from Llama: Mistral, Qwen2, Qwen3, OLMo 2.
+"""Definition of model families by their differences from Llama.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
+from model.config_enums import MlpKind, NormKind, PositionKind
 from model.huggingface.families.family import ModelFamily, Names, concatenated, plain
 from model.huggingface.families.reader import ConfigReader, read_rope
 
@@ -19,12 +19,11 @@ ACTIVATIONS = {
     "gelu_new": MlpKind.GEGLU,
     "gelu_fast": MlpKind.GEGLU,
 }
+QKV = ("layers.#.self_attn.q_proj", "layers.#.self_attn.k_proj", "layers.#.self_attn.v_proj")
 _NAMES: dict[str, Names] = {
     "token_embedding": plain("embed_tokens"),
     "layers.#.attention_norm": plain("layers.#.input_layernorm"),
-    "layers.#.attention.qkv": concatenated(
-        "layers.#.self_attn.q_proj", "layers.#.self_attn.k_proj", "layers.#.self_attn.v_proj"
-    ),
+    "layers.#.attention.qkv": concatenated(*QKV),
     "layers.#.attention.out": plain("layers.#.self_attn.o_proj"),
     "layers.#.attention.query_norm": plain("layers.#.self_attn.q_norm"),
     "layers.#.attention.key_norm": plain("layers.#.self_attn.k_norm"),
@@ -143,106 +142,3 @@ def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
             "num_attention_heads", heads, f"the hidden size {width} is not a multiple of it; correct the config"
         )
     return width // heads
-
-
-def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
-    """Return the sliding-window fields of ModelConfig for Qwen2 and Qwen3, whose upper layers may have a window."""
-    window = reader.optional_size("sliding_window", 4096)
-    if not reader.flag("use_sliding_window", False):
-        window = None
-    first = reader.value("max_window_layers")
-    if first is None:
-        first = 28
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        reader.reject("max_window_layers", first, "expected a number of layers, 0 or more; correct the config")
-    return read_layer_types(reader, num_layers, window=window, slides=lambda layer: layer >= first)
-
-
-def read_layer_types(
-    reader: ConfigReader, num_layers: int, *, window: int | None, slides: Callable[[int], bool]
-) -> dict[str, Any]:
-    """Return the sliding-window fields of ModelConfig: the window, and the layers without one; empty if all lack it.
-
-    Args:
-        window: the size of the window in tokens; None: no window.
-        slides: returns whether a layer has the window; used only if the config has no `layer_types`.
-    """
-    known = ("full_attention", "sliding_attention")
-    types = reader.value("layer_types")
-    if types is None:
-        types = [known[window is not None and slides(layer)] for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        reader.reject(
-            "layer_types", types, f"expected a list of {num_layers}, each {' or '.join(known)}; correct the config"
-        )
-    if "sliding_attention" not in types:
-        return {}
-    if window is None:
-        reader.reject(
-            "layer_types", types, "sliding_attention needs a sliding_window that is enabled; correct the config"
-        )
-    global_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
-    return {"sliding_window": window, "global_layers": global_layers}
-
-
-def _read_llama(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: reader.flag(key, False) for key in ("attention_bias", "mlp_bias")}
-
-
-def _read_mistral(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    window = reader.optional_size("sliding_window", 4096)
-    return read_layer_types(reader, fields["num_layers"], window=window, slides=lambda _: True)
-
-
-def _read_qwen2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    if not reader.flag("attention_bias", True):
-        reader.reject("attention_bias", False, "Qwen2 has biases of q, k and v; correct the config")
-    windows = _read_upper_layer_windows(reader, fields["num_layers"])
-    return {"attention_bias": True, "attention_out_bias": False, **windows}
-
-
-def _read_qwen3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    bias, windows = reader.flag("attention_bias", False), _read_upper_layer_windows(reader, fields["num_layers"])
-    return {"attention_bias": bias, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD, **windows}
-
-
-def _read_olmo2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    norms = {"qk_norm": True, "qk_norm_scope": QkNormScope.PROJECTION, "norm_placement": NormPlacement.POST}
-    return {"attention_bias": reader.flag("attention_bias", False), **norms}
-
-
-_QWEN_SIZES: Mapping[str, Any] = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
-LLAMA_LIKE = (
-    # Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783): rotary embedding, RMS norm, SwiGLU, grouped-query attention.
-    derived_family("llama", "Llama", _read_llama),
-    # Mistral 7B (arXiv 2310.06825): a sliding window in every layer, unless `sliding_window` is null.
-    derived_family(
-        "mistral",
-        "Mistral",
-        _read_mistral,
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=4096 * 32,
-    ),
-    # Qwen2 (arXiv 2407.10671) and Qwen2.5: biases of q, k and v, and optional windows in the upper layers.
-    derived_family("qwen2", "Qwen2", _read_qwen2, **_QWEN_SIZES),
-    # Qwen3 (arXiv 2505.09388): q and k normalized per head before rotation, and an explicit head size.
-    derived_family("qwen3", "Qwen3", _read_qwen3, **_QWEN_SIZES, head_dim=128),
-    # OLMo 2 (arXiv 2501.00656): norms after attention and MLP, and q and k normalized over all heads together.
-    derived_family(
-        "olmo2",
-        "Olmo2",
-        _read_olmo2,
-        renamed={
-            "layers.#.attention_norm": plain("layers.#.post_attention_layernorm"),
-            "layers.#.mlp_norm": plain("layers.#.post_feedforward_layernorm"),
-        },
-        vocab_size=50304,
-        rms_norm_eps=1e-5,
-    ),
-)

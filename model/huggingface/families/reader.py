@@ -1,5 +1,6 @@
 """Reader of a Hugging Face config.json: every key is used, harmless, without a value, or rejected by name."""
 
+import math
 import reprlib
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -101,6 +102,10 @@ class ConfigReader:
         self._read_keys.add(name)
         return self._unread.pop(name, None)
 
+    def has_any(self, *names: str) -> bool:
+        """Return True if one of the keys has a value other than null or an empty object, and is not read yet."""
+        return any(self._unread.get(name) for name in names)
+
     def size(self, name: str, default: int) -> int:
         """Return the value of a key that must be a positive integer; null is rejected."""
         value = self._unread.pop(name, default)
@@ -150,6 +155,12 @@ class ConfigReader:
         """
         if self._unread.get(name) is not None and (found := self.number(name, value)) != value:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
+
+    def check_all(self, values: Mapping[str, object], remedy: str) -> None:
+        """Reject a key whose value differs from the one in `values`, if it is neither absent nor null."""
+        for name, wanted in values.items():
+            if (found := self.value(name)) is not None and found != wanted:
+                self.reject(name, found, remedy)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return the value of a key that must be true or false."""
@@ -252,7 +263,9 @@ def read_rope(
     if kind == "default":
         scaling = None
     else:
-        fields = {"kind": kind, "factor": values.pop("factor", None)}
+        check_number(f"{name}.{_ORIGINAL}", length)
+        extension = max_positions / length if kind in (RopeScalingKind.YARN, RopeScalingKind.LONGROPE) else None
+        fields = {"kind": kind, "factor": values.pop("factor", extension)}
         if kind == RopeScalingKind.DYNAMIC:
             if length not in (max_positions, top):
                 reader.reject(f"{name}.{_ORIGINAL}", length, f"must be {max_positions}, the positions; remove the key")
@@ -260,8 +273,10 @@ def read_rope(
         elif kind == RopeScalingKind.LLAMA3:
             fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
             fields["original_context_length"] = length
+        elif kind == RopeScalingKind.YARN:
+            fields |= _yarn_fields(reader, name, values, fields["factor"])
+            fields["original_context_length"] = length
         elif kind == RopeScalingKind.LONGROPE:
-            fields |= {"factor": given if (given := fields["factor"]) is not None else max_positions / length}
             fields["original_context_length"] = length
             fields |= {f"{key}_divisors": values.pop(f"{key}_factor", None) for key in ("short", "long")}
             fields["attention_factor"] = values.pop("attention_factor", None)
@@ -270,6 +285,26 @@ def read_rope(
         key = sorted(values)[0]
         reader.reject(f"{name}.{key}", values[key], f"not a key of rope type {kind}; use a checkpoint without it")
     return Rope(theta=base, scaling=scaling, partial=fraction)
+
+
+def _yarn_fields(reader: ConfigReader, name: str, values: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Return the fields that YaRN alone has, and remove their keys from `values`.
+
+    Without an `attention_factor`, `mscale` and `mscale_all_dim` set the field, as in DeepSeek's models.
+    """
+    if not values.pop("truncate", True):
+        reader.reject(
+            f"{name}.truncate", False, "a ramp that is not rounded is not implemented; use another checkpoint"
+        )
+    scales = {key: values.pop(key, 0) for key in ("mscale", "mscale_all_dim")}
+    attention_factor = values.pop("attention_factor", None)
+    if attention_factor is None and all(scales.values()):
+        for key, scale in (*scales.items(), ("factor", factor)):
+            check_number(f"{name}.{key}", scale)
+        upper, lower = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales.values())
+        attention_factor = upper / lower
+    betas = {key: values.pop(key, None) or default for key, default in (("beta_fast", 32), ("beta_slow", 1))}
+    return {"attention_factor": attention_factor, **betas}
 
 
 def _scaling_values(reader: ConfigReader) -> tuple[str, dict[str, Any]]:

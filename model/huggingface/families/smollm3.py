@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from model.huggingface.families.llama_like import derived_family, read_layer_types, read_one_rope
+from model.huggingface.families.layer_types import read_layer_types
+from model.huggingface.families.llama_like import derived_family, read_one_rope
 from model.huggingface.families.reader import ConfigReader
 
 

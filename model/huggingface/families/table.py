@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 
 from model.huggingface.families.bloom import BLOOM
+from model.huggingface.families.cohere import COHERE
 from model.huggingface.families.falcon import FALCON
 from model.huggingface.families.family import ModelFamily
 from model.huggingface.families.gemma import GEMMA
 from model.huggingface.families.gemma3 import GEMMA3
 from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.granite import GRANITE
-from model.huggingface.families.llama_like import LLAMA_LIKE
+from model.huggingface.families.hunyuan import HUNYUAN
+from model.huggingface.families.llama import LLAMA_LIKE
+from model.huggingface.families.mistral3 import MISTRAL3
 from model.huggingface.families.opt import OPT
 from model.huggingface.families.phi3 import PHI3
+from model.huggingface.families.post_norm import POST_NORM
 from model.huggingface.families.smollm3 import SMOLLM3
 from model.huggingface.families.stablelm import STABLELM
 from model.huggingface.families.starcoder2 import STARCODER2
@@ -21,11 +25,15 @@ FAMILIES: Mapping[str, ModelFamily] = {
     for family in (
         GPT2,
         *LLAMA_LIKE,
+        *POST_NORM,
         *GEMMA,
         *GEMMA3,
         SMOLLM3,
         PHI3,
         GRANITE,
+        HUNYUAN,
+        *MISTRAL3,
+        *COHERE,
         STABLELM,
         STARCODER2,
         GPT_NEOX,

@@ -8,22 +8,22 @@ namespace kvasir {
 namespace {
 
 // Weights of one layer; null if the layer has no such weights. Norm weights include their offset. The out norms are of
-// the outputs of attention and MLP; a layer has both or neither. rotation: index of the layer's angles in `Rows`; -1: the
-// layer is not rotated.
+// the outputs of attention and MLP; a layer has both or neither. query_rotation, key_rotation: index of their angles in
+// `Rows`; -1: the layer is not rotated.
 struct LayerWeights {
     Matrix qkv, out, up, down;
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;
     const float *attention_out_norm, *attention_out_norm_bias, *mlp_out_norm, *mlp_out_norm_bias;
     const float *query_norm, *key_norm;
-    int64_t rotation;
+    int64_t query_rotation, key_rotation;
 };
 
 // Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). rotated:
 // dimensions of a head with rotary embedding. num_rotations: rotary embeddings with different angles. norm_scope, of
-// query and key norms: 0 for each head, 1 for all heads. logit_soft_cap: bound of the logits; 0: no bound.
+// query and key norms: 0 for each head, 1 for all heads. norms_rotated: they come after the rotation. logit_soft_cap: bound of the logits; 0: no bound.
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, mlp;
-    int64_t rotated, num_rotations, norm_scope;
+    int64_t rotated, num_rotations, norm_scope, norms_rotated;
     Numbers numbers;
     Norm norm;
     Activation activation;
@@ -103,11 +103,11 @@ class Step {
         auto* qkv = static_cast<Number*>(rows.qkv);
         store_product(matrix, norm_inputs(matrix, layer.attention_norm, layer.attention_norm_bias), qkv);
         const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
-        if (layer.query_norm == nullptr && (shape.rotated == 0 || layer.rotation < 0)) return;
+        if (layer.query_norm == nullptr && (shape.rotated == 0 || layer.key_rotation < 0)) return;
         each_row([&](int64_t row) {
             Number* heads = qkv + row * matrix.outputs;
-            norm_and_rotate(heads, query, layer.query_norm, row, layer.rotation);
-            norm_and_rotate(heads + query, key, layer.key_norm, row, layer.rotation);
+            norm_and_rotate(heads, query, layer.query_norm, row, layer.query_rotation);
+            norm_and_rotate(heads + query, key, layer.key_norm, row, layer.key_rotation);
         });
     }
 
@@ -253,16 +253,20 @@ class Step {
     // Applies norm and rotary embedding to the heads of one row.
     void norm_and_rotate(Number* heads, int64_t size, const float* norm, int64_t row, int64_t rotation) const {
         static thread_local float values[MAX_WIDTH];
-        convert(heads, size, values);
         const int64_t step = shape.norm_scope == 0 ? shape.head_dim : size;
-        for (int64_t at = 0; norm != nullptr && at < size; at += step) {
-            normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
-        }
+        const auto normalize_heads = [&] {
+            for (int64_t at = 0; norm != nullptr && at < size; at += step) {
+                normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
+            }
+        };
+        convert(heads, size, values);
+        if (!shape.norms_rotated) normalize_heads();
         const int64_t half = rotation < 0 ? 0 : shape.rotated / 2;
         const int64_t angles = half > 0 ? (rows.positions[row] * shape.num_rotations + rotation) * half : 0;
         for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
             rotate(values + at, half, rows.cosines + angles, rows.sines + angles);
         }
+        if (shape.norms_rotated) normalize_heads();
         convert(values, size, heads);
     }
 };

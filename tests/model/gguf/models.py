@@ -11,7 +11,13 @@ from torch import Tensor
 
 from tests.families.models import transformers
 
-ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "gpt_neox": "gptneox",
+    "gemma3_text": "gemma3",
+    "cohere": "command-r",
+    "hunyuan_v1_dense": "hunyuan-dense",
+}
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -19,6 +25,8 @@ _LAYER_NAMES = {
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -149,11 +157,22 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         rope = rope["full_attention"]
         if (local := config.rope_parameters["sliding_attention"]["rope_theta"]) != 10000.0:
             writer.add_float32("gemma3.rope.freq_base_swa", local)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    theta = rope["rope_theta"]
+    if family == "hunyuan_v1_dense":
+        theta *= rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1.0)
+    writer.add_rope_freq_base(theta)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, head_dim))
     if rope["rope_type"] == "longrope":
@@ -163,11 +182,15 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_parallel_residual(config.use_parallel_residual)
         return
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if family in ("cohere", "cohere2"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if family in ("mistral", "gemma2", "gemma3_text") and config.sliding_window:
+    if family in ("mistral", "gemma2", "gemma3_text", "cohere2") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if family in ("gemma2", "gemma3_text"):
         if config.attn_logit_softcapping is not None:

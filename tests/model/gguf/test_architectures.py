@@ -24,10 +24,20 @@ from tests.model.kernel_libraries import BACKENDS
 # Cases whose config GGUF can express.
 EXPRESSIBLE = (
     *("gpt2", "gpt2 untied", "llama mha", "llama gqa tied", "llama mqa biased", "llama wide heads", "llama linear"),
-    *("llama llama3", "mistral", "mistral without window", "qwen2", "qwen2 mha tied", "qwen3", "qwen3 tied biased"),
+    *(
+        "llama llama3",
+        "llama yarn",
+        "mistral",
+        "mistral without window",
+        "qwen2",
+        "qwen2 mha tied",
+        "qwen3",
+        "qwen3 tied biased",
+    ),
     *("gpt_neox", "gpt_neox sequential", "gpt_neox half rotary", "gpt_neox whole rotary", "gpt_neox linear"),
     *("gpt_neox tied unbiased", "gemma", "gemma mha biased", "gemma2 scaled by head size", "gemma3 all windows"),
     *("olmo2", "olmo2 gqa tied biased", "olmo2 llama3"),
+    *("ernie4_5", "hunyuan", "hunyuan alpha tied", "cohere", "cohere2"),
     *("smollm3 four layers", "phi3", "phi3 windows", "phi3 partial tied", "phi3 longrope beyond"),
     *("phi3 longrope partial", "granite", "granite tied biased", "granite without multipliers"),
 )
@@ -127,7 +137,7 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
         ({"llama.feed_forward_length": [48, 40, 48]}, "llama.feed_forward_length differs between layers"),
         ({"llama.attention.value_length": 4}, "keys and values have different sizes"),
         ({"llama.expert_count": 8}, "expert_count=8: unknown key"),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope_type='yarn': supported are"),
+        ({"llama.rope.scaling.type": "dynamic", "llama.rope.scaling.factor": 4.0}, "rope_type='dynamic': supported"),
         ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5.*rotates whole heads"),
     ],
 )

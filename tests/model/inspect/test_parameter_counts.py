@@ -22,9 +22,11 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     in_scores = (PositionKind.ROTARY, PositionKind.RELATIVE_BIAS, PositionKind.ALIBI, PositionKind.DISENTANGLED)
     average = attention is AttentionKind.AVERAGE
     position = draw(st.sampled_from([kind for kind in PositionKind if not average or kind not in in_scores]))
-    norm, placement = draw(st.sampled_from(NormKind)), draw(st.sampled_from(NormPlacement))
+    norm = draw(st.sampled_from(NormKind))
     buckets = draw(st.integers(2, 9)) if position is PositionKind.RELATIVE_BIAS else None
     needs_distance = position in (PositionKind.RELATIVE_BIAS, PositionKind.DISENTANGLED)
+    placement = draw(st.sampled_from(NormPlacement))
+    is_parallel = placement is NormPlacement.PRE and draw(st.booleans())
     values: dict[str, Any] = {
         **{name: draw(st.integers(1, 50)) for name in ("vocab_size", "max_context_length", "hidden_size", "mlp_size")},
         "num_layers": draw(st.integers(1, 3)),
@@ -43,7 +45,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         "qk_norm_scope": draw(st.sampled_from(QkNormScope)),
         "attention_out_bias": draw(st.sampled_from([None, False, True])),
         **{name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias", "tie_embeddings", "embedding_norm")},
-        "parallel_residual": (is_parallel := placement is NormPlacement.PRE and draw(st.booleans())),
+        "parallel_residual": is_parallel,
         "shares_norm": is_parallel and draw(st.booleans()),
         "position_offset": draw(st.sampled_from([None, 2])) if position is PositionKind.LEARNED else None,
     }
