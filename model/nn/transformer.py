@@ -107,8 +107,8 @@ class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
     With post-norm (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a
-    parallel block (GPT-NeoX) attention and MLP read the same x, in Falcon 7B and Cohere normed by the same norm. `dropout` is the
-    dropout rate of both outputs in training.
+    parallel block (GPT-NeoX) attention and MLP read the same x, in Falcon 7B and Cohere normed by the same norm.
+    `dropout` is the dropout rate of both outputs in training.
     """
 
     dropout = 0.0
