@@ -75,6 +75,7 @@ class RopeScalingKind(StrEnum):
     LINEAR = "linear"  # every frequency divided by the factor
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (Llama 3.1)
     LONGROPE = "longrope"  # a divisor for each frequency, one list for the original context and one beyond (Phi-3)
+    PROPORTIONAL = "proportional"  # every frequency divided by the factor, the lowest frequencies set to 0 (Gemma 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +84,7 @@ class RopeScaling:
 
     attention_factor: factor of cosines and sines, of kind longrope; None: see `rotation_factor`.
     short_divisors, long_divisors: divisor of each frequency, for contexts up to `original_context_length` and beyond.
+    rotated_fraction: share of the frequencies, the highest, that are not set to 0, of kind proportional.
     """
 
     kind: RopeScalingKind
@@ -93,6 +95,7 @@ class RopeScaling:
     attention_factor: float | None = None
     short_divisors: tuple[float, ...] | None = None
     long_divisors: tuple[float, ...] | None = None
+    rotated_fraction: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", check_member("rope_scaling kind", self.kind, RopeScalingKind))
@@ -110,6 +113,8 @@ class RopeScaling:
                 )
         if self.attention_factor is not None:
             check_number("rope_scaling attention_factor", self.attention_factor)
+        if self.rotated_fraction is not None and self.rotated_fraction > 1:
+            raise ValueError(f"rope_scaling rotated_fraction must be at most 1, not {self.rotated_fraction}")
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and low >= high:
             raise ValueError("in rope_scaling low_freq_factor must be less than high_freq_factor")
@@ -148,6 +153,7 @@ _FIELDS_OF_SCALING: Mapping[RopeScalingKind, tuple[tuple[str, ...], tuple[str, .
         ("short_divisors", "long_divisors"),
         ("attention_factor",),
     ),
+    RopeScalingKind.PROPORTIONAL: (("rotated_fraction",), (), ()),
 }
 
 

@@ -78,10 +78,15 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling | None) -> Tenso
     frequencies with r over `high_freq_factor` are unchanged, with a linear ramp in r between: "NTK by parts" of Peng et
     al. 2023 (arXiv 2309.00071), section 3.2.
     longrope: `RopeScaling.divisors` has scaled them already.
+    proportional: all frequencies are divided by the factor, and those after the first `rotated_fraction` are set to 0.
     """
     if scaling is None or scaling.kind is RopeScalingKind.LONGROPE:
         return frequencies
     stretched = frequencies / scaling.factor
+    if scaling.kind is RopeScalingKind.PROPORTIONAL:
+        assert scaling.rotated_fraction is not None
+        stretched[int(scaling.rotated_fraction * len(frequencies)) :] = 0
+        return stretched
     if scaling.kind is RopeScalingKind.LINEAR:
         return stretched
     low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context_length

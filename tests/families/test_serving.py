@@ -57,6 +57,10 @@ SERVED: dict[str, tuple[Case, Any]] = {
         Case("gemma3_text", {"tie_word_embeddings": False, "rope_parameters": GEMMA_ROPES, "layer_types": TYPES}),
         write_sentence_piece,
     ),
+    "gemma4": (
+        Case("gemma4_text", {"tie_word_embeddings": False, "vocab_size_per_layer_input": VOCAB_SIZE}),
+        write_sentence_piece,
+    ),
     "olmo2": (Case("olmo2"), write_byte_level),
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),

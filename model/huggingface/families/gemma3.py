@@ -3,13 +3,14 @@
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import QkNormScope
-from model.huggingface.families.family import convert_config
+from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, newer_fields
 from model.huggingface.families.llama_like import derived_family
 from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader, read_rope
@@ -27,15 +28,19 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
     return {**own, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD}
 
 
-def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
+def read_ropes_by_kind(
+    reader: ConfigReader, positions: int, head_dim: int, *, absent: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the ModelConfig fields of Gemma 3's two rotary embeddings: of layers without and with a window.
+
+    absent: value of an absent `rope_parameters`.
 
     Raises CheckpointError for a scaling in layers with a window, or if old and new keys set different values.
 
     Old files have rope_theta, rope_scaling and rope_local_base_freq; new files have rope_parameters by kind of layer.
     """
     given = reader.value("rope_parameters")
-    by_kind = {} if given is None else given
+    by_kind = (absent or {}) if given is None else given
     if not isinstance(by_kind, Mapping) or by_kind.keys() - set(_ROPE_KEYS):
         remedy = f"expected an object with the keys {' and '.join(_ROPE_KEYS)}; correct the config"
         reader.reject("rope_parameters", given, remedy)
@@ -51,17 +56,20 @@ def _read_ropes(reader: ConfigReader, positions: int, head_dim: int) -> dict[str
     return {"rope_theta": full.theta, "rope_scaling": full.scaling, "local_rope_theta": local.theta}
 
 
-def _read_multimodal(reader: ConfigReader) -> ModelConfig:
-    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision tower."""
+def read_text_config(reader: ConfigReader, *, text: ModelFamily, tower_keys: Iterable[str]) -> ModelConfig:
+    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision or audio tower.
+
+    text: family of the language model. tower_keys: keys about the towers, which are not served.
+    """
     given = reader.value("text_config")
-    text = {} if given is None else given
-    if not isinstance(text, Mapping):
+    values = {} if given is None else given
+    if not isinstance(values, Mapping):
         reader.reject("text_config", given, "expected a JSON object; correct the config")
-    for key in _VISION_KEYS:
+    for key in tower_keys:
         reader.value(key)
     tied = reader.flag("tie_word_embeddings", True)
-    inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **text}, prefix="text_config.")
-    config = convert_config(_GEMMA3_TEXT, inner)
+    inner = ConfigReader(reader.path, {"tie_word_embeddings": tied, **values}, prefix="text_config.")
+    config = convert_config(text, inner)
     if config.tie_embeddings != tied:
         reader.reject("tie_word_embeddings", tied, "contradicts text_config; remove the wrong key")
     return config
@@ -76,7 +84,7 @@ _GEMMA3_TEXT = replace(
         renamed=OUT_NORMS,
         activations=TANH_ACTIVATIONS,
         activation_key="hidden_activation",
-        read_ropes=_read_ropes,
+        read_ropes=read_ropes_by_kind,
         **{**GEMMA2_SIZES, "vocab_size": 262208, "max_position_embeddings": 131072},
     ),
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
@@ -87,7 +95,7 @@ GEMMA3 = (
         _GEMMA3_TEXT,
         model_type="gemma3",
         architectures=("Gemma3ForConditionalGeneration", "Gemma3Model"),
-        read_config=_read_multimodal,
+        read_config=partial(read_text_config, text=_GEMMA3_TEXT, tower_keys=_VISION_KEYS),
         prefix="language_model.model.",
         other_prefixes=("model.language_model.",),
         aliases={"language_model.lm_head.weight": "lm_head.weight"},

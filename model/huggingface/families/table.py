@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from model.huggingface.families.family import ModelFamily
 from model.huggingface.families.gemma import GEMMA
 from model.huggingface.families.gemma3 import GEMMA3
+from model.huggingface.families.gemma4 import GEMMA4
 from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.granite import GRANITE
 from model.huggingface.families.llama_like import LLAMA_LIKE
@@ -15,5 +16,5 @@ from model.huggingface.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, ModelFamily] = {
     family.model_type: family
-    for family in (GPT2, *LLAMA_LIKE, *GEMMA, *GEMMA3, SMOLLM3, PHI3, GRANITE, STABLELM, STARCODER2, GPT_NEOX)
+    for family in (GPT2, *LLAMA_LIKE, *GEMMA, *GEMMA3, *GEMMA4, SMOLLM3, PHI3, GRANITE, STABLELM, STARCODER2, GPT_NEOX)
 }
