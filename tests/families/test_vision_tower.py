@@ -91,3 +91,16 @@ def test_gemma4_is_served_without_its_towers(tmp_path: Path, capsys: pytest.Capt
     with torch.no_grad():
         theirs = library(ids[None]).logits[0]
     torch.testing.assert_close(load(tmp_path)(ids, AttentionMetadata.uncached((30,)), None), theirs)
+
+
+def test_effective_settings_of_gemma4_show_native_layers_and_the_shared_cache(tmp_path: Path) -> None:
+    """Three of five layers have keys and values of their own: two with heads of 16 numbers, one with heads of 32."""
+    CASES["gemma4"].build().save_pretrained(tmp_path)
+    write_byte_level(tmp_path, 300)
+    values: dict[str, Any] = {"device": "cpu", "threads": torch.get_num_threads(), "kv_cache_memory": 2}
+    _, facts = build_engine(ModelSettings(checkpoint=tmp_path, **values), read_manifest(tmp_path))
+    assert facts.attention == ("native" if BUILDABLE else "sdpa")
+    assert (facts.kernel_level is not None) == bool(BUILDABLE)
+    value_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}[facts.kv_cache_dtype]
+    num_tokens = facts.num_blocks * facts.block_size
+    assert facts.kv_cache_bytes == num_tokens * 2 * (16 + 32 + 16) * value_bytes
