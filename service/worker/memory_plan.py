@@ -68,8 +68,9 @@ class LoadedModel(NamedTuple):
         """
         config, has_copy = self.config, self.config.tie_embeddings and not self.packs_embedding
         tied = config.vocab_size * config.hidden_size if has_copy else 0
-        num_floats = config.num_parameters - self.num_quantized
-        return self.value_bytes * (self.num_copies * num_floats + tied) + self.num_quantized * 5 // 4
+        looked_up = config.vocab_size * config.num_layers * (config.layer_input_size or 0)  # never packed
+        num_floats = self.num_copies * (config.num_parameters - self.num_quantized - looked_up) + looked_up
+        return self.value_bytes * (num_floats + tied) + self.num_quantized * 5 // 4
 
     @property
     def short_cache_bytes(self) -> int:
