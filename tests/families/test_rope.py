@@ -16,8 +16,10 @@ from model.nn.position_embeddings import RotaryPositions
 from tests.families.models import CLASSES, transformers
 from tests.families.public_configs import PUBLIC
 
-GEMMA3 = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith("gemma3")]
-ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2" and name not in GEMMA3]
+# Names of the library's module and of its class of rotary embeddings.
+TWO_ROPES = {"gemma3": "Gemma3RotaryEmbedding", "gemma4": "Gemma4TextRotaryEmbedding"}
+GEMMA = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith(tuple(TWO_ROPES))]
+ROTARY = [name for name, (_, values) in PUBLIC.items() if values["model_type"] != "gpt2" and name not in GEMMA]
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -40,16 +42,18 @@ def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> No
         assert torch.equal(mine.flatten(), reference.flatten())
 
 
-@pytest.mark.parametrize("name", GEMMA3)
-def test_both_rotary_frequencies_of_gemma3_equal_those_of_transformers_bitwise(name: str) -> None:
+@pytest.mark.parametrize("name", GEMMA)
+def test_both_rotary_frequencies_of_gemma_equal_those_of_transformers_bitwise(name: str) -> None:
     _, values = PUBLIC[name]
     _, config = read_family_config(Path("config.json"), values)
     own = copy.deepcopy(values.get("text_config", values))
-    library_config = transformers.Gemma3TextConfig(**{key: own[key] for key in own if key != "model_type"})
-    module = importlib.import_module("transformers.models.gemma3.modeling_gemma3")
-    theirs = module.Gemma3RotaryEmbedding(library_config)
+    family = values["model_type"].removesuffix("_text")
+    make_config = getattr(transformers, f"{family.capitalize()}TextConfig")
+    library_config = make_config(**{key: own[key] for key in own if key != "model_type"})
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    theirs = getattr(module, TWO_ROPES[family])(library_config)
     assert config.local_rope_theta is not None
-    whole = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
+    whole = RotaryPositions(config.global_head_dim or config.rotary_size, config.rope_theta, config.rope_scaling)
     local = RotaryPositions(config.rotary_size, config.local_rope_theta, None)
     assert torch.equal(whole.frequencies, theirs.full_attention_inv_freq)
     assert torch.equal(local.frequencies, theirs.sliding_attention_inv_freq)
