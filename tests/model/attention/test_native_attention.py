@@ -207,7 +207,7 @@ def test_unsupported_layers_use_sdpa(way: str) -> None:
     content = DisentangledBias(config, relative_positions(config))
     double = Scene(shape, lengths, torch.float64, unwritten=0.0)
     single = Scene(shape, lengths, unwritten=0.0)
-    wide = Scene((1, 1, 272, 4), lengths, unwritten=0.0)
+    wide = Scene((1, 1, 528, 4), lengths, unwritten=0.0)
     deberta = AttentionForm(layer=1, scale=0.2, window=None, bias=content)
     with torch.no_grad():
         for scene, form in ((double, FORM), (single, deberta), (wide, FORM)):
