@@ -1,6 +1,7 @@
 """ModelConfig: a frozen description of a model's mechanisms and of every tensor's shape. Torch-free."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,6 +57,13 @@ class ModelConfig:
     embedding_scale: factor of the token embedding (Gemma).
     embedding_norm: the token embedding is normed (Bloom).
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
+    global_head_dim: dimension of a head in `global_layers` (Gemma 4); None: head_dim.
+    value_norm: values are normed per head, by an RMS norm without weight (Gemma 4).
+    num_kv_shared_layers: number of last layers that compute queries only, and read the keys and values of the last
+        earlier layer of their kind, with or without a window (Gemma 4); None: no layer does.
+    kv_shared_mlp_size: MLP size of these layers; None: mlp_size.
+    layer_input_size: size of the vector that each layer gets for each token, from a second embedding (Gemma 4).
+    has_layer_scalar: the output of each layer is multiplied by a stored number (Gemma 4).
     logit_divisor: divisor of all logits (Granite).
     """
 
@@ -101,6 +109,12 @@ class ModelConfig:
     embedding_scale: float = 1.0
     embedding_norm: bool = False
     unrotated_layers: tuple[int, ...] = ()
+    global_head_dim: int | None = None
+    value_norm: bool = False
+    num_kv_shared_layers: int | None = None
+    kv_shared_mlp_size: int | None = None
+    layer_input_size: int | None = None
+    has_layer_scalar: bool = False
     logit_divisor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -119,6 +133,7 @@ class ModelConfig:
         if self.attention_out_bias is None:
             object.__setattr__(self, "attention_out_bias", self.attention_bias)
         self._check_choices()
+        self._check_kinds_of_layers()
 
     def _check_type(self, name: str, hint: Any) -> None:
         """Raise ValueError if a value does not fit its field's type; replace an enum member's name by the member."""
@@ -236,6 +251,33 @@ class ModelConfig:
         if scaling.kind is RopeScalingKind.YARN and self.rope_theta <= 1:
             raise ValueError(f"rope_scaling of kind yarn needs a rope_theta above 1, not {self.rope_theta}")
 
+    def _check_kinds_of_layers(self) -> None:
+        """Raise ValueError if the fields about layers of different sizes and shared keys contradict each other."""
+        if self.global_head_dim is not None and (
+            self.local_rope_theta is None or self.rotary_dim is not None or self.global_head_dim % 2
+        ):
+            raise ValueError(
+                "global_head_dim needs to be even, and needs a local_rope_theta and no rotary_dim, because the two "
+                "kinds of layers rotate heads of different sizes; correct one of them"
+            )
+        if self.layer_input_size is not None and self.norm is not NormKind.RMS_NORM:
+            raise ValueError("layer_input_size needs norm=rms_norm; correct one of the two")
+        uses_keys = self.attention is AttentionKind.SOFTMAX and self.position is not PositionKind.DISENTANGLED
+        if (self.value_norm or self.num_kv_shared_layers is not None) and not uses_keys:
+            raise ValueError(
+                "value_norm and num_kv_shared_layers need attention=softmax and a position other than disentangled"
+            )
+        if self.num_kv_shared_layers is None:
+            if self.kv_shared_mlp_size is not None:
+                raise ValueError("kv_shared_mlp_size needs num_kv_shared_layers; remove kv_shared_mlp_size")
+            return
+        first = max(0, self.num_layers - self.num_kv_shared_layers)
+        if not {self.window(layer) is None for layer in range(first, self.num_layers)} <= self._kv_sources.keys():
+            raise ValueError(
+                f"num_kv_shared_layers={self.num_kv_shared_layers} leaves no earlier layer of the same kind, with or "
+                "without a window; decrease it"
+            )
+
     @property
     def num_queries_per_kv_head(self) -> int:
         """Return the number of query heads that share one key/value head."""
@@ -243,7 +285,10 @@ class ModelConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Return the number of dimensions of a head, from the first on, that rotary positions rotate."""
+        """Return the number of dimensions of a head, from the first on, that rotary positions rotate.
+
+        In `global_layers` with heads of another size, these are `global_head_dim`.
+        """
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
@@ -267,6 +312,37 @@ class ModelConfig:
         """Return the number of the model's trainable parameters; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
+    @property
+    def largest_head_dim(self) -> int:
+        """Return the largest dimension of a head in any layer."""
+        return max(self.head_dim, self.global_head_dim or 0)
+
+    def head_dim_of(self, layer: int) -> int:
+        """Return the dimension of a head in one layer."""
+        return self.global_head_dim if self.global_head_dim and layer in self.global_layers else self.head_dim
+
+    def mlp_size_of(self, layer: int) -> int:
+        """Return the size of one layer's MLP."""
+        size = self.mlp_size if self.kv_source(layer) == layer else self.kv_shared_mlp_size
+        return self.mlp_size if size is None else size
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads: itself, or an earlier layer of the same kind."""
+        if self.num_kv_shared_layers is None or layer < self.num_layers - self.num_kv_shared_layers:
+            return layer
+        return self._kv_sources[self.window(layer) is None]
+
+    @property
+    def kv_shared_layers(self) -> tuple[int, ...]:
+        """Return the layers whose keys and values later layers may read."""
+        return () if self.num_kv_shared_layers is None else tuple(self._kv_sources.values())
+
+    @property
+    def _kv_sources(self) -> dict[bool, int]:
+        """Return the layers that the last layers read: that with a window (key False), and that without (True)."""
+        first = self.num_layers - (self.num_kv_shared_layers or 0)
+        return _last_layers(first, self.global_layers, self.sliding_window is not None)
+
     def window(self, layer: int) -> int | None:
         """Return the number of positions that a token of a layer sees, itself included; None for all."""
         return None if layer in self.global_layers else self.sliding_window
@@ -282,12 +358,18 @@ class ModelConfig:
         return dataclasses.replace(self, max_context_length=length)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Return the bytes of KV-cache per token of context: keys and values of all layers.
+        """Return the bytes of KV-cache per token of context: keys and values of all layers that do not read another's.
 
         One byte per value means int8: each key and each value has a float32 scale, which is counted too.
         """
+        owners = [layer for layer in range(self.num_layers) if self.kv_source(layer) == layer]
+        return sum(self.kv_bytes_of(layer, bytes_per_value) for layer in owners)
+
+    def kv_bytes_of(self, layer: int, bytes_per_value: int) -> int:
+        """Return the bytes per token of the keys and values that one layer reads. See `kv_bytes_per_token`."""
         scale_bytes = 2 * 4 if bytes_per_value == 1 else 0
-        return self.num_layers * self.num_kv_heads * ((self.key_dim + self.head_dim) * bytes_per_value + scale_bytes)
+        num_vectors = 1 if self.attention is AttentionKind.AVERAGE else 2
+        return self.num_kv_heads * (num_vectors * self.head_dim_of(layer) * bytes_per_value + scale_bytes)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor in `Transformer(config).state_dict()`, in order, without torch."""
@@ -304,25 +386,38 @@ class ModelConfig:
             case PositionKind.DISENTANGLED:
                 assert self.max_relative_distance is not None
                 shapes["relative_positions.weight"] = (self.max_relative_distance, embed)
+        if self.layer_input_size is not None:
+            inputs = self.num_layers * self.layer_input_size
+            shapes["layer_inputs.embedding.weight"] = (self.vocab_size, inputs)
+            shapes["layer_inputs.projection.weight"] = (inputs, embed)
+            shapes["layer_inputs.norm.weight"] = (self.layer_input_size,)
         for layer in range(self.num_layers):
             prefix = f"layers.{layer}."
+            if self.has_layer_scalar:
+                shapes[prefix + "layer_scalar"] = (1,)
             shapes |= self._norm_shapes(prefix + "attention_norm", embed)
-            shapes |= self._attention_shapes(prefix + "attention.")
+            shapes |= self._attention_shapes(prefix + "attention.", layer)
             if not self.shares_norm:
                 shapes |= self._norm_shapes(prefix + "mlp_norm", embed)
             if self.norm_placement is NormPlacement.BOTH:
                 shapes |= self._norm_shapes(prefix + "attention_out_norm", embed)
                 shapes |= self._norm_shapes(prefix + "mlp_out_norm", embed)
-            name, widened = ("gate_up", 2 * self.mlp_size) if self.mlp.gated else ("up", self.mlp_size)
+            mlp_size = self.mlp_size_of(layer)
+            name, widened = ("gate_up", 2 * mlp_size) if self.mlp.gated else ("up", mlp_size)
             shapes |= _linear_shapes(f"{prefix}mlp.{name}", embed, widened, self.mlp_bias)
-            shapes |= _linear_shapes(prefix + "mlp.down", self.mlp_size, embed, self.mlp_bias)
+            shapes |= _linear_shapes(prefix + "mlp.down", mlp_size, embed, self.mlp_bias)
+            if self.layer_input_size is not None:
+                shapes |= _linear_shapes(prefix + "layer_input.gate", embed, self.layer_input_size, False)
+                shapes |= _linear_shapes(prefix + "layer_input.out", self.layer_input_size, embed, False)
+                shapes |= self._norm_shapes(prefix + "layer_input.norm", embed)
         shapes |= self._norm_shapes("final_norm", embed)
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, embed)
         return shapes
 
-    def _attention_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        embed, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+    def _attention_shapes(self, prefix: str, layer: int) -> dict[str, tuple[int, ...]]:
+        embed, head_dim, has_keys = self.hidden_size, self.head_dim_of(layer), self.kv_source(layer) == layer
+        query, key = self.num_heads * head_dim, self.num_kv_heads * head_dim if has_keys else 0
         if self.attention is AttentionKind.AVERAGE:
             shapes = _linear_shapes(prefix + "value", embed, key, self.attention_bias)
         else:
@@ -330,8 +425,9 @@ class ModelConfig:
         shapes |= _linear_shapes(prefix + "out", query, embed, bool(self.attention_out_bias))
         if self.qk_norm:
             whole = self.qk_norm_scope is QkNormScope.PROJECTION
-            shapes[prefix + "query_norm.weight"] = (query if whole else self.head_dim,)
-            shapes[prefix + "key_norm.weight"] = (key if whole else self.head_dim,)
+            shapes[prefix + "query_norm.weight"] = (query if whole else head_dim,)
+            if has_keys:
+                shapes[prefix + "key_norm.weight"] = (key if whole else head_dim,)
         if self.position is PositionKind.DISENTANGLED:
             shapes |= _linear_shapes(prefix + "bias.query", embed, query, False)
             shapes |= _linear_shapes(prefix + "bias.key", embed, key, False)
@@ -352,6 +448,13 @@ class ModelConfig:
         """Make a config from a dictionary. Raises ValueError for an unknown or missing key, or an invalid value."""
         check_keys(cls, values, "model config")
         return cls(**values)
+
+
+@functools.lru_cache
+def _last_layers(end: int, global_layers: tuple[int, ...], has_windows: bool) -> dict[bool, int]:
+    """Return the last layer before layer `end` with a window (key False), and the last without (True)."""
+    without_window = set(global_layers)
+    return {not has_windows or layer in without_window: layer for layer in range(end)}
 
 
 def _linear_shapes(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, tuple[int, ...]]:

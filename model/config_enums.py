@@ -77,6 +77,7 @@ class RopeScalingKind(StrEnum):
     YARN = "yarn"  # as llama3, with a ramp over the frequencies' numbers, and larger scores (Peng et al. 2023)
     LONGROPE = "longrope"  # a divisor for each frequency, one list for the original context and one beyond (Phi-3)
     DYNAMIC = "dynamic"  # a base that grows with the served context (NTK)
+    PROPORTIONAL = "proportional"  # every frequency divided by the factor, the lowest frequencies set to 0 (Gemma 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,7 @@ class RopeScaling:
     beta_fast, beta_slow: in kind yarn, a frequency with more turns than beta_fast in the original context is kept, and
         one with fewer than beta_slow is divided.
     short_divisors, long_divisors: divisor of each frequency, for contexts up to `original_context_length` and beyond.
+    rotated_fraction: share of the frequencies, the highest, that are not set to 0, of kind proportional.
     """
 
     kind: RopeScalingKind
@@ -99,6 +101,7 @@ class RopeScaling:
     beta_slow: float | None = None
     short_divisors: tuple[float, ...] | None = None
     long_divisors: tuple[float, ...] | None = None
+    rotated_fraction: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", check_member("rope_scaling kind", self.kind, RopeScalingKind))
@@ -116,6 +119,8 @@ class RopeScaling:
                 )
         if self.attention_factor is not None:
             check_number("rope_scaling attention_factor", self.attention_factor)
+        if self.rotated_fraction is not None and self.rotated_fraction > 1:
+            raise ValueError(f"rope_scaling rotated_fraction must be at most 1, not {self.rotated_fraction}")
         for lower, higher in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             low, high = getattr(self, lower), getattr(self, higher)
             if low is not None and high is not None and low >= high:
@@ -169,6 +174,7 @@ _FIELDS_OF_SCALING: Mapping[RopeScalingKind, tuple[tuple[str, ...], tuple[str, .
         ("short_divisors", "long_divisors"),
         ("attention_factor",),
     ),
+    RopeScalingKind.PROPORTIONAL: (("rotated_fraction",), (), ()),
 }
 
 

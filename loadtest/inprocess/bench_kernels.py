@@ -56,7 +56,7 @@ class DecodeCase:
         blocks = torch.randperm(batch * -(-context // _BLOCK_SIZE), generator=torch.Generator().manual_seed(0))
         self._tables_BN = blocks.view(batch, -1)
         self._cache = KVCache(config, num_blocks=len(blocks), block_size=_BLOCK_SIZE, dtype=dtype, device="cpu")
-        for pool in (self._cache.keys_LNPKD, self._cache.values_LNPKD):
+        for pool in (*self._cache.keys, *self._cache.values):
             pool.normal_()
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._qkv = [torch.randn(batch, count, config.head_dim).to(dtype) for count in heads]

@@ -16,6 +16,7 @@ reads no more than its window. Source of the bound: Williams et al. 2009, "Roofl
 """
 
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,31 +59,34 @@ class WorkFormula:
 
     def __init__(self, config: ModelConfig, weight_type: str, kv_value_bytes: int) -> None:
         shapes = config.parameter_shapes()
-        layers = (shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
+        multiplied = ("layers.", "layer_inputs.projection.")
+        layers = (shape for name, shape in shapes.items() if name.startswith(multiplied) and len(shape) == 2)
         self._config = config
         self._head = config.vocab_size * config.hidden_size
         # The input embedding is only looked up.
         self.num_multiplied = sum(map(math.prod, layers)) + self._head
         self._weight_bytes = round(self.num_multiplied * WEIGHT_BYTES[weight_type])
-        self._kv_layer_bytes = config.kv_bytes_per_token(kv_value_bytes) / config.num_layers
-        self._query_size = config.num_heads * config.head_dim
+        self._layers = range(config.num_layers)
+        self._kv_bytes = [config.kv_bytes_of(layer, kv_value_bytes) for layer in self._layers]
+        self._query_sizes = [config.num_heads * config.head_dim_of(layer) for layer in self._layers]
 
     def decode(self, *, batch_size: int, context_length: float) -> Work:
         """Return the work of a decode step of `batch_size` sequences with a mean length of `context_length` tokens."""
-        windows = map(self._config.window, range(self._config.num_layers))
-        seen = sum(context_length if window is None else min(context_length, window) for window in windows)
+        windows = map(self._config.window, self._layers)
+        seen = [context_length if window is None else min(context_length, window) for window in windows]
         return Work(
-            self._weight_bytes + round(batch_size * seen * self._kv_layer_bytes),
-            2 * self.num_multiplied * batch_size + round(4 * batch_size * seen * self._query_size),
+            self._weight_bytes + round(batch_size * sum(map(operator.mul, seen, self._kv_bytes))),
+            2 * self.num_multiplied * batch_size
+            + round(4 * batch_size * sum(map(operator.mul, seen, self._query_sizes))),
         )
 
     def prompt(self, *, num_tokens: int, tokens_per_step: int) -> Work:
         """Return the work of the steps that prefill one prompt, alone in the engine and without a cached prefix."""
         steps = -(-num_tokens // tokens_per_step)
-        windows = (self._config.window(layer) or num_tokens for layer in range(self._config.num_layers))
-        pairs = sum(sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows)
+        windows = (self._config.window(layer) or num_tokens for layer in self._layers)
+        pairs = [sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows]
         linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
-        return Work(self._weight_bytes * steps, linear + 4 * pairs * self._query_size)
+        return Work(self._weight_bytes * steps, linear + 4 * sum(map(operator.mul, pairs, self._query_sizes)))
 
 
 class Roofline:

@@ -1,13 +1,16 @@
 """KV-cache storage: a pool of fixed-size blocks, as in PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
 
-Legend: L layers, N blocks, P slots per block, K key/value heads, D head dimension, T packed tokens, B sequences,
+Legend: N blocks, P slots per block, K key/value heads, D head dimension, T packed tokens, B sequences,
 S = blocks per sequence * P.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.config_enums import AttentionKind
 from model.system import memory_pages
 
 # Vectors whose largest absolute value is below this are stored as zeros in int8.
@@ -44,7 +47,12 @@ def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
 class KVCache:
     """Keys and values of up to `num_blocks * block_size` tokens in all layers of a model.
 
-    Average attention (equal weights, no keys) stores values only: its keys have the dimension D = 0.
+    Average attention (equal weights, no keys) stores values only: its keys have the dimension D = 0. A layer that reads
+    the keys and values of an earlier layer (`ModelConfig.kv_source`) has no memory of its own: its pools are those of
+    the earlier layer, which alone writes to them.
+
+    keys, values: pool of each layer, with the shape NPKD.
+    key_scales, value_scales: scales of each layer in an int8 cache, NPK.
 
     dtype: dtype of the tensors that `write` gets and `gather` returns: the model's.
     cache_dtype: dtype in which keys and values are kept in memory; None: `dtype`. With int8, each key and each value
@@ -72,13 +80,22 @@ class KVCache:
             on_cpu = torch.device(device).type == "cpu"
             return memory_pages.zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
 
-        pools, heads = (config.num_layers, num_blocks), config.num_kv_heads
-        self.keys_LNPKD = zeros(*pools, block_size, heads, config.key_dim)
-        self.values_LNPKD = zeros(*pools, block_size, heads, config.head_dim)
+        self._sources = [config.kv_source(layer) for layer in range(config.num_layers)]
+        heads, has_keys = config.num_kv_heads, config.attention is not AttentionKind.AVERAGE
+        sizes = [config.head_dim_of(layer) for layer in self._sources]
+
+        def pools(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+            owned = {layer: shape for layer, shape in enumerate(shapes) if self._sources[layer] == layer}
+            made = {layer: zeros(num_blocks, *shape, dtype=dtype) for layer, shape in owned.items()}
+            return [made[source] for source in self._sources]
+
+        self.keys = pools(((block_size, heads, size * has_keys) for size in sizes), self.cache_dtype)
+        self.values = pools(((block_size, heads, size) for size in sizes), self.cache_dtype)
         # A head's scales of a block are contiguous in memory, because kernels read many tokens of a head.
         num_scales = block_size if self.cache_dtype is torch.int8 else 0
-        self.key_scales_LNPK, self.value_scales_LNPK = (
-            zeros(*pools, heads, num_scales, dtype=torch.float32).transpose(2, 3) for _ in range(2)
+        self.key_scales, self.value_scales = (
+            [pool.transpose(1, 2) for pool in pools([(heads, num_scales)] * len(sizes), torch.float32)]
+            for _ in range(2)
         )
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -86,21 +103,28 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Return the size of the KV-cache in bytes."""
-        scales = self.key_scales_LNPK, self.value_scales_LNPK
-        return sum(tensor.nbytes for tensor in (self.keys_LNPKD, self.values_LNPKD, *scales))
+        kinds = self.keys, self.values, self.key_scales, self.value_scales
+        return sum(pools[layer].nbytes for pools in kinds for layer in set(self._sources))
 
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Write each token's key and value in one layer to the token's cache slot (block * block_size + offset).
 
-        They are rounded to the cache's dtype, as by `rounded`.
+        They are rounded to the cache's dtype, as by `rounded`. Nothing is written for a layer that reads the keys and
+        values of an earlier layer.
         """
-        keys, values = (self.keys_LNPKD, self.key_scales_LNPK), (self.values_LNPKD, self.value_scales_LNPK)
-        for (pool_LNPKD, scales_LNPK), new_TKD in ((keys, k_TKD), (values, v_TKD)):
+        if not self.is_owner(layer):
+            return
+        keys, values = (self.keys, self.key_scales), (self.values, self.value_scales)
+        for (pools, scales), new_TKD in ((keys, k_TKD), (values, v_TKD)):
             if self.cache_dtype is torch.int8:
-                new_TKD, scales_LNPK[layer][self._places(slot_mapping_T)] = quantized(new_TKD)
+                new_TKD, scales[layer][self._places(slot_mapping_T)] = quantized(new_TKD)
             else:
                 new_TKD = rounded(new_TKD, self.cache_dtype)
-            pool_LNPKD[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, new_TKD)
+            pools[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, new_TKD)
+
+    def is_owner(self, layer: int) -> bool:
+        """Return whether a layer has keys and values of its own, so that it does not read those of another layer."""
+        return self._sources[layer] == layer
 
     def _places(self, slots_S: Tensor) -> tuple[Tensor, Tensor]:
         """Return block and offset of each cache slot."""
@@ -113,12 +137,9 @@ class KVCache:
 
     def gather(self, layer: int, slots_S: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of one layer's keys and values in these cache slots: (slots, KV heads, D), in `dtype`."""
-        k_SKD, v_SKD = (
-            pool_LNPKD[layer].flatten(0, 1).index_select(0, slots_S)
-            for pool_LNPKD in (self.keys_LNPKD, self.values_LNPKD)
-        )
+        k_SKD, v_SKD = (pools[layer].flatten(0, 1).index_select(0, slots_S) for pools in (self.keys, self.values))
         if self.cache_dtype is torch.int8:
             places = self._places(slots_S)
-            k_SKD = k_SKD * self.key_scales_LNPK[layer][places][..., None]
-            v_SKD = v_SKD * self.value_scales_LNPK[layer][places][..., None]
+            k_SKD = k_SKD * self.key_scales[layer][places][..., None]
+            v_SKD = v_SKD * self.value_scales[layer][places][..., None]
         return k_SKD.to(self.dtype), v_SKD.to(self.dtype)

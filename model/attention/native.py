@@ -26,7 +26,7 @@ KERNEL_NAMES = {
     (torch.bfloat16, torch.bfloat16): "kvasir_attention_bfloat16",
     (torch.bfloat16, torch.int8): "kvasir_attention_bfloat16_over_int8",
 }
-_LARGEST_HEAD = 256
+_LARGEST_HEAD = 512
 _LOG2_E = 1.4426950408889634  # the kernel computes 2^x, not e^x
 # Sizes of the kernel's tiles: keys, and rows of queries in a task. The kernel reads a row's biases for the whole tile,
 # also for keys after the row's position. It may read up to _TILE + _TASK_ROWS floats past the bias of distance 0.
@@ -121,7 +121,7 @@ def supports(q_THD: Tensor, v_TKD: Tensor, form: AttentionForm, kv_cache: KVCach
     Needed: a CPU, dtypes in `KERNEL_NAMES`, heads of 1 to `_LARGEST_HEAD` dimensions, and no DeBERTa bias.
     """
     return (
-        kv_cache.keys_LNPKD.device.type == "cpu"
+        kv_cache.keys[0].device.type == "cpu"
         and (kv_cache.dtype, kv_cache.cache_dtype) in KERNEL_NAMES
         and q_THD.dtype == v_TKD.dtype == kv_cache.dtype
         and 0 < q_THD.shape[-1] == v_TKD.shape[-1] <= _LARGEST_HEAD
@@ -133,13 +133,14 @@ def layer_call(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor, form: AttentionForm, kv_cache: KVCache
 ) -> AttentionCall:
     """Return the native kernel's arguments for one layer: pointers into these tensors. Threads and bias are unset."""
-    pools = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
+    pools = kv_cache.keys[form.layer], kv_cache.values[form.layer]
+    new = (x.data_ptr() if kv_cache.is_owner(form.layer) else None for x in (k_TKD, v_TKD))
     return AttentionCall(
-        *(x.data_ptr() for x in (q_THD, k_TKD, v_TKD, out_THD, *pools)),
+        *(q_THD.data_ptr(), *new, *(x.data_ptr() for x in (out_THD, *pools))),
         *(x.stride(0) for x in (q_THD, k_TKD, v_TKD)),
-        *(q_THD.shape[1], k_TKD.shape[1], q_THD.shape[2], form.window or 0),
-        key_scales=kv_cache.key_scales_LNPK[form.layer].data_ptr(),
-        value_scales=kv_cache.value_scales_LNPK[form.layer].data_ptr(),
+        *(q_THD.shape[1], pools[0].shape[2], q_THD.shape[2], form.window or 0),
+        key_scales=kv_cache.key_scales[form.layer].data_ptr(),
+        value_scales=kv_cache.value_scales[form.layer].data_ptr(),
         scale=form.scale,
         soft_cap=form.soft_cap or 0,
     )

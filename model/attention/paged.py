@@ -32,6 +32,7 @@ except ImportError:  # triton is installed only with PyTorch for CUDA
 DecodeKernel = Callable[[Tensor, AttentionForm, Tensor, Tensor, KVCache], Tensor]
 # Kernel for prompt chunks: (q_XHD, form, view, cache) -> XHD in the values' dtype.
 ChunkKernel = Callable[[Tensor, AttentionForm, RaggedView, KVCache], Tensor]
+_LARGEST_FLASH_HEAD = 256
 Kernel = TypeVar("Kernel", DecodeKernel, ChunkKernel)
 
 
@@ -162,8 +163,9 @@ def _triton(context: KernelContext) -> DecodeKernel:
         raise Unavailable("triton is not installed")
     if context.device.type != "cuda":
         raise Unavailable("the kernel needs a CUDA device")
-    if not triton_decode.supports(context.dtype, context.config.head_dim):
-        raise Unavailable(f"the kernel does not support {context.dtype} with head dimension {context.config.head_dim}")
+    size = context.config.largest_head_dim
+    if not triton_decode.supports(context.dtype, size):
+        raise Unavailable(f"the kernel does not support {context.dtype} with head dimension {size}")
     return triton_decode.attend
 
 
@@ -172,6 +174,8 @@ def _varlen(context: KernelContext) -> ChunkKernel:
         raise Unavailable("the kernel needs a CUDA device")
     if context.dtype not in (torch.bfloat16, torch.float16):
         raise Unavailable(f"flash attention does not support {context.dtype}")
+    if context.config.largest_head_dim > _LARGEST_FLASH_HEAD:
+        raise Unavailable(f"flash attention does not support head dimension {context.config.largest_head_dim}")
     # Imported late, because it imports torch._dynamo, which takes as long as all other imports of a worker together.
     return VarlenChunks(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
 

@@ -47,7 +47,7 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
     Over an int8 cache, the scales of keys multiply the scores, and the scales of values multiply the weights.
     """
     num_sequences, num_heads, size = q_BHD.shape
-    keys_NPKD, values_NPKD = kv_cache.keys_LNPKD[form.layer], kv_cache.values_LNPKD[form.layer]
+    keys_NPKD, values_NPKD = kv_cache.keys[form.layer], kv_cache.values[form.layer]
     num_kv_heads = keys_NPKD.shape[2]
     splits = max_splits(num_kv_heads)
     if q_BHD.stride(2) != 1:
@@ -59,7 +59,7 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
     padded = max(16, triton.next_power_of_2(size))
     tile = 32 if padded > 128 or q_BHD.dtype == torch.float32 else 64
     _attend_splits[(num_sequences, num_kv_heads, splits)](
-        q_BHD, keys_NPKD, values_NPKD, kv_cache.key_scales_LNPK[form.layer], kv_cache.value_scales_LNPK[form.layer],
+        q_BHD, keys_NPKD, values_NPKD, kv_cache.key_scales[form.layer], kv_cache.value_scales[form.layer],
         tables_BN, positions_B, sums_BHXD, scales_BHX2,
         form.scale, window, tables_BN.stride(0), q_BHD.stride(0), q_BHD.stride(1),
         SPLITS=splits, MIN_SPLIT=MIN_SPLIT, TILE=tile, BLOCK=kv_cache.block_size, KV_HEADS=num_kv_heads,

@@ -209,6 +209,21 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
             return {**partial, "layer_norm_eps": config.norm_eps, "use_qkv_bias": config.attention_bias}
         case "starcoder2":
             return {**window, "norm_epsilon": config.norm_eps, "use_bias": config.attention_bias}
+        case "gemma4_text":
+            full = {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)}
+            local = {"rope_theta": config.local_rope_theta or config.rope_theta, "rope_type": "default"}
+            return {
+                **window,
+                "layer_types": types,
+                "rope_parameters": {"full_attention": full, "sliding_attention": local},
+                "attention_bias": config.attention_bias,
+                "global_head_dim": config.largest_head_dim,
+                "num_kv_shared_layers": config.num_kv_shared_layers or 0,
+                "use_double_wide_mlp": config.kv_shared_mlp_size is not None,
+                "hidden_size_per_layer_input": config.layer_input_size or 0,
+                "vocab_size_per_layer_input": config.vocab_size,
+                "final_logit_softcapping": config.logit_soft_cap,
+            }
         case "granite":
             factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
             return {**biases, **factors, "attention_multiplier": config.effective_score_scale}
@@ -235,5 +250,6 @@ def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
         "beta_slow": scaling.beta_slow,
         "short_factor": scaling.short_divisors,
         "long_factor": scaling.long_divisors,
+        "partial_rotary_factor": scaling.rotated_fraction,
     }
     return {key: value for key, value in values.items() if value is not None}

@@ -15,6 +15,7 @@ from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_header
 
 # Tensors of quantized directories that are not read: scales of inputs, which Kvasir computes for each token.
 _IGNORED_IF_QUANTIZED = (r".*\.(input|activation)_(scale|zero_point)",)
+_MATRICES = ("layers.", "lm_head.", "layer_inputs.projection.")  # beginnings of names of matrices, unlike embeddings
 _CHUNK_BYTES = 2**24
 
 
@@ -77,7 +78,7 @@ def place_tensors(
     for name, source in sources(config, family).items():
         parts: list[EncodedTensor] = []
         for part, shape in source.shapes.items():
-            is_matrix = len(shape) == 2 and (family is None or name.startswith(("layers.", "lm_head.")))
+            is_matrix = len(shape) == 2 and (family is None or name.startswith(_MATRICES))
             is_matrix |= isinstance(encoding, GgufEncoding) and name == "token_embedding.weight"
             parts.append(_find_part(part, shape, found, encoding if is_matrix else None, missing))
         headers = tuple(header for part in parts for header in part.tensors.values())

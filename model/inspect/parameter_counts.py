@@ -1,11 +1,14 @@
 """Parameter counts of each part of a model, by formula and by the shapes of the part's tensors. Torch-free.
 
 Letters: V vocabulary, n context, L layers, d width, h query heads, g key/value heads, d_k and d_v numbers of a key and
-of a value, m width of the MLP, b buckets of distances, r maximum relative distance.
+of a value, m width of the MLP, b buckets of distances, r maximum relative distance. D numbers of a key and of a value
+in global layers, M width of the MLP in layers without keys of their own, p numbers of a layer's own input.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +29,9 @@ _FIELD_OF_LETTER = {
     "m": "mlp_size",
     "b": "num_relative_buckets",
     "r": "max_relative_distance",
+    "D": "global_head_dim",
+    "M": "kv_shared_mlp_size",
+    "p": "layer_input_size",
 }
 # Reasons why a kind of position has no parameters.
 _UNTRAINED_POSITIONS = {
@@ -69,6 +75,7 @@ class PartCount:
     tensors: names of the part's tensors, without the layer.
     share, shares: the part has `share` of `shares` equal pieces of a tensor that several parts share.
     note: reason why the part has no parameters.
+    layers: layers with the part; None: all.
     num_places: number of layers with the part; 1 for a part outside of the layers.
     num_counted: number of parameters in the part's tensors, in all layers.
     """
@@ -81,6 +88,7 @@ class PartCount:
     shares: int = 1
     note: str = ""
     is_outside: bool = False
+    layers: tuple[int, ...] | None = None
     num_places: int = 1
     num_counted: int = 0
 
@@ -106,10 +114,11 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
     Raises:
         ValueError: a tensor of the model belongs to no part.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, dict[int, int]] = {}  # by name without the layer, then by layer; -1: outside of the layers
     for tensor, shape in config.parameter_shapes().items():
-        name = re.sub(r"^layers\.\d+\.", "", tensor)
-        sizes[name] = sizes.get(name, 0) + math.prod(shape)
+        prefix = re.match(r"layers\.(\d+)\.", tensor)
+        name, layer = (tensor, -1) if prefix is None else (tensor[prefix.end() :], int(prefix[1]))
+        sizes.setdefault(name, {})[layer] = math.prod(shape)
     parts = list(_parts(config))
     if strangers := sizes.keys() - {tensor for part in parts for tensor in part.tensors}:
         name = min(strangers)
@@ -117,20 +126,21 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
         raise ValueError(
             f"tensor {tensor} belongs to no part of the model; add it to model/inspect/parameter_counts.py"
         )
-    return [
-        dataclasses.replace(
-            part,
-            num_places=1 if part.is_outside else config.num_layers,
-            num_counted=sum(sizes.get(tensor, 0) for tensor in part.tensors) * part.share // part.shares,
+    counted = []
+    for part in parts:
+        layers = (-1,) if part.is_outside else range(config.num_layers) if part.layers is None else part.layers
+        number = sum(sizes.get(tensor, {}).get(layer, 0) for tensor in part.tensors for layer in layers)
+        counted.append(
+            dataclasses.replace(part, num_places=len(layers), num_counted=number * part.share // part.shares)
         )
-        for part in parts
-    ]
+    return counted
 
 
 def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
     """Return named formulas for numbers of attention parameters, from one head to all matrices of a layer.
 
-    Biases and norms are not counted. The last formula is of a layer of this config.
+    Biases and norms are not counted. The last formula is of a layer of this config, with a window if the
+    config has any, and with keys of its own.
 
     Sources: Vaswani et al. 2017 (arXiv 1706.03762, section 3.2.2); for g key/value heads of h query heads Shazeer 2019
     (arXiv 1911.02150) and Ainslie et al. 2023 (arXiv 2305.13245).
@@ -167,10 +177,39 @@ def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
 
     Average attention has no keys. The scales of an int8 cache are not counted, unlike in `kv_bytes_per_token`.
     """
-    at = Letters(config)
-    keys_and_values = at.d_v if config.attention is AttentionKind.AVERAGE else at.d_k + at.d_v
-    formula: Formula = at.L * at.g * keys_and_values * Formula(str(bytes_per_value), bytes_per_value)
-    return formula
+    each = Formula(str(bytes_per_value), bytes_per_value)
+    formulas = []
+    for kind in _kinds_of_layers(config):
+        if kind.has_keys:
+            at = kind.letters
+            count = at.L if len(kind.layers) == config.num_layers else Formula(str(len(kind.layers)), len(kind.layers))
+            formulas.append(count * at.g * (at.d_v if config.attention is AttentionKind.AVERAGE else at.d_k + at.d_v))
+    total: Formula = functools.reduce(operator.add, formulas) * each
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """Layers whose attention has the same sizes. name: what distinguishes the layers; empty if all are alike."""
+
+    name: str
+    layers: tuple[int, ...]
+    has_keys: bool
+    letters: Letters
+
+
+def _kinds_of_layers(config: ModelConfig) -> list[_LayerKind]:
+    layers: dict[tuple[int, bool], list[int]] = {}
+    for layer in range(config.num_layers):
+        layers.setdefault((config.head_dim_of(layer), config.kv_source(layer) == layer), []).append(layer)
+    kinds = []
+    for (size, has_keys), numbers in layers.items():
+        letters = Letters(config)
+        if size != config.head_dim:
+            letters.d_k = letters.d_v = letters.D
+        words = ["global"] * (size != config.head_dim) + ["without keys"] * (not has_keys)
+        kinds.append(_LayerKind(", ".join(words), tuple(numbers), has_keys, letters))
+    return kinds
 
 
 def _parts(config: ModelConfig) -> Iterator[PartCount]:
@@ -189,16 +228,13 @@ def _parts(config: ModelConfig) -> Iterator[PartCount]:
     yield PartCount(
         "embedding", "positions", positions.get(config.position, _NOTHING), tables, note=note, is_outside=True
     )
-    yield from _attention_parts(config, at)
-    widening = ("gate", "up") if config.mlp.gated else ("up",)
-    fused = "mlp.gate_up" if config.mlp.gated else "mlp.up"
-    for name in widening:
-        yield PartCount("mlp", f"W_{name}", at.d * at.m, (f"{fused}.weight",), shares=len(widening))
-    yield PartCount("mlp", "W_down", at.m * at.d, ("mlp.down.weight",))
-    if config.mlp_bias:
-        for name in widening:
-            yield PartCount("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
-        yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
+    for kind in _kinds_of_layers(config):
+        for part in _attention_parts(config, kind.letters, has_keys=kind.has_keys):
+            name = f"{part.name}, {kind.name}" if kind.name else part.name
+            yield dataclasses.replace(part, name=name, layers=kind.layers)
+    yield from _mlp_parts(config, at)
+    if config.layer_input_size is not None:
+        yield from _layer_input_parts(at)
     norm = 2 * at.d if config.norm is NormKind.LAYER_NORM and config.norm_bias else at.d
     norms = {"of attention": "attention_norm"}
     if not config.shares_norm:
@@ -210,13 +246,48 @@ def _parts(config: ModelConfig) -> Iterator[PartCount]:
     for name, module in (norms | outside).items():
         tensors = (f"{module}.weight", f"{module}.bias")
         yield PartCount("norms", name, norm, tensors, is_outside=name in outside)
+    if config.has_layer_scalar:
+        yield PartCount("norms", "factor of x", Formula("1", 1), ("layer_scalar",))
     tied = "tied to the token embedding" if config.tie_embeddings else ""
     yield PartCount(
         "head", "output", _NOTHING if tied else at.V * at.d, ("lm_head.weight",), note=tied, is_outside=True
     )
 
 
-def _attention_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:
+def _layer_input_parts(at: Letters) -> Iterator[PartCount]:
+    names = ("embedding", "projection", "norm")
+    formulas = at.V * at.L * at.p, at.d * at.L * at.p, at.p
+    for name, formula in zip(names, formulas, strict=True):
+        tensors = (f"layer_inputs.{name}.weight",)
+        yield PartCount("inputs", f"{name} of inputs", formula, tensors, is_outside=True)
+    yield PartCount("inputs", "W_gate of input", at.d * at.p, ("layer_input.gate.weight",))
+    yield PartCount("inputs", "W_out of input", at.p * at.d, ("layer_input.out.weight",))
+    yield PartCount("inputs", "norm after input", at.d, ("layer_input.norm.weight",))
+
+
+def _mlp_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:
+    layers: dict[int, list[int]] = {}
+    for layer in range(config.num_layers):
+        layers.setdefault(config.mlp_size_of(layer), []).append(layer)
+    for size, numbers in layers.items():
+        width, kind = (at.m, "") if size == config.mlp_size else (at.M, ", without keys")
+        for part in _parts_of_mlp(config, at, width):
+            yield dataclasses.replace(part, name=part.name + kind, layers=tuple(numbers))
+
+
+def _parts_of_mlp(config: ModelConfig, at: Letters, width: Formula) -> Iterator[PartCount]:
+    widening = ("gate", "up") if config.mlp.gated else ("up",)
+    fused = "mlp.gate_up" if config.mlp.gated else "mlp.up"
+    for name in widening:
+        yield PartCount("mlp", f"W_{name}", at.d * width, (f"{fused}.weight",), shares=len(widening))
+    yield PartCount("mlp", "W_down", width * at.d, ("mlp.down.weight",))
+    if config.mlp_bias:
+        for name in widening:
+            yield PartCount("mlp", f"b_{name}", width, (f"{fused}.bias",), shares=len(widening))
+        yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
+
+
+def _attention_parts(config: ModelConfig, at: Letters, *, has_keys: bool) -> Iterator[PartCount]:
     h, g = config.num_heads, config.num_kv_heads
     columns = {"Q": (at.h * at.d_k, h), "K": (at.g * at.d_k, g), "V": (at.g * at.d_v, g)}
     fused, shares = "attention.qkv", h + 2 * g
@@ -224,6 +295,8 @@ def _attention_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:
         for name in ("W_Q", "W_K"):
             yield PartCount("attention", name, _NOTHING, (), note="average attention has no scores")
         columns, fused, shares = {"V": (at.g * at.d_v, g)}, "attention.value", g
+    if not has_keys:
+        columns, shares = {"Q": columns["Q"]}, h
     for name, (width, share) in columns.items():
         yield PartCount("attention", f"W_{name}", at.d * width, (f"{fused}.weight",), share, shares)
     yield PartCount("attention", "W_O", at.h * at.d_v * at.d, ("attention.out.weight",))
@@ -238,4 +311,6 @@ def _attention_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:
     if config.qk_norm:
         whole = config.qk_norm_scope is QkNormScope.PROJECTION
         yield PartCount("attention", "norm of q", at.h * at.d_k if whole else at.d_k, ("attention.query_norm.weight",))
+        if not has_keys:
+            return
         yield PartCount("attention", "norm of k", at.g * at.d_k if whole else at.d_k, ("attention.key_norm.weight",))

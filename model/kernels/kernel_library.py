@@ -93,11 +93,24 @@ class LayerWeights(ctypes.Structure):
     """Weights of one transformer layer, as the kernels read them."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, Matrix) for name in ("qkv", "out", "up", "down", "input_gate", "input_out")),
         *((name, _POINTER) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
         *((name, _POINTER) for name in ("attention_out_norm", "attention_out_norm_bias")),
         *((name, _POINTER) for name in ("mlp_out_norm", "mlp_out_norm_bias", "query_norm", "key_norm")),
-        *((name, _INT) for name in ("query_rotation", "key_rotation")),
+        *((name, _POINTER) for name in ("value_norm", "input_norm")),
+        *((name, _INT) for name in ("kv_heads", "head_dim", "mlp", "rotated", "query_angle", "key_angle")),
+        ("factor", ctypes.c_float),
+    )
+
+
+class LayerInputWeights(ctypes.Structure):
+    """Weights of the inputs that each layer gets beside x, as the kernels read them."""
+
+    _fields_ = (
+        ("projection", Matrix),
+        *((name, _POINTER) for name in ("table", "norm")),
+        ("size", _INT),
+        *((name, ctypes.c_float) for name in ("x_factor", "table_factor")),
     )
 
 
@@ -105,8 +118,7 @@ class Shape(ctypes.Structure):
     """Layer sizes, and kinds of norm and activation, that all layers of a model share, as the kernels read them."""
 
     _fields_ = (
-        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp")),
-        *((name, _INT) for name in ("rotated", "num_rotations", "norm_scope", "norms_rotated")),
+        *((name, _INT) for name in ("hidden", "heads", "num_angles", "norm_scope", "norms_rotated")),
         *((name, _INT) for name in ("numbers", "norm", "activation")),
         *((name, _INT) for name in ("gated", "is_parallel")),
         *((name, ctypes.c_float) for name in ("eps", "logit_soft_cap")),
@@ -118,7 +130,7 @@ class Rows(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("count", "threads")),
-        *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales")),
+        *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales", "layer_inputs")),
         *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens", "packed")),
     )
 
@@ -127,7 +139,7 @@ class StepArguments(ctypes.Structure):
     """Arguments of the kernels that compute layers, logits, or a whole decode step."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("shape", "rows", "layers")),
+        *((name, _POINTER) for name in ("shape", "rows", "layers", "layer_inputs")),
         *((name, _INT) for name in ("num_layers", "num_positions", "vocabulary")),
         *((name, _POINTER) for name in ("attend", "batch", "calls", "mixed", "head", "norm", "norm_bias")),
         *((name, _POINTER) for name in ("logits", "ids")),

@@ -31,17 +31,26 @@ from model.attention.native import (
 )
 from model.config import ModelConfig
 from model.config_enums import AttentionKind
-from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
+from model.kernels.kernel_library import (
+    AttentionCall,
+    KernelLibrary,
+    LayerInputWeights,
+    LayerWeights,
+    Matrix,
+    Rows,
+    StepArguments,
+)
 from model.native.weight_packing import pack, padded, shape_of
-from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
+from model.nn.layers import GatedMlp, LayerInputs, LayerNorm, RMSNorm
 from model.nn.linear import QuantizedEmbedding
 from model.nn.position_embeddings import score_factors
-from model.nn.transformer import Block, Transformer
+from model.nn.transformer import Block, KeysValues, Transformer
 from model.system.c_library import trim_heap
 from model.system.memory_pages import HugePages
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _MAX_ROW_SIZE = 65_536  # size of a row in a thread's scratch memory: MAX_WIDTH in layers.cpp
+_MAX_OVERREAD = 64  # numbers that the kernels read past the last layer's inputs: less than a panel of outputs
 _NICENESS = 10  # of the thread that moves matrices to large pages: it gets a tenth of a busy CPU
 
 
@@ -50,7 +59,9 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 
     Needed: float32 or bfloat16, softmax attention, and rows of an even size of at most `_MAX_ROW_SIZE`.
     """
-    widths = (config.hidden_size, config.mlp_size, config.num_heads * config.head_dim)
+    mlp, inputs = max(config.mlp_size, config.kv_shared_mlp_size or 0), config.layer_input_size or 0
+    heads = {config.num_heads * config.head_dim_of(layer) for layer in range(config.num_layers)}
+    widths = (config.hidden_size, mlp, inputs, *heads)
     return (
         dtype in (torch.float32, torch.bfloat16)
         and config.attention is AttentionKind.SOFTMAX
@@ -163,7 +174,11 @@ class NativeTransformer:
         self._decode = kernels.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
         self._are_tokens = kernels.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
         self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
-        self._shape = shape_of(model.config, self._dtype)
+        rotaries = [rotary for rotary in (model.rotary, model.local_rotary) if rotary is not None]
+        num_angles = sum(len(rotary.frequencies) for rotary in rotaries)
+        if model.config.score_growth is not None:
+            num_angles *= 2  # queries have their own
+        self._shape = shape_of(model.config, self._dtype, num_angles)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
         self._rows = self._embedding_rows(model)
         self.token_embedding = model.token_embedding
@@ -171,10 +186,12 @@ class NativeTransformer:
         self._layers = (LayerWeights * len(model.layers))()
         for number, block in enumerate(self._blocks):
             self._layers[number] = self._layer(block)
-            del block.attention.qkv, block.attention.out, block.mlp
+            del block.attention.qkv, block.attention.out, block.mlp, block.layer_input
         model.lm_head = None
+        self._layer_inputs = None if model.layer_inputs is None else self._inputs_of_layers(model.layer_inputs)
         self._step = StepArguments(
             *(ctypes.addressof(x) for x in (self._shape, self._rows, self._layers)),
+            None if self._layer_inputs is None else ctypes.addressof(self._layer_inputs),
             num_layers=len(self._layers),
             vocabulary=self.config.vocab_size,
             head=ctypes.addressof(self._head),
@@ -212,9 +229,14 @@ class NativeTransformer:
         if kv_cache is not None and self._set_attention(metadata, kv_cache) is not None:
             self._all_layers(ctypes.byref(self._step))
             return x_TE
-        q_THD, k_TKD, v_TKD = self._heads(count)
+        kv_of: KeysValues = {}
         for number, attention in enumerate(block.attention for block in self._blocks):
             self._between(ctypes.byref(self._step), number)
+            q_THD, k_TKD, v_TKD = self._heads(number, count)
+            if attention.is_kv_shared:
+                kv_of[number] = k_TKD.clone(), v_TKD.clone()  # later layers overwrite the buffer
+            elif attention.kv_source != number:
+                k_TKD, v_TKD = kv_of[attention.kv_source]
             mixed_THD = attention.backend.attend(
                 q_THD, k_TKD, v_TKD, form=attention.form, metadata=metadata, kv_cache=kv_cache
             ).contiguous()
@@ -328,21 +350,26 @@ class NativeTransformer:
 
     def _make_calls(self, kv_cache: KVCache) -> Any:
         """Return the attention kernel's arguments for every layer; None if a layer's attention is not native."""
-        heads, mixed = self._heads(self._capacity), self._buffers["mixed"].unflatten(1, (-1, self.config.head_dim))
-        attentions = [block.attention for block in self._blocks]
-        for attention in attentions:
+        calls, mixed = [], self._buffers["mixed"]
+        for number, attention in enumerate(block.attention for block in self._blocks):
+            heads = self._heads(number, self._capacity)
             is_native = isinstance(attention.backend, NativeAttention)
             if not is_native or not supports(heads[0], heads[2], attention.form, kv_cache):
                 return None
-        calls = [layer_call(*heads, mixed, attention.form, kv_cache) for attention in attentions]
+            out_THD = mixed.flatten()[: heads[0].numel()].view(heads[0].shape)
+            calls.append(layer_call(*heads, out_THD, attention.form, kv_cache))
         return (AttentionCall * len(calls))(*calls)
 
-    def _heads(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of the buffer that the kernels fill with each layer's queries THD, keys TKD and values TKD."""
-        config = self.config
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = torch.split(self._buffers["qkv"][:count, : query + 2 * key], [query, key, key], dim=1)
-        q_THD, k_TKD, v_TKD = (torch.unflatten(part, 1, (-1, config.head_dim)) for part in parts)
+    def _heads(self, layer: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of the buffer that the kernels fill with a layer's queries THD, keys TKD and values TKD.
+
+        If the layer reads the keys and values of an earlier layer, K is 0.
+        """
+        weights, size = self._layers[layer], self.config.head_dim_of(layer)
+        width, counts = weights.qkv.outputs, (self.config.num_heads, weights.kv_heads, weights.kv_heads)
+        rows_TX = self._buffers["qkv"].flatten()[: count * width].view(count, width)
+        heads_TXD = rows_TX[:, : sum(counts) * size].unflatten(1, (-1, size))
+        q_THD, k_TKD, v_TKD = heads_TXD.split(counts, dim=1)
         return q_THD, k_TKD, v_TKD
 
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
@@ -356,36 +383,41 @@ class NativeTransformer:
         """
         rotaries = [rotary for rotary in (self._model.rotary, self._model.local_rotary) if rotary is not None]
         if rotaries and length > len(self._rotations[0]):
-            half, num_threads = self.config.rotary_size // 2, torch.get_num_threads()
+            num_threads = torch.get_num_threads()
             torch.set_num_threads(1)
             try:
                 positions = torch.arange(max(256, 2 * length))
-                tables = [rotary(positions) for rotary in rotaries]
+                tables = [[x.chunk(2, dim=-1)[0] for x in rotary(positions)] for rotary in rotaries]
                 if (growth := self._blocks[0].attention.score_growth) is not None:
                     factors = score_factors(positions, *growth)[:, None, None]
-                    tables += [(cosines * factors, sines * factors) for cosines, sines in tables]
-                cosines, sines = (torch.cat(x, dim=1) for x in zip(*tables, strict=True))
+                    tables += [[x * factors for x in table] for table in tables]
+                cosines, sines = (torch.cat(x, dim=-1) for x in zip(*tables, strict=True))
+                self._rotations = cosines, sines
             finally:
                 torch.set_num_threads(num_threads)
-            self._rotations = cosines[..., :half].contiguous(), sines[..., :half].contiguous()
         return self._rotations
 
     def _grow_buffers(self, count: int) -> None:
         if count <= self._capacity:
             return
         config, dtype = self.config, self._dtype
-        hidden, mlp = padded(config.hidden_size), padded(config.mlp_size)
-        mixed = padded(config.num_heads * config.head_dim)
+        hidden, inputs = padded(config.hidden_size), config.layer_input_size or 0
+        mlp = padded(max(config.mlp_size, config.kv_shared_mlp_size or 0, inputs))
+        mixed = padded(config.num_heads * config.largest_head_dim)
         widest = max(hidden, mlp, mixed)
         with torch.inference_mode(False):  # else buffers made in inference mode are read-only outside it
+            num_inputs = (
+                0 if self._layer_inputs is None else count * self._layer_inputs.projection.outputs + _MAX_OVERREAD
+            )
             self._buffers = {
                 "x": torch.zeros(count, hidden),
                 "added": torch.zeros(count, hidden),
-                "qkv": torch.zeros(count, self._layers[0].qkv.outputs, dtype=dtype),
-                "mixed": torch.zeros(count, config.num_heads * config.head_dim, dtype=dtype),
+                "qkv": torch.zeros(count, max(layer.qkv.outputs for layer in self._layers), dtype=dtype),
+                "mixed": torch.zeros(count, config.num_heads * config.largest_head_dim, dtype=dtype),
                 "wide": torch.zeros(count, max(hidden + mlp, mixed)),
                 "narrow": torch.zeros(count, widest // 32 * 40, dtype=torch.uint8),  # 32 inputs of a group and its sums
                 "scales": torch.zeros(count),
+                "layer_inputs": torch.zeros(num_inputs),
             }
         for name, buffer in self._buffers.items():
             if name != "mixed":
@@ -395,8 +427,6 @@ class NativeTransformer:
     def _layer(self, block: Block) -> LayerWeights:
         attention, mlp = block.attention, block.mlp
         gated = isinstance(mlp, GatedMlp)
-        key_rotation = int(attention.rotates_locally)
-        query_rotation = key_rotation if attention.score_growth is None else key_rotation + 1
         layer = LayerWeights(
             qkv=self._matrix(attention.qkv),
             out=self._matrix(attention.out),
@@ -404,9 +434,25 @@ class NativeTransformer:
             down=self._matrix(mlp.down),
             query_norm=self._norm(attention.query_norm)[0],
             key_norm=self._norm(attention.key_norm)[0],
-            query_rotation=query_rotation if attention.is_rotated else -1,
-            key_rotation=key_rotation if attention.is_rotated else -1,
+            kv_heads=attention.sizes[1] // attention.head_dim,
+            head_dim=attention.head_dim,
+            mlp=self.config.mlp_size_of(attention.form.layer),
+            query_angle=-1,
+            key_angle=-1,
+            factor=1.0 if block.layer_scalar is None else float(block.layer_scalar),
         )
+        rotary = self._model.local_rotary if attention.rotates_locally else self._model.rotary
+        if rotary is not None and attention.is_rotated:
+            layer.rotated = 2 * len(rotary.frequencies)
+            last = self._shape.num_angles - len(rotary.frequencies)
+            layer.key_angle = last if attention.rotates_locally else 0
+            layer.query_angle = layer.key_angle if attention.score_growth is None else last
+        if attention.value_norm_eps is not None:
+            layer.value_norm = self._keep(torch.ones(attention.head_dim))
+        if block.layer_input is not None:
+            layer.input_gate = self._matrix(block.layer_input.gate)
+            layer.input_out = self._matrix(block.layer_input.out)
+            layer.input_norm = self._norm(block.layer_input.norm)[0]
         attention_norms, mlp_norms = (
             [block.attention_norm, block.attention_out_norm],
             [block.mlp_norm or block.attention_norm, block.mlp_out_norm],
@@ -419,6 +465,25 @@ class NativeTransformer:
         layer.mlp_norm, layer.mlp_norm_bias = self._norm(mlp_norms[0])
         layer.mlp_out_norm, layer.mlp_out_norm_bias = self._norm(mlp_norms[1])
         return layer
+
+    def _inputs_of_layers(self, module: LayerInputs) -> LayerInputWeights:
+        """Pack the projection of the layers' inputs, and return their weights as the kernels read them."""
+        size = cast(int, self.config.layer_input_size)
+        inputs = LayerInputWeights(
+            projection=self._matrix(module.projection),
+            table=self._keep(module.embedding.weight.detach().contiguous()),
+            norm=self._norm(module.norm, divisor=2.0**0.5)[0],
+            size=size,
+            x_factor=self.config.hidden_size**-0.5,
+            table_factor=(size / 2) ** 0.5,
+        )
+        del module.projection
+        return inputs
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Return a pointer to a tensor, which this model keeps alive."""
+        self._kept.append(tensor)
+        return tensor.data_ptr()
 
     def _embedding_rows(self, model: Transformer) -> Rows:
         """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, PositionKind, QkNormScope
+from model.config_enums import MlpKind, NormKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight
 from model.nn.linear import GroupedLinear, Int4Linear, Int8Linear, PackedLinear, StackedLinear
@@ -53,16 +53,15 @@ def padded(size: int) -> int:
     return -(-size // _PANEL) * _PANEL
 
 
-def shape_of(config: ModelConfig, dtype: torch.dtype) -> Shape:
-    """Return a model's layer sizes and kinds of layers, as the structure that the native kernels read."""
+def shape_of(config: ModelConfig, dtype: torch.dtype, num_angles: int) -> Shape:
+    """Return the sizes and kinds that all layers share, as the structure that the native kernels read.
+
+    num_angles: angles of a position, of all rotary embeddings.
+    """
     return Shape(
         hidden=config.hidden_size,
         heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        mlp=config.mlp_size,
-        rotated=config.rotary_size if config.position is PositionKind.ROTARY else 0,
-        num_rotations=1 + (config.local_rope_theta is not None) + (config.score_growth is not None),
+        num_angles=num_angles,
         norm_scope=int(config.qk_norm_scope is QkNormScope.PROJECTION),
         norms_rotated=config.qk_norm_after_rotation,
         numbers=NUMBERS[dtype],

@@ -1,4 +1,7 @@
-"""Norms and MLPs of a transformer. Legend: T packed tokens, E hidden size, F feed-forward size."""
+"""Norms, MLPs and per-layer inputs of a transformer.
+
+Legend: T packed tokens, E hidden size, F feed-forward size, L layers, P size of a layer's input.
+"""
 
 import functools
 from collections.abc import Callable
@@ -61,10 +64,10 @@ def make_norm(config: ModelConfig, size: int) -> RMSNorm | LayerNorm:
 class Mlp(nn.Module):
     """MLP without a gate, down(f(up(x))), f of the config: Vaswani et al. 2017 (arXiv 1706.03762), section 3.3."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, size: int) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.mlp_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
+        self.up = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor) -> Tensor:
@@ -79,10 +82,10 @@ class GatedMlp(nn.Module):
     A GPU replaces `activate`, which computes f(gate) * up, by a fused kernel.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, size: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up = nn.Linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
+        self.down = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
         self.activate: Callable[[Tensor], Tensor] = functools.partial(_activate_gate, ACTIVATIONS[config.mlp])
 
     def forward(self, x_TE: Tensor) -> Tensor:
@@ -110,6 +113,45 @@ ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
 }
 
 
-def make_mlp(config: ModelConfig) -> Mlp | GatedMlp:
-    """Return a new MLP, gated or not, as the model config says."""
-    return GatedMlp(config) if config.mlp.gated else Mlp(config)
+def make_mlp(config: ModelConfig, size: int) -> Mlp | GatedMlp:
+    """Return a new MLP of a size, gated or not, as the model config says."""
+    return GatedMlp(config, size) if config.mlp.gated else Mlp(config, size)
+
+
+class LayerInputs(nn.Module):
+    """Per-layer embeddings: a vector of P numbers for each token and layer (Gemma 3n and 4).
+
+    It is the sum of a row of a second embedding and of the normed projection of the token's embedding.
+    """
+
+    def __init__(self, config: ModelConfig, size: int) -> None:
+        super().__init__()
+        self.num_layers = config.num_layers
+        self.embedding = nn.Embedding(config.vocab_size, config.num_layers * size)
+        self.projection = nn.Linear(config.hidden_size, config.num_layers * size, bias=False)
+        self.norm = make_norm(config, size)
+
+    def forward(self, token_ids_T: Tensor, x_TE: Tensor) -> Tensor:
+        """Return the inputs of all layers, TLP, from the tokens' ids and embeddings."""
+        rows_TLP = self.embedding(token_ids_T).unflatten(1, (self.num_layers, -1))
+        # Round the factor to the model's dtype first, as transformers does.
+        rows_TLP = rows_TLP * torch.full((), rows_TLP.shape[2] ** 0.5, dtype=x_TE.dtype, device=x_TE.device)
+        projected_TLP = (self.projection(x_TE) * x_TE.shape[1] ** -0.5).unflatten(1, rows_TLP.shape[1:])
+        out_TLP: Tensor = (self.norm(projected_TLP) + rows_TLP) * 2.0**-0.5
+        return out_TLP
+
+
+class LayerInput(nn.Module):
+    """Last part of a layer with an input: norm(out(f(gate(x)) * input)), added to x by the layer (Gemma 3n and 4)."""
+
+    def __init__(self, config: ModelConfig, size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, size, bias=False)
+        self.out = nn.Linear(size, config.hidden_size, bias=False)
+        self.norm = make_norm(config, config.hidden_size)
+        self.activation = ACTIVATIONS[config.mlp]
+
+    def forward(self, x_TE: Tensor, input_TP: Tensor) -> Tensor:
+        """Return what is added to x: (tokens, hidden size)."""
+        added_TE: Tensor = self.norm(self.out(self.activation(self.gate(x_TE)) * input_TP))
+        return added_TE

@@ -98,10 +98,15 @@ def scale_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling | 
     yarn: as llama3, with a ramp in the frequency's number i between the numbers of `beta_fast` and `beta_slow` turns in
     the original context, rounded to whole numbers (the same section).
     longrope, dynamic: `RopeScaling.divisors` or `stretched_theta` has scaled them already.
+    proportional: all frequencies are divided by the factor, and those after the first `rotated_fraction` are set to 0.
     """
     if scaling is None or scaling.kind in (RopeScalingKind.LONGROPE, RopeScalingKind.DYNAMIC):
         return frequencies
     stretched = frequencies / scaling.factor
+    if scaling.kind is RopeScalingKind.PROPORTIONAL:
+        assert scaling.rotated_fraction is not None
+        stretched[int(scaling.rotated_fraction * len(frequencies)) :] = 0
+        return stretched
     if scaling.kind is RopeScalingKind.LINEAR:
         return stretched
     original = scaling.original_context_length

@@ -7,6 +7,8 @@ Legend: T packed tokens, R rows whose logits are wanted, E hidden size, H query 
 D head dimension, V vocabulary.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,21 +21,29 @@ from model.attention.metadata import AttentionForm, AttentionMetadata, soft_cap
 from model.attention.score_biases import SCORE_BIASES, relative_positions
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope
-from model.nn.layers import RMSNorm, make_mlp, make_norm
+from model.nn.layers import LayerInput, LayerInputs, RMSNorm, make_mlp, make_norm
 from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, rotate_each, score_factors
+
+# Keys and values of a step's tokens, TKD, by the number of the layer that computed them.
+KeysValues = dict[int, tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
     """Causal self-attention by the config: multi-head, grouped-query or multi-query, or an average of the values.
 
     table: parameters that the score biases of all layers share (`relative_positions`); None: no shared parameters.
+    kv_source: layer whose keys and values this layer reads: its own, or those of an earlier layer.
+    is_kv_shared: later layers read the keys and values of this layer.
     """
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
         super().__init__()
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.kv_source, self.is_kv_shared = config.kv_source(layer), layer in config.kv_shared_layers
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim_of(layer)
+        query, key = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        if self.kv_source != layer:
+            key = 0
         self.sizes = [query, key, key]
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.averages = config.attention is AttentionKind.AVERAGE
         if self.averages:
             self.value = nn.Linear(config.hidden_size, key, bias=config.attention_bias)
@@ -43,10 +53,11 @@ class Attention(nn.Module):
         self.norms_heads = config.qk_norm_scope is QkNormScope.HEAD
         self.norms_rotated = config.qk_norm_after_rotation
         if self.norms_heads:
-            query = key = config.head_dim
+            query, key = self.head_dim, self.head_dim if key else 0
         offset = config.norm_unit_offset
         self.query_norm = RMSNorm(query, config.norm_eps, unit_offset=offset) if config.qk_norm else None
-        self.key_norm = RMSNorm(key, config.norm_eps, unit_offset=offset) if config.qk_norm else None
+        self.key_norm = RMSNorm(key, config.norm_eps, unit_offset=offset) if config.qk_norm and key else None
+        self.value_norm_eps = config.norm_eps if config.value_norm and key else None
         self.bias = SCORE_BIASES[config.position](config, table) if config.position in SCORE_BIASES else None
         self.form = AttentionForm(
             layer=layer,
@@ -70,45 +81,58 @@ class Attention(nn.Module):
         *,
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
+        kv_of: KeysValues,
     ) -> Tensor:
-        """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size)."""
+        """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size).
+
+        kv_of: keys and values of earlier layers that later layers read. This layer reads or adds its own there.
+        """
         q_THD, k_TKD, v_TKD = self._project(x_TE)
         if not self.norms_rotated:
-            q_THD, k_TKD = self._normed(q_THD, k_TKD)
+            q_THD, k_TKD = self._normed(self.query_norm, q_THD), self._normed(self.key_norm, k_TKD)
         if rotation is not None and self.is_rotated:
             q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
         if self.norms_rotated:
-            q_THD, k_TKD = self._normed(q_THD, k_TKD)
+            q_THD, k_TKD = self._normed(self.query_norm, q_THD), self._normed(self.key_norm, k_TKD)
         if self.score_growth is not None:
             q_THD = (q_THD * score_factors(metadata.positions_T, *self.score_growth)[:, None, None]).to(q_THD.dtype)
+        if self.kv_source != self.form.layer:
+            k_TKD, v_TKD = kv_of[self.kv_source]
+        elif self.is_kv_shared:
+            kv_of[self.form.layer] = k_TKD, v_TKD
         mixed_THD = self.backend.attend(q_THD, k_TKD, v_TKD, form=self.form, metadata=metadata, kv_cache=kv_cache)
         out: Tensor = self.out(mixed_THD.flatten(1))
         return out
 
     def _project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens' queries THD, keys TKD and values TKD; in average attention D is 0 for queries and keys."""
+        """Return the tokens' queries THD, keys TKD and values TKD.
+
+        In average attention D is 0 for queries and keys. If keys and values are those of an earlier layer, K is 0.
+        """
         if self.averages:
             v_TKD = torch.unflatten(self.value(x_TE), -1, (-1, self.head_dim))
             return v_TKD.new_empty(len(x_TE), self.num_heads, 0), v_TKD[..., :0], v_TKD
         parts = torch.split(self.qkv(x_TE), self.sizes, dim=-1)
-        q_THD, k_TKD, v_TKD = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in parts)
+        q_THD, k_TKD, v_TKD = (x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)) for x in parts)
+        if self.value_norm_eps is not None:
+            v_TKD = functional.rms_norm(v_TKD.float(), v_TKD.shape[2:], eps=self.value_norm_eps).to(v_TKD.dtype)
         return q_THD, k_TKD, v_TKD
 
-    def _normed(self, q_THD: Tensor, k_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys, normed if the model has norms of them."""
-        if self.query_norm is None or self.key_norm is None:
-            return q_THD, k_TKD
-        if self.norms_heads:
-            return self.query_norm(q_THD), self.key_norm(k_TKD)
-        return self.query_norm(q_THD.flatten(1)).view(q_THD.shape), self.key_norm(k_TKD.flatten(1)).view(k_TKD.shape)
+    def _normed(self, norm: RMSNorm | None, x_THD: Tensor) -> Tensor:
+        """Return queries or keys, normed if the layer has a norm of them."""
+        if norm is None:
+            return x_THD
+        normed: Tensor = norm(x_THD) if self.norms_heads else norm(x_THD.flatten(1)).view(x_THD.shape)
+        return normed
 
 
 class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
-    With post-norm (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a
-    parallel block (GPT-NeoX) attention and MLP read the same x, in Falcon 7B and Cohere normed by the same norm.
-    `dropout` is the dropout rate of both outputs in training.
+    A layer of Gemma 4 then adds a function of its own input, and multiplies x by `layer_scalar`. With post-norm
+    (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a parallel block
+    (GPT-NeoX) attention and MLP read the same x, in Falcon 7B and Cohere normed by the same norm. `dropout` is the
+    dropout rate of all outputs in training.
     """
 
     dropout = 0.0
@@ -121,7 +145,10 @@ class Block(nn.Module):
         has_both = config.norm_placement is NormPlacement.BOTH
         self.attention_out_norm = make_norm(config, config.hidden_size) if has_both else None
         self.mlp_out_norm = make_norm(config, config.hidden_size) if has_both else None
-        self.mlp = make_mlp(config)
+        self.mlp = make_mlp(config, config.mlp_size_of(layer))
+        size = config.layer_input_size
+        self.layer_input = None if size is None else LayerInput(config, size)
+        self.layer_scalar = nn.Parameter(torch.ones(1)) if config.has_layer_scalar else None
         self.norms_outputs = config.norm_placement is NormPlacement.POST
         self.is_parallel = config.parallel_residual
 
@@ -129,19 +156,31 @@ class Block(nn.Module):
         self,
         x_TE: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
+        input_TP: Tensor | None,
         *,
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
+        kv_of: KeysValues,
     ) -> Tensor:
-        """Apply the layer to packed tokens; input and output have the shape (tokens, hidden size)."""
+        """Apply the layer to packed tokens; input and output have the shape (tokens, hidden size).
+
+        input_TP: the layer's own inputs; None for models without `layer_input_size`.
+        """
+        attend = partial(self.attention, rotation=rotation, metadata=metadata, kv_cache=kv_cache, kv_of=kv_of)
+        x_TE = self._add_attention_and_mlp(x_TE, attend)
+        if self.layer_input is not None:
+            x_TE = x_TE + self._drop(self.layer_input(x_TE, input_TP))
+        return x_TE if self.layer_scalar is None else x_TE * self.layer_scalar
+
+    def _add_attention_and_mlp(self, x_TE: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norms_outputs:
             assert self.mlp_norm is not None
-            attended_TE = self.attention(x_TE, rotation, metadata=metadata, kv_cache=kv_cache)
+            attended_TE = attend(x_TE)
             x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
             x_TE = x_TE + self._drop(self.mlp_norm(self.mlp(x_TE)))
             return x_TE
         normed_TE = self.attention_norm(x_TE)
-        attended_TE = self.attention(normed_TE, rotation, metadata=metadata, kv_cache=kv_cache)
+        attended_TE = attend(normed_TE)
         if self.attention_out_norm is not None:
             attended_TE = self.attention_out_norm(attended_TE)
         added_TE = x_TE + self._drop(attended_TE)
@@ -181,10 +220,13 @@ class Transformer(nn.Module):
             case PositionKind.SINUSOIDAL:
                 self.position_embedding = SinusoidalPositions(config.hidden_size)
             case PositionKind.ROTARY:
-                form = config.rotary_size, config.rope_theta, config.rope_scaling
+                size = config.global_head_dim or config.rotary_size
+                form = size, config.rope_theta, config.rope_scaling
                 self.rotary = RotaryPositions(*form, max_context_length=config.max_context_length)
                 if config.local_rope_theta is not None:
                     self.local_rotary = RotaryPositions(config.rotary_size, config.local_rope_theta, None)
+        input_size = config.layer_input_size
+        self.layer_inputs = None if input_size is None else LayerInputs(config, input_size)
         self.relative_positions = relative_positions(config)
         self.layers = nn.ModuleList(
             Block(config, attention, layer, self.relative_positions) for layer in range(config.num_layers)
@@ -216,9 +258,12 @@ class Transformer(nn.Module):
         x_TE = self.embed(token_ids_T, metadata.positions_T)
         rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
         local_rotation = None if self.local_rotary is None else self.local_rotary(metadata.positions_T)
-        for layer in self.layers:
+        inputs_TLP = None if self.layer_inputs is None else self.layer_inputs(token_ids_T, x_TE)
+        kv_of: KeysValues = {}
+        for number, layer in enumerate(self.layers):
             own_rotation = local_rotation if cast(Block, layer).attention.rotates_locally else rotation
-            x_TE = layer(x_TE, own_rotation, metadata=metadata, kv_cache=kv_cache)
+            input_TP = None if inputs_TLP is None else inputs_TLP[:, number]
+            x_TE = layer(x_TE, own_rotation, input_TP, metadata=metadata, kv_cache=kv_cache, kv_of=kv_of)
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:

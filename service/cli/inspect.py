@@ -27,6 +27,9 @@ _LETTERS = {
     "m": "width of the MLP",
     "b": "number of distance buckets",
     "r": "largest distinct distance",
+    "D": "dimension of a key or value in global layers",
+    "M": "width of the MLP in layers without keys",
+    "p": "size of a layer's own input",
 }
 
 
@@ -79,9 +82,9 @@ def inspect_params(settings: InspectParamsSettings) -> int:
 
 
 def _table(rows: list[parameter_counts.PartCount], config: ModelConfig) -> Iterator[str]:
-    widest = max(len(row.formula.text) for row in rows)
+    widest, names = max(len(row.formula.text) for row in rows), max(17, *(len(row.name) for row in rows))
     head = f"  {'':<{widest}}  {'one':>13}  {'places':>6}  {'by formula':>14}  {'counted':>14}  {'share':>6}  check"
-    yield f"{'parameters':<28}{head}"
+    yield f"{'parameters':<{names + 11}}{head}"
     group = ""
     for row in rows:
         # A part without parameters has a note with the reason instead of a formula.
@@ -90,10 +93,11 @@ def _table(rows: list[parameter_counts.PartCount], config: ModelConfig) -> Itera
         share = f"{row.num_counted / config.num_parameters:6.1%}"
         result = f"{'equal' if row.agrees else 'DIFFERS'}  {row.note}".rstrip()
         title, group = "" if row.group == group else row.group, row.group
-        yield f"  {title:<9}  {row.name:<17}  {formula:<{widest}}  {cells}  {share}  {result}"
-    formulas, counted = sum(row.by_formula for row in rows), sum(row.num_counted for row in rows)
+        yield f"  {title:<9}  {row.name:<{names}}  {formula:<{widest}}  {cells}  {share}  {result}"
+    totals = formulas, counted = sum(row.by_formula for row in rows), sum(row.num_counted for row in rows)
+    numbers = "  ".join(f"{total:>14,}" for total in totals)
     equal = "equal" if formulas == counted == config.num_parameters else "DIFFERS"
-    yield f"  {'total':<28}  {'':<{widest}}  {'':>13}  {'':>6}  {formulas:>14,}  {counted:>14,}  {1:6.1%}  {equal}"
+    yield f"  {'total':<{names + 11}}  {'':<{widest}}  {'':>13}  {'':>6}  {numbers}  {1:6.1%}  {equal}"
 
 
 def _attention(config: ModelConfig) -> Iterator[str]:
@@ -114,6 +118,6 @@ def _kv_cache(config: ModelConfig) -> Iterator[str]:
             f"  {dtype:<8}  {formula.text} = {formula.value:,} bytes per token, counted {counted:,}: {check}; "
             f"{context:,.1f} MiB for a context of {config.max_context_length:,}"
         )
-    multi_head = 2 * config.num_layers * config.num_heads * config.head_dim * 4
+    multi_head = 2 * config.num_heads * 4 * sum(map(config.head_dim_of, range(config.num_layers)))
     if (kept := config.kv_bytes_per_token(4)) < multi_head:
         yield f"  {kept / multi_head:.1%} of what multi-head attention with {config.num_heads} heads would store"

@@ -68,8 +68,9 @@ class LoadedModel(NamedTuple):
         """
         config, has_copy = self.config, self.config.tie_embeddings and not self.packs_embedding
         tied = config.vocab_size * config.hidden_size if has_copy else 0
-        num_floats = config.num_parameters - self.num_quantized
-        return self.value_bytes * (self.num_copies * num_floats + tied) + self.num_quantized * 5 // 4
+        looked_up = config.vocab_size * config.num_layers * (config.layer_input_size or 0)  # never packed
+        num_floats = self.num_copies * (config.num_parameters - self.num_quantized - looked_up) + looked_up
+        return self.value_bytes * (num_floats + tied) + self.num_quantized * 5 // 4
 
     @property
     def short_cache_bytes(self) -> int:
@@ -79,8 +80,9 @@ class LoadedModel(NamedTuple):
 
 def step_bytes(config: ModelConfig, max_batched_tokens: int) -> int:
     """Estimate the bytes of the largest step: `max_batched_tokens` prompt tokens, with a prompt logprob for each."""
-    values = _HIDDEN_COPIES * max(config.hidden_size, config.num_heads * config.head_dim)
-    values += _MLP_COPIES * config.mlp_size
+    values = _HIDDEN_COPIES * max(config.hidden_size, config.num_heads * config.largest_head_dim)
+    values += _MLP_COPIES * max(config.mlp_size, config.kv_shared_mlp_size or 0)
+    values += config.num_layers * (config.layer_input_size or 0)
     token_bytes = values * _FLOAT32_BYTES + config.vocab_size * _LOGIT_BYTES
     return round(_STEP_MARGIN * max_batched_tokens * token_bytes) + _RESULT_BYTES
 

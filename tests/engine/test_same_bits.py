@@ -4,6 +4,7 @@ All comparisons are exact.
 """
 
 import random
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -49,8 +50,8 @@ class Answers:
                     self.num_cached += delta.finish.num_cached_tokens
 
 
-def model_of(level: str, numbers: str) -> Transformer:
-    model, backend = build(VARIANTS["rotary-gqa"]), NativeAttention(library_of(level))
+def model_of(level: str, numbers: str, variant: str = "rotary-gqa") -> Transformer:
+    model, backend = build(VARIANTS[variant]), NativeAttention(library_of(level))
     for block in model.layers:
         block.attention.backend = backend  # type: ignore[union-attr]
     if numbers in ("int8", "int4"):
@@ -81,23 +82,30 @@ def requests() -> list[Submit]:
     return made
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8", "int4"])
+CASES = [
+    ("rotary-gqa", numbers, cache) for numbers in ("float32", "bfloat16", "int8", "int4") for cache in ("auto", "int8")
+]
+
+
+@pytest.mark.parametrize(("variant", "numbers", "cache_dtype"), [*CASES, ("gemma4", "bfloat16", "auto")])
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
-def test_completions_are_identical_alone_and_in_any_batch(level: str, numbers: str, cache_dtype: str) -> None:
+def test_completions_are_identical_alone_and_in_any_batch(
+    level: str, variant: str, numbers: str, cache_dtype: str
+) -> None:
     """Compare 200 requests one at a time with the same requests 64 at once: chunked, with prefix hits, preempted."""
     asked = requests()
-    alone = Answers(model_of(level, numbers), enable_prefix_cache=False, kv_cache_dtype=cache_dtype)
+    make = partial(model_of, level, numbers, variant)
+    alone = Answers(make(), enable_prefix_cache=False, kv_cache_dtype=cache_dtype)
     for submit in asked:
         alone.ask(submit)
     assert len(alone.reported) == NUM_REQUESTS
     assert (alone.largest_batch, alone.num_cached) == (1, 0)
-    crowded = Answers(model_of(level, numbers), max_batched_tokens=128, kv_cache_dtype=cache_dtype)
+    crowded = Answers(make(), max_batched_tokens=128, kv_cache_dtype=cache_dtype)
     crowded.ask(*asked)
     assert crowded.reported == alone.reported
     assert crowded.largest_batch == 64
     assert crowded.num_cached > 500
-    starved = Answers(model_of(level, numbers), num_blocks=24, enable_prefix_cache=False, kv_cache_dtype=cache_dtype)
+    starved = Answers(make(), num_blocks=24, enable_prefix_cache=False, kv_cache_dtype=cache_dtype)
     starved.ask(*asked)
     assert starved.reported == alone.reported
     assert starved.num_preemptions > 3

@@ -79,6 +79,20 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_GEMMA4 = _SIZES | {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
+    "layer_types": [*TYPES, "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 30.0,
+}
+_TOWERS = {"vision_config": None, "audio_config": None}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _GPT2),
     "llama": ("Llama", _SIZES),
@@ -96,6 +110,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", _GEMMA),
     "gemma3_text": ("Gemma3Text", _GEMMA),
     "gemma3": ("Gemma3", {"text_config": _GEMMA | _NO_IDS, "vision_config": _VISION, "image_token_index": 299}),
+    "gemma4_text": ("Gemma4Text", _GEMMA4),
+    "gemma4": ("Gemma4", {"text_config": _GEMMA4 | _NO_IDS | {"pad_token_id": 0}, **_TOWERS}),
     "olmo2": ("Olmo2", _SIZES),
     "olmo3": ("Olmo3", _SIZES | _GQA | {"sliding_window": WINDOW}),
     "exaone4": ("Exaone4", _SIZES | _GQA | {"sliding_window": WINDOW}),
@@ -124,6 +140,8 @@ HEADS = {
     "gpt2": "GPT2LMHeadModel",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
 }
 
@@ -149,12 +167,15 @@ class Case:
         config._attn_implementation = "eager"
         model = getattr(transformers, HEADS.get(self.family, f"{name}ForCausalLM"))(config).eval()
         generator = torch.Generator().manual_seed(seed)
-        offset = 0.0 if self.family.startswith("gemma") else 1.0
+        offset = 0.0 if self.family in ("gemma", "gemma2", "gemma3_text", "gemma3") else 1.0
+        scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
         with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
+            for parameter_name, parameter in [*model.named_parameters(), *scalars]:
                 parameter.normal_(0.0, spread, generator=generator)
                 if parameter.dim() == 1 and not parameter_name.endswith("bias"):
                     parameter += offset
+                if self.family.startswith("gemma4") and parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter *= 0.5  # the scores have no other scale, and large scores amplify rounding errors
         return model
 
 
@@ -230,6 +251,23 @@ CASES: dict[str, Case] = {
     "gemma3 without windows": Case("gemma3_text", {"layer_types": ["full_attention"] * LAYERS}),
     "gemma3 low cap": Case("gemma3_text", {"final_logit_softcapping": 3.0}),
     "gemma3 multimodal": Case("gemma3", {"rope_parameters": GEMMA_ROPES, "layer_types": TYPES}),
+    "gemma4": Case("gemma4_text"),
+    "gemma4 without shared keys": Case(
+        "gemma4_text",
+        {
+            "num_kv_shared_layers": 0,
+            "num_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma4 multimodal": Case("gemma4"),
     "olmo2": Case("olmo2"),
     "olmo2 gqa tied biased": Case("olmo2", {**_GQA, "tie_word_embeddings": True, "attention_bias": True}),
     "olmo2 llama3": Case("olmo2", {**_GQA, "rope_parameters": _LLAMA3}),

@@ -256,6 +256,34 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gemma2", "hidden_act": "silu"},
         "hidden_act='silu': contradicts hidden_activation",
     ),
+    "experts in gemma4": (
+        {"model_type": "gemma4_text", "enable_moe_block": True},
+        "enable_moe_block=True: a mixture of experts is not implemented",
+    ),
+    "keys as values in gemma4": (
+        {"model_type": "gemma4", "text_config": {"attention_k_eq_v": True}},
+        "text_config.attention_k_eq_v=True: keys as values are not implemented",
+    ),
+    "all tokens of gemma4": (
+        {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},
+        "use_bidirectional_attention='all': only causal models",
+    ),
+    "second embedding of gemma4": (
+        {"model_type": "gemma4_text", "vocab_size_per_layer_input": 5},
+        "vocab_size_per_layer_input=5: only vocab_size=262144 is supported",
+    ),
+    "last layer of gemma4": (
+        {"model_type": "gemma4_text", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+        "layer_types=.*the last layer must have full_attention",
+    ),
+    "no keys to share in gemma4": (
+        {"model_type": "gemma4_text", "num_kv_shared_layers": 28},
+        "num_kv_shared_layers=28 leaves no earlier layer of the same kind",
+    ),
+    "heads of one layer of gemma4": (
+        {"model_type": "gemma4_text", "per_layer_config": {"5": {"head_dim": 512}}},
+        "per_layer_config=.*expected a head_dim, the same for all full_attention layers",
+    ),
     "unknown key of a language model": (
         {"model_type": "gemma3", "text_config": {"use_magic": True}},
         "text_config.use_magic=True: unknown key",

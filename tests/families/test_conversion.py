@@ -55,7 +55,7 @@ def test_an_exported_checkpoint_reads_back_as_the_same_model(
     assert len(second.weight_files) > 1
     written = {name: tensor for path in second.weight_files for name, tensor in load_file(path).items()}
     original = {  # the export is of the language model alone
-        name.removeprefix("language_model."): tensor
+        name.replace("language_model.", "", 1): tensor
         for name, tensor in load_file(tmp_path / "first" / SINGLE_FILE).items()
         if not name.startswith(("vision_tower.", "multi_modal_projector."))
     }

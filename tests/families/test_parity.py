@@ -111,6 +111,11 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "local theta": ("gemma3", {"local_rope_theta": None}),
     "scaling of global layers": ("gemma3", {"rope_scaling": None}),
     "norm offset of q and k": ("gemma3", {"norm_unit_offset": False}),
+    "values without a norm": ("gemma4", {"value_norm": False}),
+    "score scale of gemma4": ("gemma4", {"score_scale": None}),
+    "lowest frequencies": ("gemma4", {"rope_scaling": None}),
+    "local theta of gemma4": ("gemma4", {"local_rope_theta": 1e6}),
+    "factor of frequencies": ("gemma4 without shared keys", {"rope_scaling": None}),
     "epsilon": ("olmo2", {"norm_eps": 1e-2}),
     "positions of layers with a window": ("olmo3", {"local_rope_theta": None}),
     "scaling of layers without a window": ("olmo3", {"rope_scaling": None}),
@@ -163,9 +168,11 @@ def test_every_family_has_a_parity_case() -> None:
     assert {case.family for case in CASES.values()} == set(FAMILIES)
 
 
-# The library saves Gemma 3 with a vision tower under the same names with and without its head.
+# The library saves Gemma 3 and 4 with towers under the same names with and without its head.
 TIED = [
-    name for name, case in CASES.items() if case.build().config.tie_word_embeddings and case.family not in ("gemma3",)
+    name
+    for name, case in CASES.items()
+    if case.build().config.tie_word_embeddings and case.family not in ("gemma3", "gemma4")
 ]
 
 

@@ -30,7 +30,15 @@ ROTARY = list(
         if CONFIGS[entry["name"]].position is PositionKind.ROTARY and CONFIGS[entry["name"]].local_rope_theta is None
     }.values()
 )
-TWO_ROPES = [name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith(("gemma3", "olmo3"))]
+# Names of the library's classes, without `Config` and `RotaryEmbedding`.
+CLASSES_OF_TWO_ROPES = {
+    "gemma3": ("Gemma3Text", "Gemma3"),
+    "gemma4": ("Gemma4Text", "Gemma4Text"),
+    "olmo3": ("Olmo3", "Olmo3"),
+}
+TWO_ROPES = [
+    name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith(tuple(CLASSES_OF_TWO_ROPES))
+]
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -57,13 +65,14 @@ def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> No
 def test_both_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> None:
     values, config = PUBLIC[name][1], CONFIGS[name]
     own = copy.deepcopy(values.get("text_config", values))
-    class_name, module_name = ("Olmo3", "olmo3") if values["model_type"] == "olmo3" else ("Gemma3Text", "gemma3")
-    make_config = getattr(transformers, f"{class_name}Config")
+    module_name = values["model_type"].removesuffix("_text")
+    config_class, rope_class = CLASSES_OF_TWO_ROPES[module_name]
+    make_config = getattr(transformers, f"{config_class}Config")
     library_config = make_config(**{key: own[key] for key in own if key != "model_type"})
     module = importlib.import_module(f"transformers.models.{module_name}.modeling_{module_name}")
-    theirs = getattr(module, f"{class_name.removesuffix('Text')}RotaryEmbedding")(library_config)
+    theirs = getattr(module, f"{rope_class}RotaryEmbedding")(library_config)
     assert config.local_rope_theta is not None
-    whole = RotaryPositions(config.rotary_size, config.rope_theta, config.rope_scaling)
+    whole = RotaryPositions(config.global_head_dim or config.rotary_size, config.rope_theta, config.rope_scaling)
     local = RotaryPositions(config.rotary_size, config.local_rope_theta, None)
     assert torch.equal(whole.frequencies, theirs.full_attention_inv_freq)
     assert torch.equal(local.frequencies, theirs.sliding_attention_inv_freq)

@@ -63,6 +63,10 @@ SERVED: dict[str, tuple[Case, Any]] = {
         Case("gemma3_text", {"tie_word_embeddings": False, "rope_parameters": GEMMA_ROPES, "layer_types": TYPES}),
         write_sentence_piece,
     ),
+    "gemma4": (
+        Case("gemma4_text", {"tie_word_embeddings": False, "vocab_size_per_layer_input": VOCAB_SIZE}),
+        write_sentence_piece,
+    ),
     "opt": (Case("opt"), write_byte_level),
     "bloom": (Case("bloom", {"tie_word_embeddings": False}), write_byte_level),
     "falcon": (Case("falcon", {"tie_word_embeddings": False}), write_byte_level),

@@ -138,7 +138,7 @@ def test_decoding_a_long_context_equals_the_reference() -> None:
     context, size = 100_000, where.block_size
     blocks = context // size
     cache = KVCache(where.config, num_blocks=blocks, block_size=size, dtype=where.dtype, device=where.device)
-    for pool in (cache.keys_LNPKD, cache.values_LNPKD):
+    for pool in (*cache.keys, *cache.values):
         pool.normal_()
     q = torch.randn((1, 4, 64), device="cuda")
     inputs = (torch.tensor([context - 1], device="cuda"), torch.randperm(blocks, device="cuda")[None], cache)

@@ -8,7 +8,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.sampling.params import SamplingParams
-from tests.model.configs import LLAMA3, LONGROPE, RELATIVE, ROTARY, VARIANTS, YARN, build
+from tests.model.configs import DISENTANGLED, LLAMA3, LONGROPE, RELATIVE, ROTARY, VARIANTS, YARN, build
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -100,6 +100,18 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
         ),
         ({"rope_scaling": LONGROPE}, "rope_scaling has 3 divisors for 4 frequencies"),
         ({"logit_divisor": 0.0}, "logit_divisor must be a positive number"),
+        ({"global_head_dim": 16}, "global_head_dim needs to be even, and needs a local_rope_theta"),
+        ({"sliding_window": 7, "local_rope_theta": 5.0, "global_head_dim": 9}, "global_head_dim needs to be even"),
+        ({"value_norm": True, **DISENTANGLED}, "need attention=softmax and a position other than disentangled"),
+        ({"kv_shared_mlp_size": 9}, "kv_shared_mlp_size needs num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 leaves no earlier layer of the same kind"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers=3 leaves no earlier layer"),
+        ({"num_kv_shared_layers": 1, "sliding_window": 7, "global_layers": [1]}, "leaves no earlier layer"),
+        ({"layer_input_size": 8, "norm": "layer_norm"}, "layer_input_size needs norm=rms_norm"),
+        (
+            {"rope_scaling": {"kind": "proportional", "factor": 1.0, "rotated_fraction": 1.5}},
+            "rotated_fraction must be at most 1, not 1.5",
+        ),
         ({"qk_norm": 1}, "qk_norm must be true or false"),
         ({"colour": "red"}, "unknown model config keys: colour"),
     ],
@@ -117,6 +129,11 @@ def test_an_error_names_a_missing_key() -> None:
 def test_kv_bytes_per_token_count_keys_and_values_of_all_layers() -> None:
     # keys and values, 2 layers, 2 kv heads, 8 numbers of 4 bytes
     assert VARIANTS["rotary-gqa"].kv_bytes_per_token(4) == 2 * 2 * 2 * 8 * 4
+    # The last two of four layers read the keys and values of the first two, which have heads of 8 and of 16 numbers.
+    shared = VARIANTS["gemma4"]
+    assert [shared.kv_source(layer) for layer in range(4)] == [0, 1, 0, 1]
+    assert shared.kv_bytes_per_token(4) == 2 * 2 * (8 + 16) * 4
+    assert shared.kv_bytes_per_token(1) == 2 * 2 * (8 + 16 + 2 * 4)
 
 
 def test_a_config_is_frozen() -> None:

@@ -115,20 +115,24 @@ def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[in
     module, _, kind = name.rpartition(".")
     first, _, rest = module.partition(".")
     layer, _, inner = rest.partition(".")
-    names = family.names[f"{first}.#.{inner}" if first == "layers" else module]
+    names = family.names[f"{first}.#.{inner}".removesuffix(".") if first == "layers" else module]
     parts = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
     if names.layout in (Layout.CONCATENATED, Layout.ROTARY_PAIRS):
-        rows = _rows(config, inner)
-        return Source(names.layout, {part: (row, *shape[1:]) for part, row in zip(parts, rows, strict=True)})
+        rows = zip(parts, _rows(config, inner, int(layer)), strict=True)
+        return Source(names.layout, {part: (row, *shape[1:]) for part, row in rows if row})
     if names.layout is Layout.TRANSPOSED:
         return Source(Layout.AS_IS if len(shape) == 1 else names.layout, {parts[0]: shape[::-1]})
     return Source(names.layout, {parts[0]: shape})
 
 
-def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
-    """Return each checkpoint tensor's number of rows in a concatenated matrix of Kvasir's model, qkv or gate_up."""
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
+def _rows(config: ModelConfig, module: str, layer: int) -> tuple[int, ...]:
+    """Return each checkpoint tensor's number of rows in a concatenated matrix of a layer, qkv or gate_up.
+
+    It is 0 for keys and values that are those of an earlier layer.
+    """
+    size, has_keys = config.head_dim_of(layer), config.kv_source(layer) == layer
+    query, key = config.num_heads * size, config.num_kv_heads * size * has_keys
+    return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size_of(layer),) * 2}[module]
 
 
 def full_name(family: ModelFamily | None, name: str) -> str:

@@ -21,10 +21,10 @@ OUT_NORMS = {
 
 
 def _read_gemma(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return _shared_fields(reader, fields, activation_keys=("hidden_act", "hidden_activation"))
+    return shared_fields(reader, fields, activation_keys=("hidden_act", "hidden_activation"))
 
 
-def _shared_fields(
+def shared_fields(
     reader: ConfigReader, fields: Mapping[str, Any], *, activation_keys: tuple[str, str]
 ) -> dict[str, Any]:
     """Return the ModelConfig fields that all versions of Gemma have in common.
@@ -65,7 +65,7 @@ def newer_fields(
         slides=lambda layer: (layer + 1) % period != 0,
     )
     return {
-        **_shared_fields(reader, fields, activation_keys=("hidden_activation", "hidden_act")),
+        **shared_fields(reader, fields, activation_keys=("hidden_activation", "hidden_act")),
         **windows,
         "norm_placement": NormPlacement.BOTH,
         "score_scale": None if size == fields["head_dim"] else size**-0.5,

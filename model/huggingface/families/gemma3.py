@@ -27,14 +27,21 @@ def _read_gemma3(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
     return {**own, "qk_norm": True, "qk_norm_scope": QkNormScope.HEAD}
 
 
+read_gemma_ropes = partial(
+    read_two_ropes,
+    old_keys=(("rope_theta", "rope_scaling"), ("rope_local_base_freq",)),
+    thetas=(1_000_000.0, DEFAULT_THETA),
+)
+
+
 def read_text_config(
     reader: ConfigReader, *, texts: tuple[ModelFamily, ...], tower_keys: Iterable[str], is_tied: bool
 ) -> ModelConfig:
-    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision tower.
+    """Return the ModelConfig of the language model, `text_config` in a config.json with a vision or audio tower.
 
     Args:
         texts: possible families of the language model, the default first.
-        tower_keys: keys about the tower, which is not served.
+        tower_keys: keys about the towers, which are not served.
         is_tied: default of `tie_word_embeddings`.
     """
     given = reader.value("text_config")
@@ -78,11 +85,7 @@ _GEMMA3_TEXT = replace(
         renamed=OUT_NORMS,
         activations=TANH_ACTIVATIONS,
         activation_key="hidden_activation",
-        read_ropes=partial(
-            read_two_ropes,
-            old_keys=(("rope_theta", "rope_scaling"), ("rope_local_base_freq",)),
-            thetas=(1_000_000.0, DEFAULT_THETA),
-        ),
+        read_ropes=read_gemma_ropes,
         **{**GEMMA2_SIZES, "vocab_size": 262208, "max_position_embeddings": 131072},
     ),
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),

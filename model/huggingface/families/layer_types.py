@@ -56,6 +56,7 @@ def read_two_ropes(
     *,
     old_keys: tuple[tuple[str, ...], tuple[str, ...]],
     thetas: tuple[float, float],
+    absent: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the ModelConfig fields of two rotary embeddings: of layers without and with a window.
 
@@ -66,9 +67,10 @@ def read_two_ropes(
         old_keys: keys of each embedding in old files, first that of its base. New files have `rope_parameters` by kind
             of layer.
         thetas: default base of each embedding.
+        absent: value of an absent `rope_parameters`.
     """
     given = reader.value("rope_parameters")
-    by_kind = {} if given is None else given
+    by_kind = (absent or {}) if given is None else given
     if not isinstance(by_kind, Mapping) or by_kind.keys() - set(_KINDS):
         remedy = f"expected an object with the keys {' and '.join(_KINDS)}; correct the config"
         reader.reject("rope_parameters", given, remedy)

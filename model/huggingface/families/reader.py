@@ -106,6 +106,10 @@ class ConfigReader:
         """Return True if one of the keys has a value other than null or an empty object, and is not read yet."""
         return any(self._unread.get(name) for name in names)
 
+    def optional_count(self, name: str, default: int | None) -> int | None:
+        """Return the value of a key that must be a positive integer, or 0 or null; None for these two."""
+        return None if self._unread.get(name, default) == 0 else self.optional_size(name, default)
+
     def size(self, name: str, default: int) -> int:
         """Return the value of a key that must be a positive integer; null is rejected."""
         value = self._unread.pop(name, default)
@@ -253,7 +257,8 @@ def read_rope(
     base = _agreed(reader, (f"{name}.rope_theta", values.pop("rope_theta", None)), theta_names, theta)
     inner = (f"{name}.partial_rotary_factor", values.pop("partial_rotary_factor", None))
     fraction = _agreed(reader, inner, partial_names, partial)
-    if not partial_names and fraction != 1.0:
+    is_proportional = kind == RopeScalingKind.PROPORTIONAL
+    if not partial_names and fraction != 1.0 and not is_proportional:
         reader.reject(inner[0], fraction, "this family rotates whole heads; use a checkpoint without it")
     if fraction > 1.0:
         reader.reject(inner[0], fraction, "at most 1.0 is possible; correct the config")
@@ -280,11 +285,13 @@ def read_rope(
             fields["original_context_length"] = length
             fields |= {f"{key}_divisors": values.pop(f"{key}_factor", None) for key in ("short", "long")}
             fields["attention_factor"] = values.pop("attention_factor", None)
+        elif is_proportional:
+            fields |= {"factor": 1.0 if fields["factor"] is None else fields["factor"], "rotated_fraction": fraction}
         scaling = RopeScaling.from_dict(fields)
     if values:
         key = sorted(values)[0]
         reader.reject(f"{name}.{key}", values[key], f"not a key of rope type {kind}; use a checkpoint without it")
-    return Rope(theta=base, scaling=scaling, partial=fraction)
+    return Rope(theta=base, scaling=scaling, partial=1.0 if is_proportional else fraction)
 
 
 def _yarn_fields(reader: ConfigReader, name: str, values: dict[str, Any], factor: float) -> dict[str, Any]:

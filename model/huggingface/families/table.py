@@ -8,6 +8,7 @@ from model.huggingface.families.falcon import FALCON
 from model.huggingface.families.family import ModelFamily
 from model.huggingface.families.gemma import GEMMA
 from model.huggingface.families.gemma3 import GEMMA3
+from model.huggingface.families.gemma4 import GEMMA4
 from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.granite import GRANITE
 from model.huggingface.families.hunyuan import HUNYUAN
@@ -28,6 +29,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         *POST_NORM,
         *GEMMA,
         *GEMMA3,
+        *GEMMA4,
         SMOLLM3,
         PHI3,
         GRANITE,

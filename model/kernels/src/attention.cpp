@@ -172,8 +172,9 @@ private:
     const int num_terms;
     const int64_t token_size;  // numbers of one token's keys in the cache
 
-    // Writes this step's keys and values to the cache; must run before the cache is read.
+    // Writes this step's keys and values, if there are any, to the cache; must run before the cache is read.
     void write_cache() {
+        if (call.k == nullptr) return;
         for (int64_t token = 0; token < batch.num_tokens; ++token) {
             const int64_t to = batch.slots[token] * token_size;
             const T* key = static_cast<const T*>(call.k) + token * call.k_stride;

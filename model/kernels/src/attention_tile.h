@@ -14,7 +14,7 @@ namespace kvasir {
 constexpr int TILE = 128;
 constexpr int GROUPS = TILE / LANES;
 constexpr int FEW_ROWS = 8;
-constexpr int MAX_HEAD_SIZE = 256;
+constexpr int MAX_HEAD_SIZE = 512;
 constexpr int CACHE_LINE = 64;                  // bytes
 constexpr int PREFETCH_DISTANCE = 48 * 1024;    // bytes between a read and the prefetch
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();

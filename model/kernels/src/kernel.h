@@ -44,7 +44,7 @@ struct AttentionBatch {
     const int64_t *query_starts, *context_lengths, *tables, *slots;
 };
 
-// Arguments of attention for one layer. Strides are the distances between tokens, in numbers; out and the cache are
+// Arguments of attention for one layer. k, v: null if another layer has written these tokens to the cache. Strides are the distances between tokens, in numbers; out and the cache are
 // contiguous. window: number of positions that a token sees, its own included; 0: no limit. bias: null, or bias_stride
 // floats for each query head: [bias_length - 1 - d] is added to the score of a key d positions back. Biases are
 // multiplied by log2(e), because weights are computed as powers of two. soft_cap: bound of the scaled products, as in

@@ -8,22 +8,35 @@ namespace kvasir {
 namespace {
 
 // Weights of one layer; null if the layer has no such weights. Norm weights include their offset. The out norms are of
-// the outputs of attention and MLP; a layer has both or neither. query_rotation, key_rotation: index of their angles in
-// `Rows`; -1: the layer is not rotated.
+// the outputs of attention and MLP; a layer has both or neither. kv_heads: 0 if the layer reads the keys and values of an
+// earlier layer. rotated: dimensions of a head with rotary embedding. query_angle, key_angle: index of the first of these
+// heads' angles among those of a position in `Rows`; -1: they are not rotated. input_gate, input_out and input_norm are of
+// the layer's input; see LayerInputWeights. factor: of the layer's output.
 struct LayerWeights {
-    Matrix qkv, out, up, down;
+    Matrix qkv, out, up, down, input_gate, input_out;
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;
     const float *attention_out_norm, *attention_out_norm_bias, *mlp_out_norm, *mlp_out_norm_bias;
-    const float *query_norm, *key_norm;
-    int64_t query_rotation, key_rotation;
+    const float *query_norm, *key_norm, *value_norm, *input_norm;
+    int64_t kv_heads, head_dim, mlp, rotated, query_angle, key_angle;
+    float factor;
 };
 
-// Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). rotated:
-// dimensions of a head with rotary embedding. num_rotations: rotary embeddings with different angles. norm_scope, of
-// query and key norms: 0 for each head, 1 for all heads. norms_rotated: they come after the rotation. logit_soft_cap: bound of the logits; 0: no bound.
+// Inputs of all layers: for each token and layer `size` numbers, the sum of a row of a second embedding, multiplied by
+// table_factor, and of the normed product of the token's embedding and the projection, multiplied by x_factor.
+struct LayerInputWeights {
+    Matrix projection;
+    const void* table;
+    const float* norm;
+    int64_t size;
+    float x_factor, table_factor;
+};
+
+// Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). num_angles: angles
+// of a position, of all rotary embeddings. norm_scope, of query and key norms: 0 for each head, 1 for all heads.
+// norms_rotated: they come after the rotation. logit_soft_cap: bound of the logits; 0: no bound.
 struct Shape {
-    int64_t hidden, heads, kv_heads, head_dim, mlp;
-    int64_t rotated, num_rotations, norm_scope, norms_rotated;
+    int64_t hidden, heads;
+    int64_t num_angles, norm_scope, norms_rotated;
     Numbers numbers;
     Norm norm;
     Activation activation;
@@ -40,7 +53,8 @@ struct Rows {
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
     void* narrow;     // inputs of an int8 or int4 matrix, or groups of inputs of a grouped matrix
     float* scales;    // scale of each row of an int8 input
-    const float *cosines, *sines;  // for every position, rotated / 2 numbers of each rotary embedding
+    float* layer_inputs;           // inputs of all layers, rows of projection.outputs
+    const float *cosines, *sines;  // for every position, num_angles numbers
     const int64_t* positions;      // position of every row
     const void* embedding;         // `hidden` numbers for every token id, or null
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
@@ -52,12 +66,13 @@ struct StepArguments {
     const Shape* shape;
     const Rows* rows;
     const LayerWeights* layers;
+    const LayerInputWeights* layer_inputs;  // null: the layers have no inputs of their own
     // num_positions: positions with cosines and sines. vocabulary: tokens with an embedding.
     int64_t num_layers, num_positions, vocabulary;
     AttentionKernel attend;
     const AttentionBatch* batch;
     const AttentionCall* calls;  // one for each layer
-    const void* mixed;           // output of attention: rows of heads * head_dim
+    const void* mixed;           // output of attention: rows of heads * head_dim of the layer
     const Matrix* head;
     const float *norm, *norm_bias;
     float* logits;  // head->outputs a row
@@ -81,9 +96,53 @@ class Step {
         }
     }
 
+    // Computes the inputs of all layers from x, the tokens' embeddings.
+    void embed_layers(const LayerInputWeights& inputs, int64_t num_layers) const {
+        const Matrix& matrix = inputs.projection;
+        product(matrix, norm_inputs(matrix, nullptr, nullptr),
+                [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+                    float* at = rows.layer_inputs + row * matrix.outputs + output;
+                    for (int b = 0; b < blocks; ++b) store(at + b * LANES, mul(results[b], splat(inputs.x_factor)));
+                });
+        const auto* table = static_cast<const Number*>(inputs.table);
+        each_row([&](int64_t row) {
+            static thread_local float found[MAX_WIDTH];
+            float* to = rows.layer_inputs + row * matrix.outputs;
+            const Number* from = table + rows.tokens[row] * num_layers * inputs.size;
+            for (int64_t layer = 0; layer < num_layers; ++layer, to += inputs.size, from += inputs.size) {
+                normalize(shape.norm, to, inputs.size, inputs.norm, nullptr, shape.eps, to);
+                convert(from, inputs.size, found);
+                for (int64_t at = 0; at < inputs.size; ++at) to[at] += found[at] * inputs.table_factor;
+            }
+        });
+    }
+
+    // Computes x += norm(out(f(gate(x)) * input)), if the layers have inputs, then x *= factor.
+    void finish_input(const LayerWeights& layer, const LayerInputWeights* inputs, int64_t index) const {
+        if (inputs != nullptr) {
+            const int64_t size = inputs->size, hidden_stride = padded(size);
+            Wide* hidden = wide() + rows.count * stride;
+            product(layer.input_gate, norm_inputs(layer.input_gate, nullptr, nullptr),
+                    [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+                        const float* by = rows.layer_inputs + row * inputs->projection.outputs + index * size + output;
+                        Wide* at = hidden + row * hidden_stride + output;
+                        for (int b = 0; b < blocks; ++b, at += LANES, by += LANES) {
+                            store(at, mul(activate(shape.activation, results[b]), load(by)));
+                        }
+                    });
+            add_product(layer.input_out, convert_inputs(layer.input_out, hidden, size, hidden_stride), rows.added, false);
+            add_normed(layer.input_norm, nullptr);
+        }
+        if (layer.factor == 1.f) return;
+        each_row([&](int64_t row) {
+            float* x = rows.x + row * stride;
+            for (int64_t at = 0; at < stride; at += LANES) store(x + at, mul(load(x + at), splat(layer.factor)));
+        });
+    }
+
     // Computes x += out(mixed), x += mlp(norm(x)), or another arrangement of `model.nn.transformer.Block`.
     void finish(const LayerWeights& layer, const void* mixed) const {
-        const int64_t width = shape.heads * shape.head_dim;
+        const int64_t width = shape.heads * layer.head_dim;
         const bool norms_outputs = layer.attention_out_norm != nullptr;
         const bool adds = !norms_outputs && !shape.is_parallel;
         add_product(layer.out, convert_inputs(layer.out, static_cast<const Number*>(mixed), width, width),
@@ -102,12 +161,15 @@ class Step {
         const Matrix& matrix = layer.qkv;
         auto* qkv = static_cast<Number*>(rows.qkv);
         store_product(matrix, norm_inputs(matrix, layer.attention_norm, layer.attention_norm_bias), qkv);
-        const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
-        if (layer.query_norm == nullptr && (shape.rotated == 0 || layer.key_rotation < 0)) return;
+        const int64_t query = shape.heads * layer.head_dim, key = layer.kv_heads * layer.head_dim;
+        if (layer.query_norm == nullptr && layer.value_norm == nullptr && layer.query_angle < 0) return;
         each_row([&](int64_t row) {
             Number* heads = qkv + row * matrix.outputs;
-            norm_and_rotate(heads, query, layer.query_norm, row, layer.query_rotation);
-            norm_and_rotate(heads + query, key, layer.key_norm, row, layer.key_rotation);
+            norm_and_rotate(layer, heads, query, layer.query_norm, row, layer.query_angle);
+            norm_and_rotate(layer, heads + query, key, layer.key_norm, row, layer.key_angle);
+            if (layer.value_norm != nullptr) {
+                norm_and_rotate(layer, heads + query + key, key, layer.value_norm, row, -1);
+            }
         });
     }
 
@@ -223,7 +285,7 @@ class Step {
         const Inputs inputs = norm_inputs(layer.up, layer.mlp_norm, layer.mlp_norm_bias);
         // Hidden values go after the inputs, which the product still reads.
         Wide* hidden = wide() + rows.count * stride;
-        const int64_t hidden_stride = padded(shape.mlp);
+        const int64_t hidden_stride = padded(layer.mlp);
         product(layer.up, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
             if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
@@ -234,7 +296,7 @@ class Step {
                 for (int b = 0; b < blocks; ++b, at += LANES) store(at, activate(shape.activation, results[b]));
             }
         });
-        add_product(layer.down, convert_inputs(layer.down, hidden, shape.mlp, hidden_stride), to, adds);
+        add_product(layer.down, convert_inputs(layer.down, hidden, layer.mlp, hidden_stride), to, adds);
     }
 
     void add_row(int64_t row) const {
@@ -250,10 +312,11 @@ class Step {
         });
     }
 
-    // Applies norm and rotary embedding to the heads of one row.
-    void norm_and_rotate(Number* heads, int64_t size, const float* norm, int64_t row, int64_t rotation) const {
+    // Applies norm and rotary embedding to the heads of one row: queries, keys or values. angle: see LayerWeights.
+    void norm_and_rotate(const LayerWeights& layer, Number* heads, int64_t size, const float* norm, int64_t row,
+                         int64_t angle) const {
         static thread_local float values[MAX_WIDTH];
-        const int64_t step = shape.norm_scope == 0 ? shape.head_dim : size;
+        const int64_t step = shape.norm_scope == 0 ? layer.head_dim : size;
         const auto normalize_heads = [&] {
             for (int64_t at = 0; norm != nullptr && at < size; at += step) {
                 normalize(Norm::rms, values + at, step, norm, nullptr, shape.eps, values + at);
@@ -261,10 +324,9 @@ class Step {
         };
         convert(heads, size, values);
         if (!shape.norms_rotated) normalize_heads();
-        const int64_t half = rotation < 0 ? 0 : shape.rotated / 2;
-        const int64_t angles = half > 0 ? (rows.positions[row] * shape.num_rotations + rotation) * half : 0;
-        for (int64_t at = 0; half > 0 && at < size; at += shape.head_dim) {
-            rotate(values + at, half, rows.cosines + angles, rows.sines + angles);
+        const int64_t angles = rows.positions[row] * shape.num_angles + angle;
+        for (int64_t at = 0; angle >= 0 && at < size; at += layer.head_dim) {
+            rotate(values + at, layer.rotated / 2, rows.cosines + angles, rows.sines + angles);
         }
         if (shape.norms_rotated) normalize_heads();
         convert(values, size, heads);
@@ -290,8 +352,14 @@ using namespace kvasir;
 // model has these layers. Layer 0 starts with the embeddings, if rows has any.
 KVASIR_KERNEL void kvasir_between_attentions(const StepArguments* arguments, int64_t layer) {
     with_step(*arguments, [&](const auto& step) {
-        if (layer == 0) step.embed();
-        if (layer > 0) step.finish(arguments->layers[layer - 1], arguments->mixed);
+        if (layer == 0) {
+            step.embed();
+            if (arguments->layer_inputs != nullptr) step.embed_layers(*arguments->layer_inputs, arguments->num_layers);
+        } else {
+            const LayerWeights& last = arguments->layers[layer - 1];
+            step.finish(last, arguments->mixed);
+            step.finish_input(last, arguments->layer_inputs, layer - 1);
+        }
         if (layer < arguments->num_layers) step.begin(arguments->layers[layer]);
     });
 }

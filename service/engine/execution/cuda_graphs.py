@@ -123,7 +123,7 @@ class DecodeGraphs:
         shapes: Sequence[Bucket],
     ) -> None:
         self.shapes = tuple(shapes)
-        device = cache.keys_LNPKD.device
+        device = cache.keys[0].device
         on_gpu = device.type == "cuda"
         self._scratch_block = cache.num_blocks - 1
         self._scratch_slot = self._scratch_block * cache.block_size

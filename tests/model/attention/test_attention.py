@@ -58,7 +58,7 @@ def test_multi_head_equals_pytorchs_own_module() -> None:
     future = torch.ones(9, 9, dtype=torch.bool).triu(1)
     with torch.no_grad():
         expected, _ = theirs(x_TE[None], x_TE[None], x_TE[None], attn_mask=future, need_weights=False)
-    actual = ours(x_TE, None, metadata=AttentionMetadata.uncached((9,)), kv_cache=None)
+    actual = ours(x_TE, None, metadata=AttentionMetadata.uncached((9,)), kv_cache=None, kv_of={})
     torch.testing.assert_close(actual, expected[0], atol=1e-5, rtol=1e-5)
 
 
@@ -84,8 +84,8 @@ def test_padding_blocks_do_not_change_the_output() -> None:
     generator = torch.Generator().manual_seed(3)
     sequences = [torch.randint(300, (length,), generator=generator) for length in (2, 30)]
     clean, dirty = PagedRun(build(config), sequences), PagedRun(build(config), sequences)
-    dirty.cache.keys_LNPKD.normal_(0, 100)
-    dirty.cache.values_LNPKD.normal_(0, 100)
+    for pool in (*dirty.cache.keys, *dirty.cache.values):
+        pool.normal_(0, 100)
     for expected, actual in zip(clean.forward_in_chunks(1), dirty.forward_in_chunks(1), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
@@ -96,10 +96,10 @@ def test_blocks_before_the_window_are_not_read(num_queries: int) -> None:
     context_length, window = 30, 5
     config = VARIANTS["rotary-gqa"]
     cache = KVCache(config, num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32, device="cpu")
-    cache.keys_LNPKD.normal_()
-    cache.values_LNPKD.normal_()
     first_seen = (context_length - num_queries - window + 1) // BLOCK_SIZE
-    cache.keys_LNPKD[:, :first_seen] = cache.values_LNPKD[:, :first_seen] = torch.nan
+    for pool in (*cache.keys, *cache.values):
+        pool.normal_()
+        pool[:first_seen] = torch.nan
     positions = torch.arange(context_length - num_queries, context_length)
     metadata = AttentionMetadata(
         query_lengths=(num_queries, 1),
@@ -138,8 +138,24 @@ def test_cache_gathers_what_was_written() -> None:
     k_SKD, v_SKD = cache.gather(1, cache.slots_of(torch.tensor(table))[:6])
     torch.testing.assert_close(k_SKD, k_TKD)
     torch.testing.assert_close(v_SKD, v_TKD)
-    assert not cache.keys_LNPKD[0].any()
+    assert not cache.keys[0].any()
     assert cache.num_bytes == 6 * BLOCK_SIZE * config.kv_bytes_per_token(4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_layer_that_shares_keys_and_values_has_no_memory_of_its_own(dtype: torch.dtype) -> None:
+    config, slots = VARIANTS["gemma4"], torch.tensor([5, 2])
+    cache = KVCache(config, num_blocks=3, block_size=4, dtype=torch.float32, device="cpu", cache_dtype=dtype)
+    assert cache.num_bytes == 3 * 4 * config.kv_bytes_per_token(dtype.itemsize)
+    assert [cache.is_owner(layer) for layer in range(4)] == [True, True, False, False]
+    for owner, reader, size in ((0, 2, 8), (1, 3, 16)):
+        k_TKD, v_TKD = torch.randn(2, 2, 2, size)
+        cache.write(owner, slots, k_TKD, v_TKD)
+        written = cache.gather(owner, slots)
+        cache.write(reader, slots, v_TKD, k_TKD)
+        for mine, other in zip(written, cache.gather(reader, slots), strict=True):
+            assert torch.equal(mine, other)
+            assert mine.any()
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product([0, -1, 3], [0, -2, 4]))[:-1])

@@ -20,7 +20,16 @@ from tests.model.kernel_libraries import BUILDABLE, library_of
 
 BEST = list(BUILDABLE)[:1]
 # Query heads, key/value heads, head size, block size.
-SHAPES = [(4, 4, 16, 4), (9, 3, 64, 16), (6, 1, 7, 3), (3, 3, 80, 16), (2, 2, 256, 64), (50, 1, 8, 5), (2, 1, 33, 1)]
+SHAPES = [
+    (4, 4, 16, 4),
+    (9, 3, 64, 16),
+    (6, 1, 7, 3),
+    (3, 3, 80, 16),
+    (2, 2, 256, 64),
+    (50, 1, 8, 5),
+    (2, 1, 33, 1),
+    (2, 1, 512, 16),
+]
 # Groups of 1, 2, 3, 4 and 8 query heads.
 GROUPS = [(3, 3, 64, 16), (4, 2, 128, 16), SHAPES[1], (4, 1, 128, 16), (8, 1, 256, 16), (16, 2, 64, 16)]
 # Queries and context of each sequence: decodes and chunks, at the edges of tiles (128) and of splits (512).
@@ -77,9 +86,9 @@ class Scene:
             device="cpu",
             cache_dtype=self.cache_dtype,
         )
-        pools = (cache.keys_LNPKD, cache.values_LNPKD), (cache.key_scales_LNPK, cache.value_scales_LNPK)
-        for pool_LNPKX in pools[cache.cache_dtype is torch.int8]:
-            pool_LNPKX.fill_(self.unwritten)
+        pools = cache.keys + cache.values, cache.key_scales + cache.value_scales
+        for pool in pools[cache.cache_dtype is torch.int8]:
+            pool.fill_(self.unwritten)
         blocks = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(len(rows))).tolist()
         tables = [[blocks.pop() for _ in range(need)] for need in needs]
         slots = []
@@ -198,7 +207,7 @@ def test_unsupported_layers_use_sdpa(way: str) -> None:
     content = DisentangledBias(config, relative_positions(config))
     double = Scene(shape, lengths, torch.float64, unwritten=0.0)
     single = Scene(shape, lengths, unwritten=0.0)
-    wide = Scene((1, 1, 272, 4), lengths, unwritten=0.0)
+    wide = Scene((1, 1, 528, 4), lengths, unwritten=0.0)
     deberta = AttentionForm(layer=1, scale=0.2, window=None, bias=content)
     with torch.no_grad():
         for scene, form in ((double, FORM), (single, deberta), (wide, FORM)):

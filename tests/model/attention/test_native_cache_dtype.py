@@ -124,8 +124,8 @@ def test_every_float16_number_is_written_and_read_as_pytorch_does(level: str, si
     q_THD = torch.zeros(count, 1, size)
     out_THD = native(level).attend(q_THD, v_TKD.flip(2), v_TKD, form=FORM, metadata=metadata, kv_cache=cache)
     held = rounded(v_TKD, HALF)
-    assert torch.equal(cache.values_LNPKD[1, :, 0].view(torch.int16), held.view(torch.int16))
-    assert torch.equal(cache.keys_LNPKD[1, :, 0].view(torch.int16), held.flip(2).view(torch.int16))
+    assert torch.equal(cache.values[1][:, 0].view(torch.int16), held.view(torch.int16))
+    assert torch.equal(cache.keys[1][:, 0].view(torch.int16), held.flip(2).view(torch.int16))
     assert torch.equal(out_THD, held.float())
 
 
@@ -159,14 +159,14 @@ def test_int8_codes_and_scales_are_those_of_pytorch(level: str, v_TKD: Tensor, d
     )
     q_TKD, k_TKD = torch.zeros_like(v_TKD), v_TKD.flip(2).contiguous()
     native(level).attend(q_TKD, k_TKD, v_TKD, form=FORM, metadata=metadata, kv_cache=cache)
-    pools = (cache.keys_LNPKD, cache.key_scales_LNPK), (cache.values_LNPKD, cache.value_scales_LNPK)
-    for (pool_LNPKD, scales_LNPK), given_TKD in zip(pools, (k_TKD, v_TKD), strict=True):
+    pools = (cache.keys[1], cache.key_scales[1]), (cache.values[1], cache.value_scales[1])
+    for (pool_NPKD, scales_NPK), given_TKD in zip(pools, (k_TKD, v_TKD), strict=True):
         codes_TKD, scales_TK = quantized(given_TKD)
         is_finite_TK = given_TKD.isfinite().all(2)
         assert torch.equal(scales_TK.isfinite(), is_finite_TK)
-        held_TK = scales_LNPK[1].flatten(0, 1)[:count]
+        held_TK = scales_NPK.flatten(0, 1)[:count]
         torch.testing.assert_close(held_TK, scales_TK, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(pool_LNPKD[1].flatten(0, 1)[:count][is_finite_TK], codes_TKD[is_finite_TK])
+        assert torch.equal(pool_NPKD.flatten(0, 1)[:count][is_finite_TK], codes_TKD[is_finite_TK])
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)

@@ -56,8 +56,8 @@ def test_decoding_takes_lengths_from_positions_alone() -> None:
     """A captured CUDA graph has no lengths: wrong lengths in the metadata change nothing."""
     config = VARIANTS["rotary-gqa"]
     cache = KVCache(config, num_blocks=4, block_size=4, dtype=torch.float32, device="cpu")
-    cache.keys_LNPKD.normal_()
-    cache.values_LNPKD.normal_()
+    for pool in (*cache.keys, *cache.values):
+        pool.normal_()
     q, k, v = (torch.randn(2, heads, 8) for heads in (4, 2, 2))
     tables = torch.tensor([[0, 1, 3], [2, 3, 3]])
     form = AttentionForm(layer=1, scale=0.3, window=None, bias=None)

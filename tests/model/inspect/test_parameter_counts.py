@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from model.attention.kv_cache import KVCache
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, MlpKind, NormKind, NormPlacement, PositionKind, QkNormScope
 from model.inspect.parameter_counts import Formula, attention_formulas, count_parameters, kv_cache_formula
-from tests.model.configs import ROTARY
+from tests.model.configs import ROTARY, VARIANTS
 
 
 @st.composite
@@ -53,6 +53,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 
 @given(configs())
+@example(VARIANTS["gemma4"])
 def test_every_formula_equals_the_tensor_count(config: ModelConfig) -> None:
     rows = count_parameters(config)
     assert [row.name for row in rows if not row.agrees] == []
@@ -69,6 +70,7 @@ def test_attention_formula_is_the_sum_of_its_matrices(config: ModelConfig) -> No
 
 
 @given(configs(), st.sampled_from([torch.float32, torch.bfloat16]))
+@example(VARIANTS["gemma4"], torch.float32)
 def test_kv_cache_bytes_equal_the_formula(config: ModelConfig, dtype: torch.dtype) -> None:
     cache = KVCache(config, num_blocks=3, block_size=4, dtype=dtype, device="cpu")
     formula = kv_cache_formula(config, dtype.itemsize)

@@ -113,14 +113,14 @@ def test_a_decode_call_with_invalid_ids_or_slots_computes_nothing(level: str) ->
         for tensor, wrong in ((steps.ids_T, 300), (steps.slots_T, BLOCKS * SIZE), (steps.tables_BN, -1)):
             right = tensor.clone()
             tensor.view(-1)[-1] = wrong
-            keys = steps.caches[0].keys_LNPKD.clone()
+            keys = torch.stack(steps.caches[0].keys)
             if tensor is steps.ids_T:
                 assert steps.one_call() is None
             else:
                 assert steps.one_call() is None  # the arguments were prepared while all inputs were valid
                 with pytest.raises(ValueError, match=r"the KV-cache has .* but the step uses"):
                     steps.one_call()
-            assert torch.equal(keys, steps.caches[0].keys_LNPKD)
+            assert torch.equal(keys, torch.stack(steps.caches[0].keys))
             tensor.copy_(right)
             assert steps.one_call() is not None
         without_contexts = replace(steps.metadata, contexts_B=None)
@@ -139,8 +139,9 @@ def test_a_position_past_the_tables_grows_the_tables(level: str, variant: str) -
             expected_BV = steps.two_calls()
             if decoded is None:
                 missed.append(int(steps.contexts_B[2]))
-                steps.caches[0].keys_LNPKD.copy_(steps.caches[1].keys_LNPKD)
-                steps.caches[0].values_LNPKD.copy_(steps.caches[1].values_LNPKD)
+                one, other = ((*cache.keys, *cache.values) for cache in steps.caches)
+                for pool, right in zip(one, other, strict=True):
+                    pool.copy_(right)
             else:
                 assert torch.equal(decoded.logits_BV, expected_BV)
             steps.move_on(expected_BV.argmax(dim=-1).tolist(), by=by)

@@ -9,6 +9,7 @@ import pytest
 from service.config.settings import ModelSettings
 from service.worker import memory_plan
 from service.worker.memory_plan import LoadedModel, MemoryPlan, plan_memory, step_bytes
+from tests.model.configs import VARIANTS
 from tests.tiny_model import tiny_config
 
 MIB = 2**20
@@ -88,3 +89,10 @@ def test_needed_memory_grows_with_the_model_and_the_settings(monkeypatch: pytest
     wide = MODEL._replace(cache_value_bytes=64)
     long, longer = (least_memory(monkeypatch, wide._replace(max_context_length=length)) for length in (1024, 2**20))
     assert long == longer > least_memory(monkeypatch, wide)
+
+
+def test_a_second_embedding_is_counted_once_because_it_is_never_packed() -> None:
+    config = VARIANTS["gemma4"]
+    model = LoadedModel(config, value_bytes=4, cache_value_bytes=4, num_copies=2, max_context_length=64)
+    looked_up, tied = 300 * 4 * 8, 300 * 32
+    assert model.weight_bytes == 4 * (2 * (config.num_parameters - looked_up) + looked_up + tied)
