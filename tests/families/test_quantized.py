@@ -468,7 +468,7 @@ def test_any_quantization_config_is_read_or_rejected(config: dict[str, Any], dat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gptq 128", "awq 32", "packed 32", "own int4"])
+@pytest.mark.parametrize("name", ["gptq 128", "own int4"])
 def test_a_quantized_directory_is_served(directories: dict[str, Path], tmp_path: Path, name: str) -> None:
     """The first token's logprob equals that of the reference implementation, up to rounding of other kernels."""
     if name == "own int4":
