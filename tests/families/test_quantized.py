@@ -110,7 +110,7 @@ def test_a_quantized_directory_computes_its_dequantized_weights(tmp_path: Path, 
         assert float((weight.dense() - expected[key]).abs().max()) <= tolerance * float(largest), key
     assert len(matrices) == 12
     kinds = {type(module) for key, module in load(tmp_path).named_modules() if f"{key}.weight" in matrices}
-    assert kinds == {GroupedLinear if form.is_shuffled or form.has_zeros else Int4Linear}
+    assert kinds == {GroupedLinear if form.is_shuffled else Int4Linear}
     check_logits(tmp_path, 0.1 if form.is_shuffled else 1e-5)
 
 

@@ -2,7 +2,7 @@
 // their attention, or a whole decode step.
 #include <algorithm>
 
-#include "grouped.h"
+#include "quantized.h"
 
 namespace kvasir {
 namespace {
@@ -38,7 +38,7 @@ struct Rows {
     float* added;     // as x: output of attention or MLP, if it is normed before the sum or both read the same x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
-    void* narrow;     // inputs of an int8 or int4 matrix, or groups of inputs of a grouped matrix
+    void* narrow;     // inputs of a quantized matrix: bytes, pairs of groups or groups
     float* scales;    // scale of each row of an int8 input
     const float *cosines, *sines;  // for every position, rotated / 2 numbers of each rotary embedding
     const int64_t* positions;      // position of every row
@@ -154,14 +154,15 @@ class Step {
 
     template <typename From>
     void convert_row(const Matrix& matrix, const From* from, int64_t size, int64_t row, int64_t to_stride) const {
-        if (matrix.numbers == Numbers::int8 || matrix.numbers == Numbers::int4) {
+        if (matrix.numbers == Numbers::int8) {
             rows.scales[row] = quantize(from, size, static_cast<uint8_t*>(rows.narrow) + row * to_stride);
         } else if (is_quantized(matrix)) {
             static thread_local uint8_t shifted[MAX_WIDTH];
             rows.scales[row] = quantize(from, size, shifted);
-            with_grouped(matrix.numbers, [&](auto kind) {
-                split_groups(shifted, size, decltype(kind)::ADDED,
-                             static_cast<InputGroup*>(rows.narrow) + row * to_stride / GROUP_SIZE);
+            with_strips(matrix.numbers, [&](auto kind) {
+                using Kind = decltype(kind);
+                auto* to = static_cast<typename Kind::Input*>(rows.narrow) + row * to_stride / Kind::INPUTS;
+                Kind::split(shifted, size, to);
             });
         } else {
             convert(from, size, wide() + row * to_stride);
