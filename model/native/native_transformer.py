@@ -24,6 +24,7 @@ from model.attention.native import KERNEL_NAMES, AttentionStep, NativeAttention,
 from model.config import ModelConfig
 from model.config_enums import AttentionKind
 from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
+from model.native.native_adapters import AdapterRows
 from model.native.weight_packing import pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
 from model.nn.linear import QuantizedEmbedding
@@ -184,10 +185,17 @@ class NativeTransformer:
         x_TE = self.hidden(token_ids_T, metadata, kv_cache)
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
-    def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
+    def hidden(
+        self,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache | None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         """Return the last layer's output before the final norm: float32, in a buffer that the next call overwrites.
 
-        With a KV-cache, the tokens' keys and values are written to the slots that the metadata names.
+        With a KV-cache, the tokens' keys and values are written to the slots that the metadata names. `adapters`: LoRA
+        adapter of each token; None: no token has one.
 
         Raises:
             ValueError: see `NativeAttention.prepare_step`.
@@ -196,7 +204,7 @@ class NativeTransformer:
         self._grow_buffers(count)
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
         token_ids_T, positions_T = token_ids_T.contiguous(), metadata.positions_T.contiguous()
-        self._set_rows(token_ids_T, positions_T, max(metadata.context_lengths))
+        self._set_rows(token_ids_T, positions_T, max(metadata.context_lengths), adapters)
         if not self._embeds or not self._are_tokens(self._rows.tokens, count, self.config.vocab_size):
             x_TE.copy_(self._model.embed(token_ids_T, positions_T))
         if kv_cache is not None and self._set_attention(metadata, kv_cache) is not None:
@@ -225,12 +233,19 @@ class NativeTransformer:
         return logits_RV[:, : self.config.vocab_size]
 
     def decode(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, *, num_ids: int
+        self,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        *,
+        num_ids: int,
+        adapters: AdapterRows | None = None,
     ) -> Decoded | None:
         """Compute one decode step, one token per sequence, in a single C call. The next call overwrites the logits.
 
         The call's arguments are prepared once, and reused while the caller passes the same tensors, updated in place.
         num_ids: number of token ids, from 0 on, whose logits are returned.
+        adapters: LoRA adapter of each sequence; None: no sequence has one.
 
         Returns None, without writing to the KV-cache, if `metadata` has no `contexts_B`, if a layer's attention is not
         native or has a score bias, or if a token id or position is out of range. With reused arguments, a slot or block
@@ -241,13 +256,13 @@ class NativeTransformer:
             IndexError: a token id is out of range, and PyTorch computes the embeddings: scaled ones, or with positions.
         """
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
-        prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
+        prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache, adapters)
         if (
             prepared is None
             or not all(map(operator.is_, prepared.inputs, inputs))
             or (prepared.arguments.num_ids, prepared.rows.threads) != (num_ids, torch.get_num_threads())
         ):
-            prepared = self._prepared = self._prepare_decode(token_ids_T, metadata, kv_cache, num_ids)
+            prepared = self._prepared = self._prepare_decode(token_ids_T, metadata, kv_cache, num_ids, adapters)
         if prepared is None:
             return None
         if not self._embeds:
@@ -259,14 +274,19 @@ class NativeTransformer:
         return Decoded(prepared.ids[:], prepared.logits_BV)
 
     def _prepare_decode(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, num_ids: int
+        self,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        num_ids: int,
+        adapters: AdapterRows | None,
     ) -> _PreparedDecode | None:
         count = len(token_ids_T)
         self._grow_buffers(count)
         step = None if metadata.contexts_B is None else self._set_attention(metadata, kv_cache)
         if step is None:
             return None
-        self._set_rows(token_ids_T, metadata.positions_T, step.longest)
+        self._set_rows(token_ids_T, metadata.positions_T, step.longest, adapters)
         rows, arguments = Rows.from_buffer_copy(self._rows), StepArguments.from_buffer_copy(self._step)
         logits_BV, ids = torch.empty(count, self._head.outputs), (_INT * count)()
         arguments.rows, arguments.logits = ctypes.addressof(rows), logits_BV.data_ptr()
@@ -275,14 +295,20 @@ class NativeTransformer:
         arguments.num_positions = len(self._rotations[0]) if has_table else self.config.max_context_length
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
         held = step, self._calls, self._rotations
-        return _PreparedDecode((token_ids_T, *tensors, kv_cache), arguments, rows, logits_BV[:, :num_ids], ids, held)
+        inputs = token_ids_T, *tensors, kv_cache, adapters
+        return _PreparedDecode(inputs, arguments, rows, logits_BV[:, :num_ids], ids, held)
 
-    def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int) -> None:
+    def _set_rows(
+        self, token_ids_T: Tensor, positions_T: Tensor, longest: int, adapters: AdapterRows | None
+    ) -> None:
         """Set the kernels' arguments about a step's token rows. longest: tokens of the step's longest context."""
         rows = self._rows
         rows.count, rows.threads, rows.x = len(token_ids_T), torch.get_num_threads(), self._buffers["x"].data_ptr()
         rows.tokens, rows.positions = token_ids_T.data_ptr(), positions_T.data_ptr()
         rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(longest))
+        rows.adapters = None if adapters is None else ctypes.addressof(adapters.pointers)
+        if adapters is not None:
+            rows.low, rows.low_stride = adapters.low_TR.data_ptr(), adapters.low_TR.shape[1]
 
     def _set_attention(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep | None:
         """Set, and return, a step's attention arguments for the kernel that computes all layers.

@@ -94,7 +94,7 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     else:
         named: dict[str, Any] = dict(module.named_parameters())
         parts, bias_F = [named["weight"].detach()], named.get("bias")
-    order = interleaved if gated else _pad_outputs
+    order = interleaved if gated else pad_outputs
     shift_F = None if scale_F is None else 128 * parts[0].sum(dim=1, dtype=torch.int32)
     return Packed(
         weight=_pack_panels(parts, kernels, pages, gated=gated),
@@ -109,7 +109,7 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
 
 def _pack_int4(weight: Int4Weight, bias_F: Tensor | None, pages: HugePages, *, gated: bool) -> Packed:
     """Pack weights of 4 bits for the kernels, in the layout of bytes.h."""
-    order, inputs = interleaved if gated else _pad_outputs, weight.codes_FI.shape[1]
+    order, inputs = interleaved if gated else pad_outputs, weight.codes_FI.shape[1]
     weight = replace(weight, codes_FI=functional.pad(weight.codes_FI, (0, -inputs % GROUP_SIZE)))
     step = max(1, _SLICE // weight.codes_FI.shape[1])
     slices = [slice(at, at + step) for at in range(0, len(weight.codes_FI), step)]
@@ -135,7 +135,7 @@ def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages,
     """Pack grouped weights for the kernels, in the layout of grouped.h."""
 
     def arranged(rows: Tensor) -> Tensor:
-        return _pad_outputs(interleaved(rows) if gated else rows)
+        return pad_outputs(interleaved(rows) if gated else rows)
 
     codes_FI = arranged(functional.pad(weight.codes_FI, (0, -weight.codes_FI.shape[1] % GROUP_SIZE)))
     spreads = [arranged(x) for x in (weight.scale_FG, weight.offset_FG) if x is not None]
@@ -184,12 +184,12 @@ def _pack_panels(parts: list[Tensor], kernels: KernelLibrary, pages: HugePages, 
         parts = [functional.pad(part, (0, missing)) for part in parts]
     parts = [part.contiguous() for part in parts]
     rows_F = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) * dtype.itemsize for part in parts])
-    rows_F = interleaved(rows_F) if gated else _pad_outputs(rows_F)
+    rows_F = interleaved(rows_F) if gated else pad_outputs(rows_F)
     panels = pages.empty((len(rows_F) // _PANEL, (inputs + missing) // side_by_side, _PANEL, side_by_side), dtype)
     copy = kernels.function("kvasir_pack", _POINTER, _INT, _INT, _POINTER, _INT)
     copy(rows_F.data_ptr(), *panels.shape[:2], panels.data_ptr(), torch.get_num_threads())
     return panels
 
 
-def _pad_outputs(rows: Tensor) -> Tensor:
+def pad_outputs(rows: Tensor) -> Tensor:
     return functional.pad(rows, (*[0] * (2 * rows.ndim - 1), padded(len(rows)) - len(rows)))

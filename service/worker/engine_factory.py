@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from model.gguf.container import SUFFIX
 from model.gpu.quantization import Quantization
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
+from model.lora.peft import read_adapter
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
 from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
 from model.nn.transformer import Transformer
@@ -165,7 +167,9 @@ def build_engine(
         max_context_length=resolved.max_context_length,
     )
     tokenizer, looks_ahead = load_tokenizer(manifest.directory), None if settings.lookahead else False
-    return Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead), EngineFacts(
+    read = partial(read_adapter, manifest=manifest)
+    engine = Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead, read_adapter=read)
+    return engine, EngineFacts(
         device=device.type,
         attention=resolved.attending.name,
         kernel_level=model.kernel_level if isinstance(model, NativeTransformer) else None,

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "grouped.h"
+#include "low_rank.h"
 
 namespace kvasir {
 namespace {
@@ -45,6 +46,15 @@ struct Rows {
     const void* embedding;         // `hidden` numbers for every token id, or null
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
     const Matrix* packed;          // packed embedding, or null; x is given if both are null
+    const LayerAdapter* const* adapters;  // the layers of every row's adapter, or null; null: no row has an adapter
+    float* low;                           // results of an adapter's `down`, low_stride numbers a row
+    int64_t low_stride;
+};
+
+// Matrix of a layer, by which a row's adapter is asked for its addition.
+struct Adapted {
+    int64_t layer;
+    LowRank LayerAdapter::*matrix;
 };
 
 // Arguments of a step of a whole model. Python updates the buffers in place from step to step.
@@ -82,14 +92,15 @@ class Step {
     }
 
     // Computes x += out(mixed), x += mlp(norm(x)), or another arrangement of `model.nn.transformer.Block`.
-    void finish(const LayerWeights& layer, const void* mixed) const {
+    void finish(const LayerWeights& layer, int64_t number, const void* mixed) const {
         const int64_t width = shape.heads * shape.head_dim;
         const bool norms_outputs = layer.attention_out_norm != nullptr;
         const bool adds = !norms_outputs && !shape.is_parallel;
-        add_product(layer.out, convert_inputs(layer.out, static_cast<const Number*>(mixed), width, width),
-                    adds ? rows.x : rows.added, adds);
+        const Adapted adapted{number, &LayerAdapter::out};
+        add_product(layer.out, convert_inputs(layer.out, static_cast<const Number*>(mixed), width, width, adapted),
+                    adds ? rows.x : rows.added, adds, adapted);
         if (norms_outputs) add_normed(layer.attention_out_norm, layer.attention_out_norm_bias);
-        mlp(layer, adds ? rows.x : rows.added, !norms_outputs);
+        mlp(layer, number, adds ? rows.x : rows.added, !norms_outputs);
         if (norms_outputs) {
             add_normed(layer.mlp_out_norm, layer.mlp_out_norm_bias);
         } else {
@@ -98,10 +109,11 @@ class Step {
     }
 
     // Computes queries, keys and values from the norm of x, then their norms and rotary embedding.
-    void begin(const LayerWeights& layer) const {
+    void begin(const LayerWeights& layer, int64_t number) const {
         const Matrix& matrix = layer.qkv;
+        const Adapted adapted{number, &LayerAdapter::qkv};
         auto* qkv = static_cast<Number*>(rows.qkv);
-        store_product(matrix, norm_inputs(matrix, layer.attention_norm, layer.attention_norm_bias), qkv);
+        store_product(matrix, norm_inputs(matrix, layer.attention_norm, layer.attention_norm_bias, adapted), qkv, adapted);
         const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
         if (layer.query_norm == nullptr && (shape.rotated == 0 || layer.rotation < 0)) return;
         each_row([&](int64_t row) {
@@ -168,8 +180,27 @@ class Step {
         }
     }
 
+    // Returns the addition of a row's adapter to a matrix; null without one.
+    const LowRank* addition(const Adapted& adapted, int64_t row) const {
+        const LayerAdapter* layers = rows.adapters[row];
+        if (layers == nullptr) return nullptr;
+        const LowRank& low = layers[adapted.layer].*adapted.matrix;
+        return low.rank == 0 ? nullptr : &low;
+    }
+
+    bool has_adapters(const Adapted& adapted) const { return rows.adapters != nullptr && adapted.matrix != nullptr; }
+
+    // Computes `down` of a row's adapter from the row's inputs, which are not quantized yet.
+    template <typename From>
+    void adapt(const Adapted& adapted, const From* from, int64_t size, int64_t row) const {
+        if (!has_adapters(adapted)) return;
+        if (const LowRank* low = addition(adapted, row)) {
+            multiply_down(*low, from, size, rows.low + row * rows.low_stride);
+        }
+    }
+
     // Converts the norm of x, or x if norm is null, to the input type of the matrix.
-    Inputs norm_inputs(const Matrix& matrix, const float* norm, const float* bias) const {
+    Inputs norm_inputs(const Matrix& matrix, const float* norm, const float* bias, Adapted adapted = {}) const {
         each_row([&](int64_t row) {
             static thread_local float normed[MAX_WIDTH];
             const float* from = rows.x + row * stride;
@@ -177,6 +208,7 @@ class Step {
                 normalize(shape.norm, from, shape.hidden, norm, bias, shape.eps, normed);
                 from = normed;
             }
+            adapt(adapted, from, shape.hidden, row);
             convert_row(matrix, from, shape.hidden, row, stride);
         });
         return {is_quantized(matrix) ? rows.narrow : rows.wide, stride};
@@ -184,15 +216,34 @@ class Step {
 
     // Converts rows to the input type of the matrix; returns x itself if the type is the same.
     template <typename From>
-    Inputs convert_inputs(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
-        if (!is_quantized(matrix) && std::is_same_v<From, Wide>) return {x, x_stride};
-        each_row([&](int64_t row) { convert_row(matrix, x + row * x_stride, size, row, padded(size)); });
+    Inputs convert_inputs(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride, Adapted adapted) const {
+        const bool is_same = !is_quantized(matrix) && std::is_same_v<From, Wide>;
+        if (is_same && !has_adapters(adapted)) return {x, x_stride};
+        each_row([&](int64_t row) {
+            adapt(adapted, x + row * x_stride, size, row);
+            if (!is_same) convert_row(matrix, x + row * x_stride, size, row, padded(size));
+        });
+        if (is_same) return {x, x_stride};
         return {is_quantized(matrix) ? rows.narrow : rows.wide, padded(size)};
     }
 
-    // Calls work(row, output, results, blocks) with the results of a product; see Emit.
+    // Calls work(row, output, results, blocks) with the results of a product and the adapters' additions; see Emit.
     template <typename Work>
-    void product(const Matrix& matrix, Inputs inputs, const Work& work) const {
+    void product(const Matrix& matrix, Inputs inputs, const Work& work, Adapted adapted = {}) const {
+        if (!has_adapters(adapted)) return multiply_all(matrix, inputs, work);
+        multiply_all(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+            const LowRank* low = addition(adapted, row);
+            if (low == nullptr) return work(row, output, results, blocks);
+            Lanes sums[PANEL / LANES];
+            for (int b = 0; b < blocks; ++b) {
+                sums[b] = add(results[b], multiply_up(low->up[output / LANES + b], rows.low + row * rows.low_stride));
+            }
+            work(row, output, sums, blocks);
+        });
+    }
+
+    template <typename Work>
+    void multiply_all(const Matrix& matrix, Inputs inputs, const Work& work) const {
         const Emit emit = [](const void* work, int64_t row, int64_t output, const Lanes* results, int blocks) {
             (*static_cast<const Work*>(work))(row, output, results, blocks);
         };
@@ -200,31 +251,34 @@ class Step {
     }
 
     // Computes a product, and writes or adds it to rows of floats.
-    void add_product(const Matrix& matrix, Inputs inputs, float* to, bool adds) const {
-        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+    void add_product(const Matrix& matrix, Inputs inputs, float* to, bool adds, Adapted adapted) const {
+        const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             float* at = to + row * stride + output;
             for (int b = 0; b < blocks; ++b, at += LANES) {
                 store(at, adds ? add(load(at), results[b]) : results[b]);
             }
-        });
+        };
+        product(matrix, inputs, work, adapted);
     }
 
     // Computes a product, and writes it to rows of matrix.outputs numbers.
     template <typename To>
-    void store_product(const Matrix& matrix, Inputs inputs, To* to) const {
-        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+    void store_product(const Matrix& matrix, Inputs inputs, To* to, Adapted adapted = {}) const {
+        const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             To* at = to + row * matrix.outputs + output;
             for (int b = 0; b < blocks; ++b) store(at + b * LANES, results[b]);
-        });
+        };
+        product(matrix, inputs, work, adapted);
     }
 
     // Computes the MLP of the norm of x, or of x if the layer has no such norm, and writes or adds it to rows of floats.
-    void mlp(const LayerWeights& layer, float* to, bool adds) const {
-        const Inputs inputs = norm_inputs(layer.up, layer.mlp_norm, layer.mlp_norm_bias);
+    void mlp(const LayerWeights& layer, int64_t number, float* to, bool adds) const {
+        const Adapted up{number, &LayerAdapter::up}, down{number, &LayerAdapter::down};
+        const Inputs inputs = norm_inputs(layer.up, layer.mlp_norm, layer.mlp_norm_bias, up);
         // Hidden values go after the inputs, which the product still reads.
         Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(shape.mlp);
-        product(layer.up, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+        const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
             if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
                 for (int b = 0; b < blocks; b += 2, at += LANES) {
@@ -233,8 +287,9 @@ class Step {
             } else {
                 for (int b = 0; b < blocks; ++b, at += LANES) store(at, activate(shape.activation, results[b]));
             }
-        });
-        add_product(layer.down, convert_inputs(layer.down, hidden, shape.mlp, hidden_stride), to, adds);
+        };
+        product(layer.up, inputs, work, up);
+        add_product(layer.down, convert_inputs(layer.down, hidden, shape.mlp, hidden_stride, down), to, adds, down);
     }
 
     void add_row(int64_t row) const {
@@ -287,8 +342,8 @@ using namespace kvasir;
 KVASIR_KERNEL void kvasir_between_attentions(const StepArguments* arguments, int64_t layer) {
     with_step(*arguments, [&](const auto& step) {
         if (layer == 0) step.embed();
-        if (layer > 0) step.finish(arguments->layers[layer - 1], arguments->mixed);
-        if (layer < arguments->num_layers) step.begin(arguments->layers[layer]);
+        if (layer > 0) step.finish(arguments->layers[layer - 1], layer - 1, arguments->mixed);
+        if (layer < arguments->num_layers) step.begin(arguments->layers[layer], layer);
     });
 }
 

@@ -233,7 +233,8 @@ class Scheduler:
         for _, chunk, sequence in following:
             self._waiting.charge(sequence.tenant, 1)
             start, table, params = chunk.num_known_tokens, sequence.block_table, sequence.params
-            chunks.append(Chunk(sequence.uid, sequence.attempt, start, 1, True, (), table, params))
+            adapter = sequence.adapter
+            chunks.append(Chunk(sequence.uid, sequence.attempt, start, 1, True, (), table, params, adapter=adapter))
         return StepPlan(chunks=tuple(chunks), previous_rows=tuple([row for row, _, _ in following]))
 
     def has_running(self, plan: StepPlan) -> bool:
@@ -406,6 +407,7 @@ class Scheduler:
             scored_start,
             scored_ids,
             num_pooled,
+            sequence.adapter,
         )
 
     def _draft(self, sequence: SequenceState, budget: int, min_probability: float) -> tuple[int, ...]:

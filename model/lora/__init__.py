@@ -1,0 +1,1 @@
+"""LoRA adapters: reading of PEFT directories, and their matrices for the model's layers."""

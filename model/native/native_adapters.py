@@ -1,0 +1,97 @@
+"""LoRA adapters for the native kernels: matrices in the order of low_rank.h, and the adapter of each row of a step.
+
+Legend: F outputs, I inputs of a matrix, R rank, N blocks of 16.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.config import ModelConfig
+from model.kernels.kernel_library import LayerAdapter
+from model.kernels.kernel_library import LowRank as NativeLowRank
+from model.lora.peft import Adapter, LowRank
+from model.native.weight_packing import BLOCK, interleaved, pad_outputs
+
+_FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", "mlp.up": "up", "mlp.down": "down"}
+
+
+class PackedAdapter:
+    """Adapter in the memory layout of the kernels. `layers`: its additions by layer. `rank`: its largest padded rank."""
+
+    def __init__(self, adapter: Adapter, config: ModelConfig) -> None:
+        self.layers = (LayerAdapter * config.num_layers)()
+        self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
+        for name, low in adapter.matrices.items():
+            _, number, module = name.split(".", 2)
+            setattr(self.layers[int(number)], _FIELDS[module], self._pack(low, gated=module == "mlp.gate_up"))
+        self.rank = max(len(low.down_RI) for low in adapter.matrices.values())
+        self.rank += -self.rank % BLOCK
+
+    def _pack(self, low: LowRank, *, gated: bool) -> NativeLowRank:
+        down_RI, up_FR = torch.from_numpy(low.down_RI), torch.from_numpy(low.up_FR)
+        down_RI = functional.pad(down_RI, (0, 0, 0, -len(down_RI) % BLOCK))
+        down = down_RI.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+        blocks_NRF = (interleaved(up_FR) if gated else pad_outputs(up_FR)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+        up = blocks_NRF.contiguous()
+        # Inputs with weights of a block: q, k and v, or gate and up, have inputs of their own.
+        used_NR = (up != 0).any(dim=2).int()
+        first_N, counts_N = used_NR.argmax(dim=1), torch.zeros(len(up), dtype=torch.int64)
+        last_N = used_NR.shape[1] - used_NR.flip(1).argmax(dim=1)
+        counts_N = torch.where(used_NR.any(dim=1), last_N - first_N, 0)
+        weights_N = up.data_ptr() + (torch.arange(len(up)) * up.shape[1] + first_N) * BLOCK * up.itemsize
+        entries = torch.stack([weights_N, first_N, counts_N], dim=1).contiguous()
+        self._kept += [down, up, entries]
+        return NativeLowRank(down.data_ptr(), entries.data_ptr(), len(down_RI))
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRows:
+    """Adapters of a step's rows. `pointers`: an address of layers for each row, or null. `low_TR`: working memory."""
+
+    pointers: Any
+    low_TR: Tensor
+    held: tuple[PackedAdapter, ...]
+
+
+class NativeAdapters:
+    """Adapters of a model by key, packed for the native kernels."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._adapters: dict[str, PackedAdapter] = {}
+        self._last: tuple[object, AdapterRows | None] = (), None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._adapters
+
+    def add(self, adapter: Adapter) -> None:
+        self._adapters[adapter.key] = PackedAdapter(adapter, self._config)
+
+    def remove(self, key: str) -> None:
+        self._adapters.pop(key, None)
+        self._last = (), None  # its rows may hold the adapter
+
+    def rows(self, runs: tuple[tuple[str, int], ...], count: int) -> AdapterRows | None:
+        """Return the adapters of a step's `count` rows; None if no row has one. The same `runs` return the same object.
+
+        runs: key and number of rows, in order; the key "" and all further rows have no adapter.
+        """
+        if not runs:
+            return None
+        known, rows = self._last
+        if known is not runs or rows is None or len(rows.pointers) != count:
+            pointers = (ctypes.c_void_p * count)()
+            row = 0
+            for key, length in runs:
+                if key:
+                    pointers[row : row + length] = [ctypes.addressof(self._adapters[key].layers)] * length
+                row += length
+            used = tuple(self._adapters[key] for key in dict.fromkeys(key for key, _ in runs) if key)
+            rows = AdapterRows(pointers, torch.empty(count, max(adapter.rank for adapter in used)), used)
+            self._last = runs, rows
+        return rows
