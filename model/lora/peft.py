@@ -32,11 +32,12 @@ MAX_RANK = 1024
 # Matrices of a layer that adapters can change.
 MODULES = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.up", "mlp.down")
 # Keys of adapter_config.json that do not change what the saved adapter computes.
-_IGNORED_KEYS = frozenset(
-    "auto_mapping base_model_name_or_path ensure_weight_tying eva_config fan_in_fan_out inference_mode layers_pattern "
-    "lora_dropout megatron_config megatron_core peft_version qalora_group_size revision runtime_config task_type".split()
-)
-# Initial values of an adapter that leave the base model's weights unchanged. Others, such as "pissa", subtract from them.
+_IGNORED_KEYS = {
+    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "fan_in_fan_out"),
+    *("inference_mode", "layers_pattern", "lora_dropout", "megatron_config", "megatron_core", "peft_version"),
+    *("qalora_group_size", "revision", "runtime_config", "task_type"),
+}
+# Initial values of an adapter with which training leaves the base weights unchanged. Others, such as "pissa", do not.
 _INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
 _REGEX_SECONDS = 1.0  # time limit of a pattern that backtracks
 
@@ -53,7 +54,7 @@ class LowRank:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:
-    """LoRA adapter. `key`: digest of its files. `matrices`: by module of Kvasir's model, as `layers.0.attention.qkv`."""
+    """LoRA adapter. `key`: digest of its files. `matrices`: by module of the model, as `layers.0.attention.qkv`."""
 
     key: str
     matrices: Mapping[str, LowRank]
@@ -88,11 +89,11 @@ class _Config:
         return self.targets == "all-linear" or self._matches(self.targets, module)
 
     def rank_of(self, module: str) -> int:
-        return self._find(self.rank_pattern, module, self.rank)
+        return int(self._find(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         rank, alpha = self.rank_of(module), self._find(self.alpha_pattern, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+        return float(alpha) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
     def _matches(self, wanted: str | tuple[str, ...], module: str) -> bool:
         if isinstance(wanted, str):
@@ -129,8 +130,8 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
         raise CheckpointError(f"{directory}: adapters for a GGUF file are not supported; serve the model's directory")
     if not path.exists() and (directory / _PICKLE_FILE).exists():
         raise CheckpointError(
-            f"{directory / _PICKLE_FILE}: a pickle can run code, and is not read; convert it to {WEIGHTS_FILE}: load it "
-            "with PEFT, and call save_pretrained with safe_serialization=True"
+            f"{directory / _PICKLE_FILE}: a pickle can run code, and is not read; convert it to {WEIGHTS_FILE}: load "
+            "it with PEFT, and call save_pretrained with safe_serialization=True"
         )
     config = _read_config(directory / CONFIG_FILE)
     headers = read_headers(path)
@@ -185,13 +186,17 @@ def _read_config(path: Path) -> _Config:
     rank = take("r", _is_rank, f"a rank from 1 to {MAX_RANK}")
     alpha = take("lora_alpha", _is_number, "a number")
     take("bias", lambda value: value == "none", '"none", the only supported value', "none")
-    take("init_lora_weights", lambda value: value in _INITIAL_VALUES, "a value that leaves the base weights unchanged", 1)
+    take(
+        "init_lora_weights", lambda value: value in _INITIAL_VALUES, "a value that leaves the base weights unchanged", 1
+    )
     targets = take("target_modules", lambda value: is_names(value) and value, "a regular expression or a list of names")
     excluded = take("exclude_modules", is_names, "a regular expression or a list of names", [])
     is_index = {int}.__contains__
     layers = take(
         "layers_to_transform",
-        lambda value: value is None or is_index(type(value)) or (isinstance(value, list) and all(map(is_index, map(type, value)))),
+        lambda value: (
+            value is None or is_index(type(value)) or (isinstance(value, list) and all(map(is_index, map(type, value))))
+        ),
         "a list of layer numbers",
     )
     ranks = take("rank_pattern", _all_values(_is_rank), f"an object of ranks from 1 to {MAX_RANK}", {})
@@ -242,7 +247,10 @@ def _short_names(
 
 
 def _matrices(manifest: Manifest) -> Iterator[tuple[str, Layout, dict[str, tuple[int, int]]]]:
-    """Yield each matrix that adapters can change: its module, layout, and outputs and inputs by the checkpoint's module."""
+    """Yield each matrix that adapters can change: its module, its layout, and its parts.
+
+    The parts are the checkpoint's modules, in the order of rows, each with its outputs and inputs.
+    """
     for name, source in sources(manifest.config, manifest.family).items():
         module = name.removesuffix(".weight")
         if module != name and module.startswith("layers.") and module.split(".", 2)[2] in MODULES:

@@ -21,7 +21,7 @@ _FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", 
 
 
 class PackedAdapter:
-    """Adapter in the memory layout of the kernels. `layers`: its additions by layer. `rank`: its largest padded rank."""
+    """Adapter in the kernels' memory layout. `layers`: additions to each layer. `rank`: largest rank, padded."""
 
     def __init__(self, adapter: Adapter, config: ModelConfig) -> None:
         self.layers = (LayerAdapter * config.num_layers)()

@@ -298,9 +298,7 @@ class NativeTransformer:
         inputs = token_ids_T, *tensors, kv_cache, adapters
         return _PreparedDecode(inputs, arguments, rows, logits_BV[:, :num_ids], ids, held)
 
-    def _set_rows(
-        self, token_ids_T: Tensor, positions_T: Tensor, longest: int, adapters: AdapterRows | None
-    ) -> None:
+    def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int, adapters: AdapterRows | None) -> None:
         """Set the kernels' arguments about a step's token rows. longest: tokens of the step's longest context."""
         rows = self._rows
         rows.count, rows.threads, rows.x = len(token_ids_T), torch.get_num_threads(), self._buffers["x"].data_ptr()

@@ -187,7 +187,9 @@ class Engine:
         try:
             adapter = self._read_adapter(Path(command.directory))
             if adapter.key != command.key:
-                raise CheckpointError(f"{command.directory}: the adapter has changed since it was loaded; load it again")
+                raise CheckpointError(
+                    f"{command.directory}: the adapter has changed since it was loaded; load it again"
+                )
             self._runner.adapters.add(adapter)
         except (CheckpointError, MemoryError, torch.OutOfMemoryError) as error:
             self._adapter_errors[command.key] = message = first_line(error)

@@ -47,14 +47,16 @@ def write_adapter(
     tensors = {}
     for module, weight in linear_modules(base).items():
         if isinstance(targets, str):
-            is_target = targets == "all-linear" or re.fullmatch(targets, module)
+            is_target = targets == "all-linear" or re.fullmatch(targets, module) is not None
         else:
             is_target = any(module.endswith(f".{name}") for name in targets)
         layers = config.get("layers_to_transform")
         if not is_target or (layers is not None and int(re.findall(r"\.(\d+)\.", module)[0]) not in layers):
             continue
         inputs, outputs = weight.shape if is_transposed(base, module) else weight.shape[::-1]
-        own = next((r for key, r in config.get("rank_pattern", {}).items() if re.search(rf"(^|\.){key}$", module)), rank)
+        own = next(
+            (r for key, r in config.get("rank_pattern", {}).items() if re.search(rf"(^|\.){key}$", module)), rank
+        )
         for kind, shape in (("lora_A", (own, inputs)), ("lora_B", (outputs, own))):
             numbers = torch.empty(shape).normal_(0.0, spread, generator=generator).to(dtype)
             tensors[f"base_model.model.{module}.{kind}.weight"] = numbers

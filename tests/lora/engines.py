@@ -10,6 +10,7 @@ import msgspec
 from model.checkpoint.manifest import read_manifest
 from model.lora.peft import read_adapter
 from model.nn.transformer import Transformer
+from model.tokenizer.interface import Tokenizer
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
 from service.engine.scheduling.scheduler import EngineConfig
@@ -22,11 +23,18 @@ TOKENIZER = train_bpe([], 257)
 class AdaptedEngine:
     """Engine of a base model with adapters by name, and the logprobs and ids that it returns by uid."""
 
-    def __init__(self, model: Transformer, base: Path, adapters: Mapping[str, Path], **config: Any) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        base: Path,
+        adapters: Mapping[str, Path],
+        tokenizer: Tokenizer = TOKENIZER,
+        **config: Any,
+    ) -> None:
         self.base = base
         values = {"block_size": 4, "num_blocks": 1500, "max_num_running": 64, "max_batched_tokens": 512, **config}
         read = partial(read_adapter, manifest=read_manifest(base))
-        self.engine = Engine(model, TOKENIZER, EngineConfig(**values), read_adapter=read)
+        self.engine = Engine(model, tokenizer, EngineConfig(**values), read_adapter=read)
         self.keys = {"": ""}
         for name, directory in adapters.items():
             self.load(name, directory)
@@ -38,7 +46,14 @@ class AdaptedEngine:
         self.engine.load_adapter(LoadAdapter(key=key, directory=str(directory)))
 
     def submit_of(self, uid: str, adapter: str, prompt: list[int], **params: Any) -> Submit:
-        values = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 0, **params}
+        values = {
+            "max_tokens": 6,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "prompt_logprobs": 0,
+            **params,
+        }
         return msgspec.structs.replace(make_submit(uid, prompt, **values), adapter=self.keys[adapter])
 
     def run(self, *submits: Submit) -> dict[str, list[tuple[int, float]]]:
