@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.checkpoint.lora_adapter import Adapter, Addition
 from model.config import ModelConfig
-from model.kernels.kernel_library import LayerAdapter
-from model.kernels.kernel_library import LowRank as NativeLowRank
-from model.lora.peft import Adapter, LowRank
+from model.kernels.kernel_library import LayerAdapter, LowRank
 from model.native.weight_packing import BLOCK, interleaved, pad_outputs
 
 _FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", "mlp.up": "up", "mlp.down": "down"}
@@ -32,8 +31,8 @@ class PackedAdapter:
         self.rank = max(len(low.down_RI) for low in adapter.matrices.values())
         self.rank += -self.rank % BLOCK
 
-    def _pack(self, low: LowRank, *, gated: bool) -> NativeLowRank:
-        down_RI, up_FR = torch.from_numpy(low.down_RI), torch.from_numpy(low.up_FR)
+    def _pack(self, addition: Addition, *, gated: bool) -> LowRank:
+        down_RI, up_FR = torch.from_numpy(addition.down_RI), torch.from_numpy(addition.up_FR)
         down_RI = functional.pad(down_RI, (0, 0, 0, -len(down_RI) % BLOCK))
         down = down_RI.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
         blocks_NRF = (interleaved(up_FR) if gated else pad_outputs(up_FR)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
@@ -46,7 +45,7 @@ class PackedAdapter:
         weights_N = up.data_ptr() + (torch.arange(len(up)) * up.shape[1] + first_N) * BLOCK * up.itemsize
         entries = torch.stack([weights_N, first_N, counts_N], dim=1).contiguous()
         self._kept += [down, up, entries]
-        return NativeLowRank(down.data_ptr(), entries.data_ptr(), len(down_RI))
+        return LowRank(down.data_ptr(), entries.data_ptr(), len(down_RI))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 from fastapi import Request
 from starlette.responses import PlainTextResponse, Response
 
+from model.checkpoint.lora_adapter import Adapter, read_adapter
 from model.io.files import CheckpointError, error_line
-from model.lora.peft import Adapter, read_adapter
 from model.system.limits import available_memory_bytes
 from service.api.attention import RouteDisabled
 from service.api.context import ApiContext

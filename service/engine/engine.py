@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from model.checkpoint.lora_adapter import Adapter
 from model.io.files import CheckpointError, first_line
-from model.lora.peft import Adapter
 from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams

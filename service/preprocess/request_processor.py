@@ -115,7 +115,6 @@ class RequestProcessor:
         if isinstance(request, CompletionRequest) and request.suffix:
             prompts, shared = self._fill_in_middle(request, request.suffix, shared)
         choices: list[Choice] = []
-        adapter = self.adapter_key(request.model)
         for prompt in prompts:
             token_ids = tuple(encode(prompt))
             room = self.max_context_length - len(token_ids)
@@ -133,7 +132,7 @@ class RequestProcessor:
                 priority=request.value("priority"),
                 cache_salt=request.cache_salt or "",
                 grammar=grammar,
-                adapter=adapter,
+                adapter=self.adapter_key(request.model),
             )
             choices += processor._samples(
                 *(request, prompt, submit, len(choices)), has_length=max_tokens is not None, chat=chat

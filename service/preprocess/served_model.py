@@ -9,9 +9,9 @@ from typing import Any
 
 from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
 from model.chat.template_sandbox import TemplateFailure
+from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import Manifest
 from model.io.files import CheckpointError, read_text
-from model.lora.peft import read_adapter
 from model.sampling.params import SamplingParams
 from model.tokenizer.bos_eos import read_tokenizer_config
 from model.tokenizer.generation_config import GenerationConfig, generation_config_path

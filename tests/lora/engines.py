@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import read_manifest
-from model.lora.peft import read_adapter
 from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
 from model.training.data.bpe import train_bpe
@@ -43,6 +43,9 @@ class AdaptedEngine:
 
     def load(self, name: str, directory: Path) -> None:
         self.keys[name] = key = read_adapter(directory, read_manifest(self.base)).key
+        self.load_key(key, directory)
+
+    def load_key(self, key: str, directory: Path) -> None:
         self.engine.load_adapter(LoadAdapter(key=key, directory=str(directory)))
 
     def submit_of(self, uid: str, adapter: str, prompt: list[int], **params: Any) -> Submit:

@@ -39,8 +39,8 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     pooled_rows: tuple[tuple[Chunk, int], ...] = ()  # chunks to pool, each with its first packed token to pool
     # Rows of the previous step whose sampled tokens are the first token ids: only the device knows these tokens yet.
     previous_rows: tuple[int, ...] = ()
-    # Key of the LoRA adapter, empty for the base model, and number of packed tokens of each chunk; empty if no chunk has
-    # an adapter. The same object while the same sequences decode.
+    # Key of the LoRA adapter (empty: the base model) and number of packed tokens of each chunk; empty if no chunk has
+    # one. The same object while the same sequences decode.
     adapters: tuple[tuple[str, int], ...] = ()
 
 

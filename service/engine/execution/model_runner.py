@@ -15,11 +15,11 @@ from model.attention.metadata import AttentionMetadata
 from model.inspect.attention_weights import weights_of_layer
 from model.native.native_adapters import NativeAdapters
 from model.native.native_transformer import Decoded, NativeTransformer, to_native
-from model.nn.adapted_linear import LinearAdapters
 from model.nn.transformer import Transformer
 from model.sampling.logits_processors import mask_logits
 from model.sampling.params import SamplingParams
 from model.sampling.sampler import NO_TOKEN, most_likely, sample, top_logprobs
+from service.engine.execution.adapted_linear import LinearAdapters
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.scheduling.step_plan import MIN_ROWS, Chunk

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from model.lora.peft import Adapter
+from model.checkpoint.lora_adapter import Adapter
 from model.nn.transformer import Transformer
 
 Matrices = dict[str, tuple[Tensor, Tensor]]  # module -> down RE, up FR

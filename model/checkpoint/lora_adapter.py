@@ -45,7 +45,7 @@ Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class Addition:
     """Addition up_FR down_RI to a matrix of Kvasir's model. The scale is part of `up_FR`."""
 
     down_RI: Array
@@ -57,7 +57,7 @@ class Adapter:
     """LoRA adapter. `key`: digest of its files. `matrices`: by module of the model, as `layers.0.attention.qkv`."""
 
     key: str
-    matrices: Mapping[str, LowRank]
+    matrices: Mapping[str, Addition]
 
     @property
     def num_bytes(self) -> int:
@@ -140,7 +140,7 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
     digest.update(b"\0")
     digest.update(data)
     found, prefix = _short_names(headers, manifest.family)
-    matrices: dict[str, LowRank] = {}
+    matrices: dict[str, Addition] = {}
     unknown = dict(found)
     for name, layout, shapes in _matrices(manifest):
         parts: list[tuple[slice, Array, Array]] = []
@@ -303,7 +303,7 @@ def _floats(header: TensorHeader, data: bytes) -> Array:
     return numbers.astype(np.float32)
 
 
-def _join(parts: list[tuple[slice, Array, Array]], outputs: int, layout: Layout, manifest: Manifest) -> LowRank:
+def _join(parts: list[tuple[slice, Array, Array]], outputs: int, layout: Layout, manifest: Manifest) -> Addition:
     """Return the addition to a whole matrix: its parts' A one below the other, and their B in a block diagonal."""
     down_RI = np.concatenate([down for _, down, _ in parts])
     up_FR = np.zeros((outputs, len(down_RI)), dtype=np.float32)
@@ -315,4 +315,4 @@ def _join(parts: list[tuple[slice, Array, Array]], outputs: int, layout: Layout,
         config = manifest.config
         heads = up_FR.reshape(config.num_heads, 3, config.head_dim, -1)
         up_FR = np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(outputs, -1)
-    return LowRank(down_RI, up_FR)
+    return Addition(down_RI, up_FR)

@@ -1,1 +1,0 @@
-"""LoRA adapters: reading of PEFT directories, and their matrices for the model's layers."""
