@@ -104,7 +104,7 @@ class LayerWeights(ctypes.Structure):
 class LowRank(ctypes.Structure):
     """Addition of a LoRA adapter to one matrix, as the kernels read it; all fields are 0 without an addition."""
 
-    _fields_ = (("down", _POINTER), ("up", _POINTER), ("rank", _INT))
+    _fields_ = (("down", _POINTER), ("up", _POINTER), ("rank", _INT), ("is_short", _INT))
 
 
 class LayerAdapter(ctypes.Structure):
@@ -133,6 +133,7 @@ class Rows(ctypes.Structure):
         *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens", "packed")),
         *((name, _POINTER) for name in ("adapters", "low")),
         ("low_stride", _INT),
+        ("additions", _POINTER),
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from model.checkpoint.lora_adapter import Adapter, Addition
 from model.config import ModelConfig
 from model.kernels.kernel_library import LayerAdapter, LowRank
-from model.native.weight_packing import BLOCK, interleaved, pad_outputs
+from model.native.weight_packing import BLOCK, interleaved, pad_outputs, padded
 
 _FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", "mlp.up": "up", "mlp.down": "down"}
 
@@ -22,7 +22,8 @@ _FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", 
 class PackedAdapter:
     """Adapter in the kernels' memory layout. `layers`: additions to each layer. `rank`: largest rank, padded."""
 
-    def __init__(self, adapter: Adapter, config: ModelConfig) -> None:
+    def __init__(self, adapter: Adapter, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self.layers = (LayerAdapter * config.num_layers)()
         self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
         for name, low in adapter.matrices.items():
@@ -34,34 +35,43 @@ class PackedAdapter:
     def _pack(self, addition: Addition, *, gated: bool) -> LowRank:
         down_RI, up_FR = torch.from_numpy(addition.down_RI), torch.from_numpy(addition.up_FR)
         down_RI = functional.pad(down_RI, (0, 0, 0, -len(down_RI) % BLOCK))
-        down = down_RI.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+        down = down_RI.unflatten(0, (-1, BLOCK)).transpose(1, 2).to(self._dtype).contiguous()
         blocks_NRF = (interleaved(up_FR) if gated else pad_outputs(up_FR)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
-        up = blocks_NRF.contiguous()
         # Inputs with weights of a block: q, k and v, or gate and up, have inputs of their own.
-        used_NR = (up != 0).any(dim=2).int()
-        first_N, counts_N = used_NR.argmax(dim=1), torch.zeros(len(up), dtype=torch.int64)
-        last_N = used_NR.shape[1] - used_NR.flip(1).argmax(dim=1)
-        counts_N = torch.where(used_NR.any(dim=1), last_N - first_N, 0)
-        weights_N = up.data_ptr() + (torch.arange(len(up)) * up.shape[1] + first_N) * BLOCK * up.itemsize
+        used_NR = (blocks_NRF != 0).any(dim=2).int()
+        first_N, size = used_NR.argmax(dim=1), used_NR.shape[1]
+        counts_N = (size - used_NR.flip(1).argmax(dim=1) - first_N) * used_NR.any(dim=1)
+        inputs_R = torch.arange(size)
+        is_kept_NR = (inputs_R >= first_N[:, None]) & (inputs_R < (first_N + counts_N)[:, None])
+        up = blocks_NRF[is_kept_NR].to(self._dtype)
+        weights_N = up.data_ptr() + (counts_N.cumsum(0) - counts_N) * BLOCK * up.itemsize
         entries = torch.stack([weights_N, first_N, counts_N], dim=1).contiguous()
         self._kept += [down, up, entries]
-        return LowRank(down.data_ptr(), entries.data_ptr(), len(down_RI))
+        is_short = self._dtype is torch.bfloat16
+        return LowRank(down.data_ptr(), entries.data_ptr(), len(down_RI), is_short)
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterRows:
-    """Adapters of a step's rows. `pointers`: an address of layers for each row, or null. `low_TR`: working memory."""
+    """Adapters of a step's rows. `pointers`: an address of layers for each row, or null.
+
+    low_TR, additions_TF: memory of the kernels for the results of `down` and `up`.
+    """
 
     pointers: Any
     low_TR: Tensor
+    additions_TF: Tensor
     held: tuple[PackedAdapter, ...]
 
 
 class NativeAdapters:
-    """Adapters of a model by key, packed for the native kernels."""
+    """Adapters of a model by key, packed for the native kernels. dtype: of the weights, float32 or bfloat16."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._config, self._dtype = config, dtype
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        outputs = heads, config.hidden_size, (2 if config.mlp.gated else 1) * config.mlp_size
+        self._max_outputs = max(map(padded, outputs))
         self._adapters: dict[str, PackedAdapter] = {}
         self._last: tuple[object, AdapterRows | None] = (), None
 
@@ -69,7 +79,7 @@ class NativeAdapters:
         return key in self._adapters
 
     def add(self, adapter: Adapter) -> None:
-        self._adapters[adapter.key] = PackedAdapter(adapter, self._config)
+        self._adapters[adapter.key] = PackedAdapter(adapter, self._config, self._dtype)
 
     def remove(self, key: str) -> None:
         self._adapters.pop(key, None)
@@ -91,6 +101,7 @@ class NativeAdapters:
                     pointers[row : row + length] = [ctypes.addressof(self._adapters[key].layers)] * length
                 row += length
             used = tuple(self._adapters[key] for key in dict.fromkeys(key for key, _ in runs) if key)
-            rows = AdapterRows(pointers, torch.empty(count, max(adapter.rank for adapter in used)), used)
+            low_TR = torch.empty(count, max(adapter.rank for adapter in used))
+            rows = AdapterRows(pointers, low_TR, torch.empty(count, self._max_outputs), used)
             self._last = runs, rows
         return rows

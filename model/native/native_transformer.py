@@ -25,7 +25,7 @@ from model.config import ModelConfig
 from model.config_enums import AttentionKind
 from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
 from model.native.native_adapters import AdapterRows
-from model.native.weight_packing import pack, padded, shape_of
+from model.native.weight_packing import NUMBERS, pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
 from model.nn.linear import QuantizedEmbedding
 from model.nn.transformer import Block, Transformer
@@ -180,6 +180,11 @@ class NativeTransformer:
         self._prepared: _PreparedDecode | None = None
         self._rotations = (torch.empty(0), torch.empty(0))
 
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        """Dtype of the adapters' weights: float32 with float32 matrices; else bfloat16, which halves their memory."""
+        return torch.float32 if self._layers[0].qkv.numbers == NUMBERS[torch.float32] else torch.bfloat16
+
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """Return next-token logits. See `Transformer.forward`."""
         x_TE = self.hidden(token_ids_T, metadata, kv_cache)
@@ -307,6 +312,7 @@ class NativeTransformer:
         rows.adapters = None if adapters is None else ctypes.addressof(adapters.pointers)
         if adapters is not None:
             rows.low, rows.low_stride = adapters.low_TR.data_ptr(), adapters.low_TR.shape[1]
+            rows.additions = adapters.additions_TF.data_ptr()
 
     def _set_attention(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep | None:
         """Set, and return, a step's attention arguments for the kernel that computes all layers.

@@ -4,6 +4,7 @@
 
 #include "grouped.h"
 #include "low_rank.h"
+#include "scratch.h"
 
 namespace kvasir {
 namespace {
@@ -49,6 +50,7 @@ struct Rows {
     const LayerAdapter* const* adapters;  // the layers of every row's adapter, or null; null: no row has an adapter
     float* low;                           // results of an adapter's `down`, low_stride numbers a row
     int64_t low_stride;
+    float* additions;  // of the adapters to the results of a matrix, outputs numbers a row
 };
 
 // Matrix of a layer, by which a row's adapter is asked for its addition.
@@ -151,6 +153,7 @@ class Step {
     // Input type of products with float32 and bfloat16 matrices.
     using Wide = std::conditional_t<std::is_same_v<Number, bf16>, Bfloat16Input, float>;
     static constexpr int64_t MAX_WIDTH = 65536;  // numbers of a row in a thread's scratch memory
+    static constexpr int64_t UP_BLOCKS = 16;     // blocks of an adapter's outputs that one task computes
     const Shape& shape;
     const Rows& rows;
     const int64_t stride;
@@ -180,35 +183,70 @@ class Step {
         }
     }
 
-    // Returns the addition of a row's adapter to a matrix; null without one.
-    const LowRank* addition(const Adapted& adapted, int64_t row) const {
+    bool has_addition(const Adapted& adapted, int64_t row) const {
         const LayerAdapter* layers = rows.adapters[row];
-        if (layers == nullptr) return nullptr;
-        const LowRank& low = layers[adapted.layer].*adapted.matrix;
-        return low.rank == 0 ? nullptr : &low;
+        return layers != nullptr && (layers[adapted.layer].*adapted.matrix).rank > 0;
     }
 
     bool has_adapters(const Adapted& adapted) const { return rows.adapters != nullptr && adapted.matrix != nullptr; }
 
-    // Computes `down` of a row's adapter from the row's inputs, which are not quantized yet.
-    template <typename From>
-    void adapt(const Adapted& adapted, const From* from, int64_t size, int64_t row) const {
-        if (!has_adapters(adapted)) return;
-        if (const LowRank* low = addition(adapted, row)) {
-            multiply_down(*low, from, size, rows.low + row * rows.low_stride);
+    // Calls work(n, first) for each group of n adjacent rows, from `first` on, that have the same adapter, in a tile of
+    // at most ADAPTED_ROWS rows.
+    template <typename Work>
+    void each_group(int64_t tile, const Work& work) const {
+        const int64_t end = std::min((tile + 1) * ADAPTED_ROWS, rows.count);
+        for (int64_t first = tile * ADAPTED_ROWS, next; first < end; first = next) {
+            for (next = first + 1; next < end && rows.adapters[next] == rows.adapters[first];) ++next;
+            if (rows.adapters[first] == nullptr) continue;
+            with_rows<ADAPTED_ROWS>(static_cast<int>(next - first), [&](auto count) { work(count, first); });
         }
+    }
+
+    // Calls work(row, to) for every row, which writes the row's `size` inputs, not quantized, to `to` unless it is null.
+    // Then computes the adapters' additions to the results of the matrix from these inputs.
+    template <typename Work>
+    void each_input_row(const Matrix& matrix, Adapted adapted, int64_t size, const Work& work) const {
+        if (!has_adapters(adapted)) return each_row([&](int64_t row) { work(row, nullptr); });
+        const int64_t tiles = (rows.count + ADAPTED_ROWS - 1) / ADAPTED_ROWS;
+        parallel_for(tiles, rows.threads, [&](int64_t tile, int) {
+            static thread_local Scratch scratch;
+            auto* inputs = reinterpret_cast<float*>(scratch.reserve(ADAPTED_ROWS * size * sizeof(float)));
+            const int64_t start = tile * ADAPTED_ROWS, end = std::min(start + ADAPTED_ROWS, rows.count);
+            for (int64_t row = start; row < end; ++row) work(row, inputs + (row - start) * size);
+            each_group(tile, [&](auto count, int64_t first) {
+                const LowRank& low = rows.adapters[first][adapted.layer].*adapted.matrix;
+                with_weight_type(low, [&](auto* type) {
+                    multiply_down<std::remove_pointer_t<decltype(type)>, decltype(count)::value>(
+                        low, inputs + (first - start) * size, size, rows.low + first * rows.low_stride,
+                        rows.low_stride);
+                });
+            });
+        });
+        const int64_t blocks = matrix.outputs / LANES, parts = (blocks + UP_BLOCKS - 1) / UP_BLOCKS;
+        parallel_for(tiles * parts, rows.threads, [&](int64_t task, int) {
+            const int64_t block = task % parts * UP_BLOCKS;
+            each_group(task / parts, [&](auto count, int64_t first) {
+                const LowRank& low = rows.adapters[first][adapted.layer].*adapted.matrix;
+                if (low.rank == 0) return;
+                with_weight_type(low, [&](auto* type) {
+                    multiply_up<std::remove_pointer_t<decltype(type)>, decltype(count)::value>(
+                        low.up + block, std::min(UP_BLOCKS, blocks - block), rows.low + first * rows.low_stride,
+                        rows.low_stride, rows.additions + first * matrix.outputs + block * LANES, matrix.outputs);
+                });
+            });
+        });
     }
 
     // Converts the norm of x, or x if norm is null, to the input type of the matrix.
     Inputs norm_inputs(const Matrix& matrix, const float* norm, const float* bias, Adapted adapted = {}) const {
-        each_row([&](int64_t row) {
+        each_input_row(matrix, adapted, shape.hidden, [&](int64_t row, float* to) {
             static thread_local float normed[MAX_WIDTH];
             const float* from = rows.x + row * stride;
             if (norm != nullptr) {
                 normalize(shape.norm, from, shape.hidden, norm, bias, shape.eps, normed);
                 from = normed;
             }
-            adapt(adapted, from, shape.hidden, row);
+            if (to != nullptr) convert(from, shape.hidden, to);
             convert_row(matrix, from, shape.hidden, row, stride);
         });
         return {is_quantized(matrix) ? rows.narrow : rows.wide, stride};
@@ -219,8 +257,8 @@ class Step {
     Inputs convert_inputs(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride, Adapted adapted) const {
         const bool is_same = !is_quantized(matrix) && std::is_same_v<From, Wide>;
         if (is_same && !has_adapters(adapted)) return {x, x_stride};
-        each_row([&](int64_t row) {
-            adapt(adapted, x + row * x_stride, size, row);
+        each_input_row(matrix, adapted, size, [&](int64_t row, float* to) {
+            if (to != nullptr) convert(x + row * x_stride, size, to);
             if (!is_same) convert_row(matrix, x + row * x_stride, size, row, padded(size));
         });
         if (is_same) return {x, x_stride};
@@ -232,12 +270,10 @@ class Step {
     void product(const Matrix& matrix, Inputs inputs, const Work& work, Adapted adapted = {}) const {
         if (!has_adapters(adapted)) return multiply_all(matrix, inputs, work);
         multiply_all(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
-            const LowRank* low = addition(adapted, row);
-            if (low == nullptr) return work(row, output, results, blocks);
+            if (!has_addition(adapted, row)) return work(row, output, results, blocks);
             Lanes sums[PANEL / LANES];
-            for (int b = 0; b < blocks; ++b) {
-                sums[b] = add(results[b], multiply_up(low->up[output / LANES + b], rows.low + row * rows.low_stride));
-            }
+            const float* additions = rows.additions + row * matrix.outputs + output;
+            for (int b = 0; b < blocks; ++b) sums[b] = add(results[b], load(additions + b * LANES));
             work(row, output, sums, blocks);
         });
     }

@@ -70,8 +70,11 @@ class ModelRunner:
             device=weight.device,
             cache_dtype=cache_dtype,
         )
-        is_native = isinstance(self._model, NativeTransformer)
-        self.adapters = NativeAdapters(model.config) if is_native else LinearAdapters(cast(Transformer, self._model))
+        self.adapters: NativeAdapters | LinearAdapters
+        if isinstance(self._model, NativeTransformer):
+            self.adapters = NativeAdapters(model.config, self._model.adapter_dtype)
+        else:
+            self.adapters = LinearAdapters(self._model)
         self._graphs: DecodeGraphs | None = None
         self._sampled_B: Tensor | None = None  # sampled by the step launched last, on its device
 

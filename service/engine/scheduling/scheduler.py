@@ -16,6 +16,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -188,6 +189,8 @@ class Scheduler:
                 cached += sequence.num_cached_tokens
                 sequence.first_scheduled_seconds = self._clock()
                 new.append((sequence.uid, sequence.attempt))
+        if any([chunk.adapter for chunk in chunks]):
+            chunks.sort(key=attrgetter("adapter"))  # adjacent rows of one adapter share the loads of its weights
         return StepPlan(
             chunks=tuple(chunks),
             admitted=new,
