@@ -188,6 +188,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._metrics.set_engine_state(EngineState(state))
         self._metrics.set_worker_restarts(signal=lifecycle.num_killed.value, exit=lifecycle.num_exited.value)
         self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
+        if num_loaded := len(list(self.context.adapters)):
+            running, waiting = (self.context.engine_client.adapter_names(has_started=each) for each in (True, False))
+            self._metrics.observe_adapters(running=running, waiting=waiting, num_loaded=num_loaded)
         body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
 

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_eight_adapters_over_64_streams_equal_their_merged_models(directories: d
 
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8", "int4"] if BUILDABLE else [])
 def test_a_request_is_identical_alone_and_beside_other_adapters(directories: dict[str, Path], numbers: str) -> None:
-    def make(**config: int) -> AdaptedEngine:
+    def make(**config: Any) -> AdaptedEngine:
         model = load(directories[""], "native")
         if numbers.startswith("int"):
             replace_linears(model, numbers)

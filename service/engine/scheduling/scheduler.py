@@ -189,7 +189,7 @@ class Scheduler:
                 cached += sequence.num_cached_tokens
                 sequence.first_scheduled_seconds = self._clock()
                 new.append((sequence.uid, sequence.attempt))
-        if any([chunk.adapter for chunk in chunks]):
+        if any(chunk.adapter for chunk in chunks):
             chunks.sort(key=attrgetter("adapter"))  # adjacent rows of one adapter share the loads of its weights
         return StepPlan(
             chunks=tuple(chunks),
