@@ -101,7 +101,7 @@ def test_the_commands_for_an_own_checkpoint(tmp_path: Path) -> None:
             names = [card["id"] for card in running.get("/v1/models").json()["data"]]
             assert names[1:] == (["mine"] if "--lora" in words else [])
             texts = [
-                running.text("The king had three sons.", model=name, max_tokens=9, temperature=0) for name in names
+                running.text("The king had three sons.", model=name, max_tokens=30, temperature=0) for name in names
             ]
             assert all(texts)
             assert len(set(texts)) == len(names)

@@ -17,7 +17,7 @@ from model.checkpoint.manifest import read_manifest
 
 TARGETS = ("q_proj", "v_proj")
 # Deviation of the random numbers. The scale of 2 and this deviation change a small model's text, but not to noise.
-_DEVIATION = 0.05
+_DEVIATION = 0.1
 
 
 def write_random_adapter(base: Path, out: Path, *, rank: int, seed: int = 0) -> str:
