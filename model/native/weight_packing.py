@@ -91,7 +91,7 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     else:
         named: dict[str, Any] = dict(module.named_parameters())
         parts, bias_F = [named["weight"].detach()], named.get("bias")
-    order = interleaved if gated else _pad_outputs
+    order = interleaved if gated else pad_outputs
     shift_F = None if scale_F is None else 128 * parts[0].sum(dim=1, dtype=torch.int32)
     return Packed(
         weight=_pack_panels(parts, kernels, pages, gated=gated),
@@ -111,7 +111,7 @@ def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages,
         rows = order(functional.pad(rows, (0, -rows.shape[1] % step)))
         return rows.view(len(rows) // _STRIP, _STRIP, -1, step).transpose(1, 2)
 
-    order = interleaved if gated else _pad_outputs
+    order = interleaved if gated else pad_outputs
     codes = strips(weight.codes_FI, GROUP_SIZE).contiguous().view(torch.uint8)
     codes += 1 << weight.bits - 1  # wraps around
     if weight.bits == 4:
@@ -166,12 +166,13 @@ def _pack_panels(parts: list[Tensor], kernels: KernelLibrary, pages: HugePages, 
         parts = [functional.pad(part, (0, missing)) for part in parts]
     parts = [part.contiguous() for part in parts]
     rows_F = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) * dtype.itemsize for part in parts])
-    rows_F = interleaved(rows_F) if gated else _pad_outputs(rows_F)
+    rows_F = interleaved(rows_F) if gated else pad_outputs(rows_F)
     panels = pages.empty((len(rows_F) // _PANEL, (inputs + missing) // side_by_side, _PANEL, side_by_side), dtype)
     copy = kernels.function("kvasir_pack", _POINTER, _INT, _INT, _POINTER, _INT)
     copy(rows_F.data_ptr(), *panels.shape[:2], panels.data_ptr(), torch.get_num_threads())
     return panels
 
 
-def _pad_outputs(rows: Tensor) -> Tensor:
+def pad_outputs(rows: Tensor) -> Tensor:
+    """Add rows of zeros up to whole panels."""
     return functional.pad(rows, (*[0] * (2 * rows.ndim - 1), padded(len(rows)) - len(rows)))
