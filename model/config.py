@@ -317,6 +317,11 @@ class ModelConfig:
         """Return the largest dimension of a head in any layer."""
         return max(self.head_dim, self.global_head_dim or 0)
 
+    @property
+    def largest_mlp_size(self) -> int:
+        """Return the largest size of an MLP in any layer."""
+        return max(self.mlp_size, self.kv_shared_mlp_size or 0)
+
     def head_dim_of(self, layer: int) -> int:
         """Return the dimension of a head in one layer."""
         return self.global_head_dim if self.global_head_dim and layer in self.global_layers else self.head_dim

@@ -89,16 +89,22 @@ def test_commands_that_need_no_service(command: str) -> None:
 
 @pytest.mark.slow
 def test_the_commands_for_an_own_checkpoint(tmp_path: Path) -> None:
-    commands = [command.replace(" runs/", f" {shlex.quote(str(tmp_path))}/") for command in BRING_YOUR_OWN]
+    commands = [re.sub(r"(?<=[ =])runs/", f"{shlex.quote(str(tmp_path))}/", command) for command in BRING_YOUR_OWN]
     served = [words for command in commands if (words := shlex.split(command))[1:3] == ["serve", "--checkpoint"]]
     assert commands[0].startswith(".venv/bin/kvasir convert")
     for command in commands:
         if shlex.split(command) not in served:
             assert shell(command).strip()
-    assert [Path(words[3]).name for words in served] == ["kvasir-int4", "kvasir.gguf"]
+    assert [Path(words[3]).name for words in served] == ["kvasir-int4", "kvasir.gguf", "kvasir-hf"]
     for words in served:
         with serving(Path(words[3]), tmp_path, *words[4:]) as running:
-            assert running.text("The king had three sons.", max_tokens=5)
+            names = [card["id"] for card in running.get("/v1/models").json()["data"]]
+            assert names[1:] == (["mine"] if "--lora" in words else [])
+            texts = [
+                running.text("The king had three sons.", model=name, max_tokens=30, temperature=0) for name in names
+            ]
+            assert all(texts)
+            assert len(set(texts)) == len(names)
 
 
 @pytest.mark.slow

@@ -114,6 +114,18 @@ class LayerInputWeights(ctypes.Structure):
     )
 
 
+class LowRank(ctypes.Structure):
+    """Addition of a LoRA adapter to one matrix, as the kernels read it; all fields are 0 without an addition."""
+
+    _fields_ = (("down", _POINTER), ("up", _POINTER), ("rank", _INT), ("is_short", _INT))
+
+
+class LayerAdapter(ctypes.Structure):
+    """Additions of a LoRA adapter to the matrices of one layer."""
+
+    _fields_ = tuple((name, LowRank) for name in ("qkv", "out", "up", "down"))
+
+
 class Shape(ctypes.Structure):
     """Layer sizes, and kinds of norm and activation, that all layers of a model share, as the kernels read them."""
 
@@ -132,6 +144,9 @@ class Rows(ctypes.Structure):
         *((name, _INT) for name in ("count", "threads")),
         *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales", "layer_inputs")),
         *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens", "packed")),
+        *((name, _POINTER) for name in ("adapters", "low")),
+        ("low_stride", _INT),
+        ("additions", _POINTER),
     )
 
 

@@ -40,7 +40,8 @@ from model.kernels.kernel_library import (
     Rows,
     StepArguments,
 )
-from model.native.weight_packing import pack, padded, shape_of
+from model.native.native_adapters import AdapterRows
+from model.native.weight_packing import NUMBERS, pack, padded, shape_of
 from model.nn.layers import GatedMlp, LayerInputs, LayerNorm, RMSNorm
 from model.nn.linear import QuantizedEmbedding
 from model.nn.position_embeddings import score_factors
@@ -59,9 +60,9 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 
     Needed: float32 or bfloat16, softmax attention, and rows of an even size of at most `_MAX_ROW_SIZE`.
     """
-    mlp, inputs = max(config.mlp_size, config.kv_shared_mlp_size or 0), config.layer_input_size or 0
+    inputs = config.layer_input_size or 0
     heads = {config.num_heads * config.head_dim_of(layer) for layer in range(config.num_layers)}
-    widths = (config.hidden_size, mlp, inputs, *heads)
+    widths = (config.hidden_size, config.largest_mlp_size, inputs, *heads)
     return (
         dtype in (torch.float32, torch.bfloat16)
         and config.attention is AttentionKind.SOFTMAX
@@ -206,15 +207,27 @@ class NativeTransformer:
         self._rotations = (torch.empty(0), torch.empty(0))
         self._biases_HX, self._num_biases = torch.empty(0), 0  # of all layers, and their number of distances
 
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        """Dtype of the adapters' weights: float32 with float32 matrices; else bfloat16, which halves their memory."""
+        return torch.float32 if self._layers[0].qkv.numbers == NUMBERS[torch.float32] else torch.bfloat16
+
     def __call__(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
         """Return next-token logits. See `Transformer.forward`."""
         x_TE = self.hidden(token_ids_T, metadata, kv_cache)
         return self.logits(x_TE if metadata.logit_rows_R is None else x_TE[metadata.logit_rows_R])
 
-    def hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache | None) -> Tensor:
+    def hidden(
+        self,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache | None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         """Return the last layer's output before the final norm: float32, in a buffer that the next call overwrites.
 
-        With a KV-cache, the tokens' keys and values are written to the slots that the metadata names.
+        With a KV-cache, the tokens' keys and values are written to the slots that the metadata names. `adapters`: LoRA
+        adapter of each token; None: no token has one.
 
         Raises:
             ValueError: see `NativeAttention.prepare_step`.
@@ -223,7 +236,7 @@ class NativeTransformer:
         self._grow_buffers(count)
         x_TE = self._buffers["x"][:count, : self.config.hidden_size]
         token_ids_T, positions_T = token_ids_T.contiguous(), metadata.positions_T.contiguous()
-        self._set_rows(token_ids_T, positions_T, max(metadata.context_lengths))
+        self._set_rows(token_ids_T, positions_T, max(metadata.context_lengths), adapters)
         if not self._embeds or not self._are_tokens(self._rows.tokens, count, self.config.vocab_size):
             x_TE.copy_(self._model.embed(token_ids_T, positions_T))
         if kv_cache is not None and self._set_attention(metadata, kv_cache) is not None:
@@ -257,12 +270,19 @@ class NativeTransformer:
         return logits_RV[:, : self.config.vocab_size]
 
     def decode(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, *, num_ids: int
+        self,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        *,
+        num_ids: int,
+        adapters: AdapterRows | None = None,
     ) -> Decoded | None:
         """Compute one decode step, one token per sequence, in a single C call. The next call overwrites the logits.
 
         The call's arguments are prepared once, and reused while the caller passes the same tensors, updated in place.
         num_ids: number of token ids, from 0 on, whose logits are returned.
+        adapters: LoRA adapter of each sequence; None: no sequence has one.
 
         Returns None, without writing to the KV-cache, if `metadata` has no `contexts_B`, if a layer's attention is not
         native, or if a token id or position is out of range. With reused arguments, a slot or block out of range also
@@ -273,13 +293,13 @@ class NativeTransformer:
             IndexError: a token id is out of range, and PyTorch computes the embeddings; see `_embedding_rows`.
         """
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
-        prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache)
+        prepared, inputs = self._prepared, (token_ids_T, *tensors, kv_cache, adapters)
         if (
             prepared is None
             or not all(map(operator.is_, prepared.inputs, inputs))
             or (prepared.arguments.num_ids, prepared.rows.threads) != (num_ids, torch.get_num_threads())
         ):
-            prepared = self._prepared = self._prepare_decode(token_ids_T, metadata, kv_cache, num_ids)
+            prepared = self._prepared = self._prepare_decode(token_ids_T, metadata, kv_cache, num_ids, adapters)
         if prepared is None:
             return None
         if not self._embeds:
@@ -291,14 +311,19 @@ class NativeTransformer:
         return Decoded(prepared.ids[:], prepared.logits_BV)
 
     def _prepare_decode(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, num_ids: int
+        self,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        num_ids: int,
+        adapters: AdapterRows | None,
     ) -> _PreparedDecode | None:
         count = len(token_ids_T)
         self._grow_buffers(count)
         step = None if metadata.contexts_B is None else self._set_attention(metadata, kv_cache)
         if step is None:
             return None
-        self._set_rows(token_ids_T, metadata.positions_T, step.longest)
+        self._set_rows(token_ids_T, metadata.positions_T, step.longest, adapters)
         rows, arguments = Rows.from_buffer_copy(self._rows), StepArguments.from_buffer_copy(self._step)
         logits_BV, ids = torch.empty(count, self._head.outputs), (_INT * count)()
         arguments.rows, arguments.logits = ctypes.addressof(rows), logits_BV.data_ptr()
@@ -307,14 +332,19 @@ class NativeTransformer:
         arguments.num_positions = length_of_tables or self.config.max_context_length
         tensors = metadata.positions_T, metadata.slot_mapping_T, metadata.block_tables_BN, metadata.contexts_B
         held = step, self._calls, self._rotations, self._biases_HX
-        return _PreparedDecode((token_ids_T, *tensors, kv_cache), arguments, rows, logits_BV[:, :num_ids], ids, held)
+        inputs = token_ids_T, *tensors, kv_cache, adapters
+        return _PreparedDecode(inputs, arguments, rows, logits_BV[:, :num_ids], ids, held)
 
-    def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int) -> None:
+    def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int, adapters: AdapterRows | None) -> None:
         """Set the kernels' arguments about a step's token rows. longest: tokens of the step's longest context."""
         rows = self._rows
         rows.count, rows.threads, rows.x = len(token_ids_T), torch.get_num_threads(), self._buffers["x"].data_ptr()
         rows.tokens, rows.positions = token_ids_T.data_ptr(), positions_T.data_ptr()
         rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(longest))
+        rows.adapters = None if adapters is None else ctypes.addressof(adapters.pointers)
+        if adapters is not None:
+            rows.low, rows.low_stride = adapters.low_TR.data_ptr(), adapters.low_TR.shape[1]
+            rows.additions = adapters.additions_TF.data_ptr()
 
     def _set_attention(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep | None:
         """Set, and return, a step's attention arguments for the kernel that computes all layers.
@@ -402,7 +432,7 @@ class NativeTransformer:
             return
         config, dtype = self.config, self._dtype
         hidden, inputs = padded(config.hidden_size), config.layer_input_size or 0
-        mlp = padded(max(config.mlp_size, config.kv_shared_mlp_size or 0, inputs))
+        mlp = padded(max(config.largest_mlp_size, inputs))
         mixed = padded(config.num_heads * config.largest_head_dim)
         widest = max(hidden, mlp, mixed)
         with torch.inference_mode(False):  # else buffers made in inference mode are read-only outside it

@@ -4,7 +4,7 @@ Legend: F outputs, I inputs of a matrix, N panels of 64 outputs, G groups of inp
 """
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight
-from model.nn.linear import GroupedLinear, Int4Linear, Int8Linear, PackedLinear, StackedLinear
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
 from model.system.memory_pages import HugePages
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -24,9 +24,7 @@ _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _STRIP = 32  # outputs that lie together in a matrix of groups
 # Codes of dtypes in kernel.h, and of grouped weights by bits and has_offset.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_INT4_NUMBERS = 3
-_GROUPED_NUMBERS = {(4, True): 4, (8, False): 5, (8, True): 6}
-_SLICE = 2**22  # int8 weights made from 4 bits at a time
+_GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6}
 _SCALE_EXPONENT = 12  # float16 scales and offsets of an output are below 2^12, and the largest is 2^11 or more
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
@@ -35,8 +33,8 @@ _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind
 class Packed:
     """Weight matrix in the order in which the kernels read it, zero-padded to `outputs`, a multiple of 64.
 
-    bias, scale, shift: a number for each padded output, or None. shift is for int8 and int4: 128 times the sum of the
-    output's weights, which the kernels subtract because they add 128 to each quantized input. numbers: as in kernel.h.
+    bias, scale, shift: a number for each padded output, or None. shift is for int8: 128 times the sum of the output's
+    weights, which the kernels subtract because they add 128 to each quantized input. numbers: as in kernel.h.
     """
 
     weight: Tensor
@@ -80,8 +78,6 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     pages: memory of the packed matrix.
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP; see `interleaved`.
     """
-    if isinstance(module, Int4Linear):
-        return _pack_int4(module.weight.to_int4(), module.bias_F, pages, gated=gated)
     if isinstance(module, GroupedLinear):
         return _pack_groups(module.weight, module.bias_F, pages, gated=gated)
     scale_F: Tensor | None = None
@@ -94,7 +90,7 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     else:
         named: dict[str, Any] = dict(module.named_parameters())
         parts, bias_F = [named["weight"].detach()], named.get("bias")
-    order = interleaved if gated else _pad_outputs
+    order = interleaved if gated else pad_outputs
     shift_F = None if scale_F is None else 128 * parts[0].sum(dim=1, dtype=torch.int32)
     return Packed(
         weight=_pack_panels(parts, kernels, pages, gated=gated),
@@ -107,56 +103,41 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     )
 
 
-def _pack_int4(weight: Int4Weight, bias_F: Tensor | None, pages: HugePages, *, gated: bool) -> Packed:
-    """Pack weights of 4 bits for the kernels, in the layout of bytes.h."""
-    order, inputs = interleaved if gated else _pad_outputs, weight.codes_FI.shape[1]
-    weight = replace(weight, codes_FI=functional.pad(weight.codes_FI, (0, -inputs % GROUP_SIZE)))
-    step = max(1, _SLICE // weight.codes_FI.shape[1])
-    slices = [slice(at, at + step) for at in range(0, len(weight.codes_FI), step)]
-    sums_F = torch.cat([weight.int8(rows).sum(dim=1, dtype=torch.int32) for rows in slices])
-    # Outputs: panels, blocks, fourths, pairs, outputs. Inputs: groups, eights, fours, inputs.
-    codes = order(weight.codes_FI).view(torch.uint8).view(-1, 4, 4, 2, 2, weight.multiplier_FG.shape[1], 4, 2, 4)
-    codes = codes.permute(3, 0, 5, 1, 6, 2, 4, 8, 7).flatten(3)  # halves of bytes, panels, groups, bytes of a group
-    multipliers = order(weight.multiplier_FG).view(torch.uint8).unflatten(0, (-1, _PANEL)).transpose(1, 2)
-    parts = [codes[0] & 15 | codes[1] << 4, multipliers]
+def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages, *, gated: bool) -> Packed:
+    """Pack grouped weights for the kernels, in the layout of int4.h or grouped.h."""
+
+    def strips(rows: Tensor, step: int) -> Tensor:  # (strips, steps, outputs, columns of a step)
+        rows = order(functional.pad(rows, (0, -rows.shape[1] % step)))
+        return rows.view(len(rows) // _STRIP, _STRIP, -1, step).transpose(1, 2)
+
+    order = interleaved if gated else pad_outputs
+    codes = strips(weight.codes_FI, GROUP_SIZE).contiguous().view(torch.uint8)
+    codes += 1 << weight.bits - 1  # wraps around
+    if weight.bits == 4:
+        int4 = weight.to_int4()
+        # Outputs: strips, blocks, outputs. Inputs: pairs of groups, groups, eights, halves of bytes, inputs.
+        codes = functional.pad(codes, (0, 0, 0, 0, 0, codes.shape[1] % 2)).view(len(codes), -1, 2, 2, BLOCK, 4, 2, 4)
+        low, high = codes.permute(6, 0, 1, 2, 3, 5, 4, 7).flatten(3)
+        scale_F, step = int4.scale_F, 2
+        spreads = [x for x in (int4.multiplier_FG, int4.offset_FG) if x is not None]
+        parts = [low | high << 4]
+    else:
+        spreads = [x for x in (weight.scale_FG, weight.offset_FG) if x is not None]
+        largest_F = torch.stack([x.abs().amax(dim=1) for x in spreads]).amax(dim=0)
+        exponent_F = (torch.frexp(largest_F).exponent - _SCALE_EXPONENT).clamp_(min=-120)  # 2^120 and 2^-120 are normal
+        scale_F = torch.ldexp(torch.ones_like(largest_F), exponent_F)
+        spreads, step = [torch.ldexp(x, -exponent_F[:, None]).half() for x in spreads], 1
+        parts = [codes.unflatten(3, (-1, 4)).transpose(2, 3).flatten(2)]
+    # Of a pair of groups, the second group's multiplier and offset come first.
+    parts += [strips(x, step).flip(3).contiguous().view(torch.uint8).flatten(2) for x in spreads]
     num_bytes = sum(part.shape[2] for part in parts)
     return Packed(
         weight=torch.cat(parts, dim=2, out=pages.empty((*parts[0].shape[:2], num_bytes), torch.uint8)),
         bias=None if bias_F is None else order(bias_F),
-        scale=order(weight.scale_F),
-        shift=order(128 * sums_F),
-        inputs=inputs,
-        outputs=len(parts[0]) * _PANEL,
-        numbers=_INT4_NUMBERS,
-    )
-
-
-def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages, *, gated: bool) -> Packed:
-    """Pack grouped weights for the kernels, in the layout of grouped.h."""
-
-    def arranged(rows: Tensor) -> Tensor:
-        return _pad_outputs(interleaved(rows) if gated else rows)
-
-    codes_FI = arranged(functional.pad(weight.codes_FI, (0, -weight.codes_FI.shape[1] % GROUP_SIZE)))
-    spreads = [arranged(x) for x in (weight.scale_FG, weight.offset_FG) if x is not None]
-    largest_F = torch.stack([x.abs().amax(dim=1) for x in spreads]).amax(dim=0)
-    exponent_F = (torch.frexp(largest_F).exponent - _SCALE_EXPONENT).clamp_(min=-120)  # 2^120 and 2^-120 are normal
-    added = codes_FI.view(torch.uint8).add_(1 << weight.bits - 1)  # wraps around
-    registers = added.view(-1, 2, BLOCK, codes_FI.shape[1] // GROUP_SIZE, weight.bits, 8 // weight.bits, 4)
-    registers = registers.permute(5, 0, 3, 1, 4, 2, 6).flatten(3)  # halves of bytes, strips, groups, bytes of a group
-    parts = [registers[0] if weight.bits == 8 else registers[0] | registers[1] << 4]
-    for spread_FG in spreads:
-        narrow_FG = torch.ldexp(spread_FG, -exponent_F[:, None]).half()
-        parts.append(narrow_FG.view(-1, _STRIP, narrow_FG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8))
-    num_bytes = sum(part.shape[2] for part in parts)
-    packed = torch.cat(parts, dim=2, out=pages.empty((*parts[0].shape[:2], num_bytes), torch.uint8))
-    return Packed(
-        weight=packed,
-        bias=None if bias_F is None else arranged(bias_F),
-        scale=torch.ldexp(torch.ones_like(largest_F), exponent_F),
+        scale=order(scale_F),
         shift=None,
         inputs=weight.codes_FI.shape[1],
-        outputs=len(codes_FI),
+        outputs=len(codes) * _STRIP,
         numbers=_GROUPED_NUMBERS[weight.bits, weight.offset_FG is not None],
     )
 
@@ -184,12 +165,13 @@ def _pack_panels(parts: list[Tensor], kernels: KernelLibrary, pages: HugePages, 
         parts = [functional.pad(part, (0, missing)) for part in parts]
     parts = [part.contiguous() for part in parts]
     rows_F = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) * dtype.itemsize for part in parts])
-    rows_F = interleaved(rows_F) if gated else _pad_outputs(rows_F)
+    rows_F = interleaved(rows_F) if gated else pad_outputs(rows_F)
     panels = pages.empty((len(rows_F) // _PANEL, (inputs + missing) // side_by_side, _PANEL, side_by_side), dtype)
     copy = kernels.function("kvasir_pack", _POINTER, _INT, _INT, _POINTER, _INT)
     copy(rows_F.data_ptr(), *panels.shape[:2], panels.data_ptr(), torch.get_num_threads())
     return panels
 
 
-def _pad_outputs(rows: Tensor) -> Tensor:
+def pad_outputs(rows: Tensor) -> Tensor:
+    """Add rows of zeros up to whole panels."""
     return functional.pad(rows, (*[0] * (2 * rows.ndim - 1), padded(len(rows)) - len(rows)))

@@ -1,4 +1,4 @@
-"""Linear layers for serving on CPUs: packed for oneDNN, int8, int8 made from 4 bits, or 4 or 8 bits in groups.
+"""Linear layers for serving on CPUs: packed for oneDNN, int8, or 4 or 8 bits in groups.
 
 With two or more rows, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a
 single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, quantize_weight
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight, quantize_weight
 from model.nn.transformer import Transformer
 
 _TINY = 1e-30  # keeps the scale of a row of zeros from being zero
@@ -72,14 +72,8 @@ class GroupedLinear(nn.Module):
     def forward(self, x_TE: Tensor) -> Tensor:
         """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs), in the dtype of x."""
         rounded_TE, scale_T = quantize_rows(x_TE)
-        out_TF = torch.zeros(len(x_TE), len(self.weight.codes_FI))
-        inputs = zip(rounded_TE.split(GROUP_SIZE, dim=1), self.weight.codes_FI.split(GROUP_SIZE, dim=1), strict=True)
-        for group, (part_TS, codes_FS) in enumerate(inputs):
-            out_TF.addcmul_(torch._int_mm(part_TS, codes_FS.t()).float(), self.weight.scale_FG[:, group])
-            if self.weight.offset_FG is not None:
-                out_TF.addcmul_(part_TS.sum(dim=1, keepdim=True).float(), self.weight.offset_FG[:, group])
-        out_TF *= scale_T[:, None]
-        return (out_TF if self.bias_F is None else out_TF + self.bias_F).to(x_TE.dtype)
+        sums_TF = _sum_groups(rounded_TE, self.weight.codes_FI, self.weight.scale_FG, self.weight.offset_FG)
+        return scale_sums(sums_TF, scale_T, torch.ones(()), self.bias_F, x_TE.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
@@ -87,30 +81,42 @@ class GroupedLinear(nn.Module):
 
 
 class Int4Linear(GroupedLinear):
-    """Linear layer x W^T + b in int8, as `Int8Linear`, with int8 weights made from 4 bits.
+    """Linear layer x W^T + b with 4-bit weights in groups of 32 inputs, and inputs in int8 with a scale for each token.
 
-    Reference implementation of the native kernel, which keeps 4 bits in memory.
+    Reference implementation of the native kernel. A result is one sum of integers, see `Int4Weight`.
     """
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs), in the dtype of x."""
-        return self._int8.forward(x_TE)
+        rounded_TE, scale_T = quantize_rows(x_TE)
+        weight = self._integers
+        offset_FG = None if weight.offset_FG is None else weight.offset_FG.int()
+        sums_TF = _sum_groups(rounded_TE, weight.codes_FI, weight.multiplier_FG.int(), offset_FG)
+        return scale_sums(sums_TF, scale_T, weight.scale_F, self.bias_F, x_TE.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
-        weight = self.weight.to_int4(ids)
-        return weight.int8() * weight.scale_F[:, None]
+        return self.weight.to_int4(ids).dense()
 
     @functools.cached_property
-    def _int8(self) -> Int8Linear:
-        weight = self.weight.to_int4()
-        return Int8Linear(weight.int8(), self.bias_F, weight.scale_F)
+    def _integers(self) -> Int4Weight:
+        return self.weight.to_int4()
+
+
+def _sum_groups(rounded_TE: Tensor, codes_FI: Tensor, scale_FG: Tensor, offset_FG: Tensor | None) -> Tensor:
+    """Return the products of int8 inputs and grouped weights, in the dtype of the scales and offsets."""
+    sums_TF = torch.zeros(len(rounded_TE), len(codes_FI), dtype=scale_FG.dtype)
+    groups = zip(rounded_TE.split(GROUP_SIZE, dim=1), codes_FI.split(GROUP_SIZE, dim=1), strict=True)
+    for group, (part_TS, codes_FS) in enumerate(groups):
+        sums_TF.addcmul_(torch._int_mm(part_TS, codes_FS.t()).to(sums_TF.dtype), scale_FG[:, group])
+        if offset_FG is not None:
+            sums_TF.addcmul_(part_TS.sum(dim=1, keepdim=True).to(sums_TF.dtype), offset_FG[:, group])
+    return sums_TF
 
 
 def make_grouped_linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear:
-    """Return the layer of a grouped weight: `Int4Linear` if it has 4 bits and no offsets."""
-    is_int4 = weight.bits == 4 and weight.offset_FG is None
-    return (Int4Linear if is_int4 else GroupedLinear)(weight, bias_F)
+    """Return the layer of a grouped weight."""
+    return (Int4Linear if weight.bits == 4 else GroupedLinear)(weight, bias_F)
 
 
 class QuantizedEmbedding(nn.Embedding):

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from service.admission.controller import Admission, read_queue_policy
+from service.api.adapters import Adapters
 from service.api.attention import Inspection
 from service.api.completions import Completions
 from service.api.context import ApiContext, call
@@ -39,6 +40,7 @@ from service.protocol.chat import TokenizeRequest
 from service.protocol.completions import DetokenizeRequest
 from service.protocol.errors import ApiError, Draining, Overloaded
 from service.protocol.logprobs import format_token_name
+from service.requests.adapters import AdapterRegistry
 from service.requests.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             on_replay=partial(metrics.count, "requests_replayed"),
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
             on_count=partial(setattr, lifecycle.num_active, "value"),  # a drain waits for 0
+            adapters=AdapterRegistry(served.adapters),
         )
         self.context = context = ApiContext(settings, served, admission, engine_client, lifecycle, metrics)
         self.completions = Completions(context)
@@ -84,6 +87,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self.embeddings = Embeddings(context)
         self.scores = Scores(context)
         self.inspection = Inspection(context)
+        self.adapters = Adapters(context)
 
     def pre_setup(self, lit_api: Any) -> None:
         """Add the routes of `ROUTES` to this spec, except those without a handler, which FastAPI serves."""
@@ -96,7 +100,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     # Routes that need no engine.
 
     async def models(self) -> Response:
-        names = (self.context.served.model_name, *self.context.settings.model_alias)
+        names = [self.context.served.model_name, *self.context.settings.model_alias]
+        names += [adapter.name for adapter in self.context.adapters]
         return json_response(responses.ModelList(data=[self._model_card(name) for name in names]))
 
     async def model(self, model_id: str) -> Response:
@@ -104,9 +109,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(self._model_card(model_id))
 
     def _model_card(self, name: str) -> responses.ModelCard:
-        served = self.context.served
+        served, adapter = self.context.served, self.context.adapters.find(name)
         return responses.ModelCard(
-            id=name, created=served.manifest.created_seconds, owned_by="kvasir", max_model_len=served.max_context_length
+            id=name,
+            created=served.manifest.created_seconds if adapter is None else adapter.created_seconds,
+            owned_by="kvasir",
+            parent=None if adapter is None else served.model_name,
+            max_model_len=served.max_context_length,
         )
 
     async def tokenize(self, request: Request) -> Response:
@@ -179,6 +188,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._metrics.set_engine_state(EngineState(state))
         self._metrics.set_worker_restarts(signal=lifecycle.num_killed.value, exit=lifecycle.num_exited.value)
         self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
+        if num_loaded := len(list(self.context.adapters)):
+            running, waiting = (self.context.engine_client.adapter_names(has_started=each) for each in (True, False))
+            self._metrics.observe_adapters(running=running, waiting=waiting, num_loaded=num_loaded)
         body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
 

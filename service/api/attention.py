@@ -128,7 +128,10 @@ class Inspection:
     def _plan(self, asked: AttentionRequest) -> AttentionQuery:
         """Return the query for the worker. Raises an `ApiError` for an unknown model, layer or head or a bad prompt."""
         processor = self._context.processor
-        processor.check_model(asked.model)
+        if processor.adapter_key(asked.model):
+            raise errors.InvalidRequest(
+                "model: attention is computed for the base model only; name the base model", param="model"
+            )
         num_layers, num_heads = self._config.num_layers, self._config.num_heads
         heads = tuple(range(num_heads)) if asked.head in ("all", None) else (int(asked.head),)
         for name, index, count in (("layer", asked.layer, num_layers), ("head", heads[0], num_heads)):

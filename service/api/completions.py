@@ -62,7 +62,7 @@ class Completions:
             RenderedPrompt(
                 request_id=builder.id_prefix + choice.submit.uid,
                 token_ids=choice.submit.prompt_token_ids,
-                model=self._context.served.model_name,
+                model=self._context.processor.response_name(asked.model),
                 sampling_params={**asdict(choice.submit.params), "n": asked.value("n"), "seed": asked.seed},
             )
             for choice in choices[:: asked.num_samples]
@@ -124,7 +124,7 @@ class Completions:
             asked,
             response_id=builder.id_prefix + choices[0].submit.uid,
             created=int(time.time()),
-            model=context.served.model_name,
+            model=context.processor.response_name(asked.model),
             tokenizer=context.served.tokenizer,
             visible_token_ids=frozenset(params.visible_token_ids) - params.hidden_token_ids(eos_token_ids),
             chat=chat,

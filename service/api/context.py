@@ -48,6 +48,7 @@ class ApiContext:
 
     def __post_init__(self) -> None:
         settings, served, admission, lifecycle = self.settings, self.served, self.admission, self.lifecycle
+        self.adapters = self.engine_client.adapters
         self.worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
         self.processor = RequestProcessor(
             tokenizer=served.tokenizer,
@@ -56,6 +57,7 @@ class ApiContext:
             max_num_choices=admission.max_num_sequences,
             defaults=served.defaults,
             aliases=settings.model_alias,
+            adapters=self.adapters,
             max_prompts=settings.max_prompts,
             parse_special=settings.parse_special,
         )

@@ -54,7 +54,7 @@ class Embeddings:
         """
         settings = self._context.settings
         processor = self._context.processor.parsing_special(asked.parse_special)
-        processor.check_model(asked.model)
+        adapter = processor.adapter_key(asked.model)
         inputs = split_prompts(asked.input, "input")
         processor.check_num_prompts(len(inputs), "input")
         width, dimensions = self._context.served.manifest.config.hidden_size, asked.dimensions
@@ -66,7 +66,7 @@ class Embeddings:
             token_ids = processor.encode_prompt(
                 text, "input", max_tokens=processor.max_context_length, num_kept=asked.truncate_prompt_tokens
             )
-            submit = embedding_submit(token_ids, arrival_seconds, Pooling(settings.embedding_pooling))
+            submit = embedding_submit(token_ids, arrival_seconds, Pooling(settings.embedding_pooling), adapter=adapter)
             choices.append(Choice(index=index, prompt_index=index, prompt_text="", submit=submit))
         return split_request(choices, terms, arrival_seconds, max_group=settings.max_num_running)
 
@@ -159,13 +159,13 @@ class EmbeddingBody(GroupedBody):
         return encode(
             EmbeddingList(
                 data=data,  # type: ignore[arg-type]
-                model=self._context.processor.model_name,
+                model=self._context.processor.response_name(self.model),
                 usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
             )
         )
 
 
-def embedding_submit(token_ids: Sequence[int], arrival_seconds: float, pooling: Pooling) -> Submit:
+def embedding_submit(token_ids: Sequence[int], arrival_seconds: float, pooling: Pooling, *, adapter: str) -> Submit:
     """Return the engine command, with a new uid, to compute the embedding of a text's token ids."""
     return Submit(
         uid=uuid.uuid4().hex,
@@ -176,6 +176,7 @@ def embedding_submit(token_ids: Sequence[int], arrival_seconds: float, pooling: 
         arrival_seconds=arrival_seconds,
         deadline_seconds=None,
         pooling=pooling,
+        adapter=adapter,
     )
 
 

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from service.api import attention
 from service.http.middleware import ALWAYS_OPEN
 from service.protocol import (
+    adapters,
     chat,
     completions,
     embeddings,
@@ -172,10 +173,22 @@ ROUTES = (
         )
         for path in ("/v1/rerank", "/rerank")
     ),
-    RouteEntry("GET", "/v1/models", "models", "List the served model and its aliases", responses.ModelList),
+    RouteEntry("GET", "/v1/models", "models", "List the served model, its aliases and adapters", responses.ModelList),
     RouteEntry(
         *("GET", "/v1/models/{model_id:path}", "model", "Describe the served model", responses.ModelCard),
         errors=(errors.ModelNotFound,),
+    ),
+    RouteEntry(
+        *("POST", "/v1/load_lora_adapter", "adapters.load", "Load a LoRA adapter from a directory below --lora-dir"),
+        *("text/plain", adapters.LoadAdapterRequest),
+        errors=(*_BODY, attention.RouteDisabled),
+        examples={"an adapter": {"lora_name": "tales", "lora_path": "tales"}},
+    ),
+    RouteEntry(
+        *("POST", "/v1/unload_lora_adapter", "adapters.unload", "Unload a LoRA adapter"),
+        *("text/plain", adapters.UnloadAdapterRequest),
+        errors=(*_BODY, attention.RouteDisabled),
+        examples={"an adapter": {"lora_name": "tales"}},
     ),
     RouteEntry(
         *("POST", "/tokenize", "tokenize", "Convert a text or a conversation to token ids"),

@@ -65,7 +65,7 @@ class Scores:
 
         def write(scores: list[float], usage: EmbeddingUsage) -> ScoreList:
             data = [ScoredPair(index=index, score=score) for index, score in enumerate(scores)]
-            name, created = self._context.processor.model_name, int(time.time())
+            name, created = self._context.processor.response_name(asked.model), int(time.time())
             return ScoreList(id=f"score-{uuid.uuid4().hex}", created=created, model=name, data=data, usage=usage)
 
         return await self._respond(request, asked, arrival_seconds, write)
@@ -84,19 +84,19 @@ class Scores:
                 )
                 for index in best
             ]
-            name = self._context.processor.model_name
+            name = self._context.processor.response_name(asked.model)
             return Ranking(id=f"rerank-{uuid.uuid4().hex}", model=name, usage=usage, results=results)
 
         return await self._respond(request, asked, arrival_seconds, write)
 
     async def _respond(self, request: Request, asked: PairsRequest, arrival_seconds: float, write: Write) -> Response:
         context, pairs = self._context, asked.pairs
-        context.processor.check_model(asked.model)
+        adapter = context.processor.adapter_key(asked.model)
         context.processor.check_num_prompts(len(pairs.documents), pairs.document_param)
         terms = read_queue_policy(request, asked.timeout, context.settings)
         make = self._embedding_choices if context.served.rerank is None else self._yes_no_choices
         num_characters = sum(len(pairs.queries[query]) + len(pairs.documents[index]) for query, index in pairs.indices)
-        plan = partial(make, pairs, asked.truncate_prompt_tokens, arrival_seconds)
+        plan = partial(make, pairs, asked.truncate_prompt_tokens, arrival_seconds, adapter=adapter)
         choices = await call(plan, in_thread=num_characters > MAX_INLINE_CHARACTERS)
         groups = split_request(choices, terms, arrival_seconds, max_group=context.settings.max_num_running)
         context.engine_client.submit(groups[0])
@@ -104,7 +104,9 @@ class Scores:
             return SimilarityBody(groups, pairs, write, context)
         return YesNoBody(groups, context.served.rerank, terms, write, context)
 
-    def _embedding_choices(self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float) -> list[Choice]:
+    def _embedding_choices(
+        self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float, *, adapter: str
+    ) -> list[Choice]:
         """Return for each text a choice that computes its embedding: first the queries, then the documents."""
         processor, pooling = self._context.processor, Pooling(self._context.settings.embedding_pooling)
         texts = [(text, pairs.query_param) for text in pairs.queries]
@@ -116,12 +118,15 @@ class Scores:
                     processor.encode_prompt(text, param, max_tokens=processor.max_context_length, num_kept=num_kept),
                     arrival_seconds,
                     pooling,
+                    adapter=adapter,
                 ),
             )
             for index, (text, param) in enumerate(texts)
         ]
 
-    def _yes_no_choices(self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float) -> list[Choice]:
+    def _yes_no_choices(
+        self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float, *, adapter: str
+    ) -> list[Choice]:
         """Return for each pair of texts a choice with a prompt of both, which can generate only the token `yes`.
 
         Raises InvalidRequest if a prompt exceeds the context, or all prompts together exceed `_MAX_TOKENS`.
@@ -138,7 +143,7 @@ class Scores:
             if (num_tokens := num_tokens + len(token_ids)) > _MAX_TOKENS:
                 message = f"the prompts of all pairs have over {_MAX_TOKENS} tokens; send fewer documents per request"
                 raise InvalidRequest(message, param=pairs.document_param)
-            choices.append(_choice(index, _answer_submit(token_ids, rerank.yes_id, arrival_seconds)))
+            choices.append(_choice(index, _answer_submit(token_ids, rerank.yes_id, arrival_seconds, adapter)))
         return choices
 
 
@@ -216,7 +221,10 @@ class YesNoBody(ScoreBody):
         choices = [
             _choice(
                 choice.index,
-                _answer_submit(choice.submit.prompt_token_ids, self._rerank.no_id, choice.submit.arrival_seconds),
+                _answer_submit(
+                    *(choice.submit.prompt_token_ids, self._rerank.no_id, choice.submit.arrival_seconds),
+                    choice.submit.adapter,
+                ),
             )
             for choice in group.choices
             if choice.index not in self._no
@@ -235,7 +243,7 @@ def _choice(index: int, submit: Submit) -> Choice:
     return Choice(index=index, prompt_index=index, prompt_text="", submit=submit)
 
 
-def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: float) -> Submit:
+def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: float, adapter: str) -> Submit:
     """Return the engine command to generate `answer_id` after a prompt, with its logprob and the likeliest tokens'."""
     params = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS, allowed_token_ids=(answer_id,)
@@ -248,4 +256,5 @@ def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: fl
         params=params,
         arrival_seconds=arrival_seconds,
         deadline_seconds=None,
+        adapter=adapter,
     )

@@ -117,6 +117,10 @@ class ServeSettings(ModelSettings):
     """reject a checkpoint with unknown keys in config.json, also where the key's value is null, false, 0 or empty"""
     model_alias: Names = option("http", (), metavar="NAME")
     """further name of the model that requests may use; may be repeated"""
+    lora: Names = option("model", (), metavar="NAME=DIR")
+    """LoRA adapter in PEFT's format, which requests choose by NAME as their model; may be repeated"""
+    lora_dir: Path | None = option("model", None, metavar="DIR")
+    """let clients load and unload LoRA adapters in directories below DIR, by /v1/load_lora_adapter (default: off)"""
     chat_template: str = option("http", "auto", metavar="auto|plain|none|FILE", min_length=1)
     """chat template: auto (the checkpoint's, else plain), plain (message texts only), none (reject chat requests), or a
     Jinja file"""
@@ -199,6 +203,21 @@ class ServeSettings(ModelSettings):
     @classmethod
     def _resolve_localhost(cls, value: Any) -> Any:
         return "127.0.0.1" if value == "localhost" else value
+
+    @field_validator("lora")
+    @classmethod
+    def _check_lora(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [name for name, _, directory in (adapter.partition("=") for adapter in value) if name and directory]
+        if len(names) < len(value) or len(set(names)) < len(names) or not all(map(str.isprintable, names)):
+            raise ValueError("must be NAME=DIR, with another NAME for each adapter")
+        return value
+
+    @field_validator("lora_dir")
+    @classmethod
+    def _check_lora_dir(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_dir():
+            raise ValueError("must be an existing directory")
+        return value
 
     @field_validator("max_body_size")
     @classmethod

@@ -3,12 +3,16 @@
 One thread does all of this. Only grammars are compiled, and their token masks computed, in background threads.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
 
+from model.checkpoint.lora_adapter import Adapter
+from model.io.files import CheckpointError, first_line
 from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
@@ -22,7 +26,9 @@ from service.engine.output_processor import SequenceOutput, create_delta
 from service.engine.scheduling.scheduler import EngineConfig, Scheduler, SequenceUpdate
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
-from service.ipc.messages import NON_FINITE, FinishReason, StepStats, Submit, TokenDelta
+from service.ipc.messages import NON_FINITE, FinishReason, LoadAdapter, StepStats, Submit, TokenDelta
+
+logger = logging.getLogger(__name__)
 
 # Running sequences and tokens per KV block of `complete_batch`.
 _MAX_NUM_RUNNING, _BLOCK_SIZE = 32, 16
@@ -48,6 +54,7 @@ class Engine:
     capture: captures decode steps as CUDA graphs for a `ModelRunner` that the engine creates; None: no CUDA graphs.
     looks_ahead: launch a step, if possible, before the host has read the tokens that the previous step sampled.
         None: True if the runner is asynchronous, as on a GPU.
+    read_adapter: reads the LoRA adapter of a directory for `load_adapter`; None: the engine has no adapters.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class Engine:
         runner: ModelRunner | None = None,
         capture: Capture | None = None,
         looks_ahead: bool | None = None,
+        read_adapter: Callable[[Path], Adapter] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -91,6 +99,8 @@ class Engine:
         self._outputs: dict[str, SequenceOutput] = {}  # by uid, until the sequence's ending is reported
         self._rejections: list[TokenDelta] = []
         self._num_submitted = 0
+        self._read_adapter = read_adapter
+        self._adapter_errors: dict[str, str] = {}  # by key of an adapter that could not be loaded
 
     @property
     def has_work(self) -> bool:
@@ -152,6 +162,8 @@ class Engine:
                         f"token ids in this request's prompt or parameters range from {min(ids)} to {max(ids)}, "
                         f"beyond this model's vocabulary; use ids from 0 to {size - 1}"
                     )
+            if submit.adapter and submit.adapter not in self._runner.adapters:
+                raise ValueError(self._adapter_errors.get(submit.adapter, "the adapter is not loaded"))
             if submit.grammar is not None:
                 is_complete = self._grammars.begin(submit.uid, submit.prior_token_ids)
             self._scheduler.add(sequence)
@@ -165,6 +177,28 @@ class Engine:
         _, _, stop = output.detokenizer.push(submit.prior_token_ids)
         if stop is not None or is_complete:
             self._scheduler.finish_uncomputed(sequence, FinishReason.STOP, stop)
+
+    def load_adapter(self, command: LoadAdapter) -> None:
+        """Read an adapter and keep it until `unload_adapter`. If that fails, its sequences get the error."""
+        assert self._read_adapter is not None
+        if command.key in self._runner.adapters:
+            return
+        self._adapter_errors.pop(command.key, None)
+        try:
+            adapter = self._read_adapter(Path(command.directory))
+            if adapter.key != command.key:
+                raise CheckpointError(
+                    f"{command.directory}: the adapter has changed since it was loaded; load it again"
+                )
+            self._runner.adapters.add(adapter)
+        except (CheckpointError, MemoryError, torch.OutOfMemoryError) as error:
+            self._adapter_errors[command.key] = message = first_line(error)
+            logger.error("an adapter could not be loaded, so its requests fail: %s", message)
+
+    def unload_adapter(self, key: str) -> None:
+        """Free an adapter that no sequence uses."""
+        self._adapter_errors.pop(key, None)
+        self._runner.adapters.remove(key)
 
     def cancel(self, uid: str) -> None:
         """Cancel a sequence: its blocks are freed, and no further events follow. Unknown uids are ignored."""

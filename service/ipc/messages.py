@@ -49,6 +49,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     pooling: Pooling | None = None  # set to compute the prompt's embedding; `params.max_tokens` is then 0
     grammar: str | None = None  # grammar of the completion, see `model.structured_output.grammar`
     tenant: str = ""  # name of the API key, or address of the client; slots are shared fairly among tenants
+    adapter: str = ""  # key of the LoRA adapter; empty: the base model
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -67,7 +68,20 @@ class AttentionQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
     attempt: int = 0
 
 
-Command: TypeAlias = Submit | Cancel | AttentionQuery
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Command to load the LoRA adapter of a directory. `key`: digest of its files, which the worker checks."""
+
+    key: str
+    directory: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Command to free a LoRA adapter that no unfinished sequence uses."""
+
+    key: str
+
+
+Command: TypeAlias = Submit | Cancel | AttentionQuery | LoadAdapter | UnloadAdapter
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

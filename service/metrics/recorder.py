@@ -3,8 +3,9 @@
 import importlib.metadata
 import os
 import platform
+import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 from prometheus_client import (
@@ -220,6 +221,11 @@ class Metrics:
         """Set the gauges of the API process: its number of unfinished requests, and its number of asyncio tasks."""
         self._metric("api_requests").set(num_requests)
         self._metric("api_tasks").set(num_tasks)
+
+    def observe_adapters(self, *, running: Iterable[str], waiting: Iterable[str], num_loaded: int) -> None:
+        """Set the gauge of LoRA adapters to the names of those that unfinished requests use."""
+        self._clear("lora_requests_info")  # labels of the last scrape
+        self._metric("lora_requests_info", ",".join(running), ",".join(waiting), str(num_loaded)).set(time.time())
 
     def set_engine_state(self, state: EngineState) -> None:
         """Set the gauge of this state to 1, and the gauges of all other states to 0."""

@@ -22,6 +22,7 @@ from service.protocol.completions import CompletionRequest, GenerationRequest
 from service.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from service.protocol.logprobs import prompt_text
 from service.protocol.request_model import MAX_PROMPTS
+from service.requests.adapters import AdapterRegistry
 from service.requests.inflight import Choice
 
 # A longer text, in characters, is tokenized in a thread: tiktoken encodes about 10 MB/s and releases the GIL.
@@ -38,6 +39,7 @@ class RequestProcessor:
     max_context_length: maximum tokens of a sequence, prompt and completion together.
     max_num_choices: maximum number of choices of one request, over all its prompts.
     aliases: further names that requests may give as `model`.
+    adapters: LoRA adapters that requests may name as `model`.
     parse_special: parse the names of special tokens in texts as these tokens, unless a request sets the field.
     """
 
@@ -47,15 +49,34 @@ class RequestProcessor:
     max_num_choices: int
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
     aliases: tuple[str, ...] = ()
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
     max_prompts: int = MAX_PROMPTS
     parse_special: bool = True
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless `name` is the served model's name, an alias or None."""
-        if name is not None and name != self.model_name and name not in self.aliases:
+        """Raise ModelNotFound unless `name` is the served model's name, an alias, an adapter's name or None."""
+        self.adapter_key(name)
+
+    def is_base(self, name: str | None) -> bool:
+        """Return True if `name` is the served model's name, an alias or None."""
+        return name is None or name == self.model_name or name in self.aliases
+
+    def adapter_key(self, name: str | None) -> str:
+        """Return the key of the adapter that a request names as its model; empty for the base model.
+
+        Raises ModelNotFound if there is no such model.
+        """
+        if name is None or self.is_base(name):
+            return ""
+        if (adapter := self.adapters.find(name)) is None:
             raise ModelNotFound(
                 f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", param="model"
             )
+        return adapter.key
+
+    def response_name(self, name: str | None) -> str:
+        """Return the model's name for the response to a request that names `name`: the adapter's, else the base's."""
+        return self.model_name if name is None or self.is_base(name) else name
 
     def plan(
         self,
@@ -111,6 +132,7 @@ class RequestProcessor:
                 priority=request.value("priority"),
                 cache_salt=request.cache_salt or "",
                 grammar=grammar,
+                adapter=self.adapter_key(request.model),
             )
             choices += processor._samples(
                 *(request, prompt, submit, len(choices)), has_length=max_tokens is not None, chat=chat

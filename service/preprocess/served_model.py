@@ -1,7 +1,7 @@
 """Facts about the served model, which the main process reads once from the checkpoint and the settings."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 from model.chat.template import PLAIN_SOURCE, ChatTemplate, load_chat_template
 from model.chat.template_sandbox import TemplateFailure
+from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import Manifest
 from model.io.files import CheckpointError, read_text
 from model.sampling.params import SamplingParams
@@ -20,6 +21,7 @@ from service.config.settings import ModelSettings, ServeSettings, SettingsError,
 from service.preprocess.chat_format import ChatFormat, read_chat_format
 from service.preprocess.rerank_prompt import RerankPrompt, read_rerank_prompt
 from service.preprocess.template_process import TemplateProcess
+from service.requests.adapters import ServedAdapter
 
 # Sampling fields that a checkpoint may set defaults for.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -60,6 +62,7 @@ class ServedModel:
     chat_format: ChatFormat
     special_tokens: Mapping[str, str]
     rerank: RerankPrompt | None = None
+    adapters: tuple[ServedAdapter, ...] = ()
 
     def found(self, settings: ServeSettings) -> dict[str, object]:
         """Return, by name, the values that the listing of settings at start-up takes from the checkpoint.
@@ -117,7 +120,19 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
         chat_format=chat_format,
         special_tokens=texts,
         rerank=read_rerank_prompt(settings, tokenizer),
+        adapters=tuple(_read_adapters(settings, manifest)),
     )
+
+
+def _read_adapters(settings: ServeSettings, manifest: Manifest) -> Iterator[ServedAdapter]:
+    """Yield the adapters of --lora, read whole and checked. Raises SettingsError and CheckpointError."""
+    taken = (settings.model_name or manifest.name, *settings.model_alias)
+    for name, _, directory in (each.partition("=") for each in settings.lora):
+        if name in taken:
+            raise SettingsError(f"--lora {name}={directory}: {name} is the base model's name; choose another")
+        key, path = read_adapter(Path(directory), manifest).key, Path(directory).resolve()
+        created_seconds = int(path.stat().st_mtime)
+        yield ServedAdapter(name=name, directory=str(path), key=key, created_seconds=created_seconds)
 
 
 def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:

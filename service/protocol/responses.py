@@ -232,17 +232,21 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """Model that this server serves, or an alias of it. `created`: seconds since 1970."""
+    """Model that this server serves, an alias of it, or a LoRA adapter, whose `parent` is the model.
+
+    created: seconds since 1970.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    parent: str | None = None
     max_model_len: int
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """Response of `/v1/models`: the served model and its aliases."""
+    """Response of `/v1/models`: the served model, its aliases and its LoRA adapters."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -24,6 +24,7 @@ from service.ipc.messages import (
     WorkerReady,
 )
 from service.protocol.errors import ApiError, EngineFailed, InvalidRequest, QueueTimeout
+from service.requests.adapters import AdapterRegistry, ServedAdapter
 from service.requests.inflight import Choice, InflightQuery, InflightRequest
 from service.requests.poison_detector import PoisonRequestDetector
 
@@ -45,6 +46,7 @@ class EngineClient:
     on_replay: Callable[[str], None]  # gets "resubmitted" per request, and "gave_up" for a poison request
     on_late: Callable[[int], None]  # gets the number of tokens that arrived for a cancelled sequence
     on_count: Callable[[int], None]  # gets the number of unfinished requests when the number changes
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
     _requests: dict[Inflight, None] = field(default_factory=dict)  # in order of arrival
     _choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = field(default_factory=dict)  # unfinished, by uid
     _detector: PoisonRequestDetector = field(default_factory=PoisonRequestDetector)
@@ -61,6 +63,14 @@ class EngineClient:
 
     def submit(self, request: Inflight) -> None:
         """Admit and send a request, or send an attention query without admission. An exception leaves no state."""
+        self.adapters.acquire(request.adapter)
+        try:
+            self._submit(request)
+        except BaseException:
+            self._send_any(self.adapters.release(request.adapter))
+            raise
+
+    def _submit(self, request: Inflight) -> None:
         if isinstance(request, InflightRequest):
             self.admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
             request.apply_terms()
@@ -77,6 +87,7 @@ class EngineClient:
 
     def finish(self, request: Inflight) -> int:
         """Forget a request or query and cancel its unfinished choices. Return the number of cancelled choices."""
+        is_known = request in self._requests
         self._requests.pop(request, None)
         uids = [choice.submit.uid for choice in request.choices if choice.submit.uid in self._choices]
         for uid in uids:
@@ -84,6 +95,8 @@ class EngineClient:
         if uids:
             self.send([Cancel(uid=uid) for uid in uids])
             self._release()
+        if is_known:
+            self._send_any(self.adapters.release(request.adapter))
         self.on_count(self.num_requests)
         return len(uids)
 
@@ -113,6 +126,19 @@ class EngineClient:
         for send in [request.deliver() for request in touched]:
             if send is not None:
                 send()
+
+    def load_adapter(self, adapter: ServedAdapter) -> None:
+        """Make a worker load an adapter, which later requests can use."""
+        self._send_any(self.adapters.add(adapter))
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter by name. The worker keeps it until the unfinished requests that use it have ended."""
+        self._send_any(self.adapters.remove(name))
+
+    def adapter_names(self, *, has_started: bool) -> list[str]:
+        """Return the names of the adapters of the unfinished requests that have a token, or that have none yet."""
+        requests = (request for request in self._requests if request.adapter and request.has_started == has_started)
+        return self.adapters.names(request.adapter for request in requests)
 
     def fail_all(self, error: ApiError) -> None:
         """End every unfinished request and query with `error`, unless it has failed already."""
@@ -181,6 +207,7 @@ class EngineClient:
     def _replay(self, ready: WorkerReady) -> None:
         """Resubmit unfinished requests to a new worker, except to the first (epoch 0), and fail a poison request."""
         self.on_worker_ready(ready)
+        self._send_any(self.adapters.load_commands())
         self.admission.limit_running(None)
         if ready.epoch == 0:
             return
@@ -206,6 +233,10 @@ class EngineClient:
         """Of the choices `uids` and the held choices, send to the worker those that the poison detector releases."""
         if released := self._detector.release(uids):
             self.send([self._choices[uid][1].submit for uid in released])
+
+    def _send_any(self, commands: Sequence[Command]) -> None:
+        if commands:
+            self.send(commands)
 
     def _failure(self, request: InflightRequest, choice: Choice, finish: Finish) -> ApiError:
         """Return the error to send to the client of a sequence that the worker could not finish."""

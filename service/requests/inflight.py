@@ -103,6 +103,11 @@ class InflightRequest:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _at_once: DirectWriter | None = None  # set while the task waits
 
+    @property
+    def adapter(self) -> str:
+        """Key of the LoRA adapter of all choices; empty for the base model."""
+        return self.choices[0].submit.adapter
+
     def apply_terms(self) -> None:
         """Write the queueing terms into each choice's `Submit`, and the deadline into the first, which begins first."""
         terms = self.terms
@@ -202,6 +207,7 @@ class InflightQuery:
     arrival_seconds: float
     terms: QueuePolicy
     answer: "asyncio.Future[AttentionResult]"
+    adapter = ""  # attention is computed for the base model
 
     @property
     def choices(self) -> "list[InflightQuery]":

@@ -7,12 +7,14 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from model.attention.paged import KernelContext
 from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
+from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import Manifest
 from model.gguf.container import SUFFIX
 from model.gpu.quantization import Quantization
@@ -166,20 +168,14 @@ def build_engine(
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
     num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
     num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
-    config = EngineConfig(
-        block_size=settings.block_size,
-        num_blocks=num_blocks,
-        max_num_running=settings.max_num_running,
-        max_batched_tokens=settings.max_batched_tokens,
-        max_draft_tokens=settings.speculative_tokens,
-        prompt_slowdown=settings.prompt_slowdown,
-        target_itl_seconds=settings.target_itl_ms / 1000 or math.inf,
-        enable_prefix_cache=settings.enable_prefix_cache,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        max_context_length=resolved.max_context_length,
+    config = _engine_config(settings, num_blocks, resolved.max_context_length)
+    engine = Engine(
+        *(model, load_tokenizer(manifest.directory), config),
+        capture=capture,
+        looks_ahead=None if settings.lookahead else False,
+        read_adapter=partial(read_adapter, manifest=manifest),
     )
-    tokenizer, looks_ahead = load_tokenizer(manifest.directory), None if settings.lookahead else False
-    return Engine(model, tokenizer, config, capture=capture, looks_ahead=looks_ahead), _facts(
+    return engine, _facts(
         resolved,
         manifest,
         kernel_level=model.kernel_level if isinstance(model, NativeTransformer) else None,
@@ -243,6 +239,21 @@ def _facts(
         kv_cache_dtype=_name(resolved.cache_dtype),
         reasons={**resolved.reasons, **_stored_format(manifest, matrices)},
         has_standby=has_standby,
+    )
+
+
+def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length: int) -> EngineConfig:
+    return EngineConfig(
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+        max_num_running=settings.max_num_running,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_draft_tokens=settings.speculative_tokens,
+        prompt_slowdown=settings.prompt_slowdown,
+        target_itl_seconds=settings.target_itl_ms / 1000 or math.inf,
+        enable_prefix_cache=settings.enable_prefix_cache,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_context_length=max_context_length,
     )
 
 

@@ -13,9 +13,11 @@ from service.ipc.messages import (
     Command,
     EngineIdle,
     Event,
+    LoadAdapter,
     RunningLimitChanged,
     Started,
     Submit,
+    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
@@ -130,6 +132,10 @@ class EngineLoop:
                     if command.grammar is not None:  # its compilation begins with `submit`, before any step
                         self._report_started([(command.uid, command.attempt)])
                     self._engine.submit(command)
+                case LoadAdapter():
+                    self._engine.load_adapter(command)
+                case UnloadAdapter():
+                    self._engine.unload_adapter(command.key)
                 case AttentionQuery():
                     self._queries[command.uid] = command
                 case Cancel():

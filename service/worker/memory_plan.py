@@ -81,7 +81,7 @@ class LoadedModel(NamedTuple):
 def step_bytes(config: ModelConfig, max_batched_tokens: int) -> int:
     """Estimate the bytes of the largest step: `max_batched_tokens` prompt tokens, with a prompt logprob for each."""
     values = _HIDDEN_COPIES * max(config.hidden_size, config.num_heads * config.largest_head_dim)
-    values += _MLP_COPIES * max(config.mlp_size, config.kv_shared_mlp_size or 0)
+    values += _MLP_COPIES * config.largest_mlp_size
     values += config.num_layers * (config.layer_input_size or 0)
     token_bytes = values * _FLOAT32_BYTES + config.vocab_size * _LOGIT_BYTES
     return round(_STEP_MARGIN * max_batched_tokens * token_bytes) + _RESULT_BYTES

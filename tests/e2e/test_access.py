@@ -19,7 +19,7 @@ from model.checkpoint.manifest import read_manifest
 from model.nn.transformer import Transformer
 from model.tokenizer.files import load_tokenizer
 from service.http.connection import MAX_HEAD_BYTES
-from tests.e2e.process import Service, serving, wait_until
+from tests.e2e.process import NO_TLS, Service, serving, wait_until
 from tests.hostile.raw import exchange
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ def test_only_configured_origins_pass_cors(service: Service) -> None:
     stranger = httpx.options(url, headers={**asking, "origin": "https://b.c"}, timeout=300)
     assert "access-control-allow-origin" not in stranger.headers
     body = {"prompt": "once", "max_tokens": 3, "stream": True}
-    streamed = httpx.post(url, json=body, headers={**bearer(ALICE), "origin": PAGE}, timeout=300)
+    streamed = httpx.post(url, json=body, headers={**bearer(ALICE), "origin": PAGE}, timeout=300, verify=NO_TLS)
     assert streamed.headers["access-control-allow-origin"] == PAGE
     assert streamed.text.endswith("data: [DONE]\n\n")
 
@@ -135,7 +135,9 @@ def test_embeddings_do_not_depend_on_concurrent_requests(service: Service, clien
     body = {"prompt": "once", "max_tokens": 100, "seed": 1, "ignore_eos": True}
 
     def complete(_: int) -> str:
-        text: str = httpx.post(service.url + "/v1/completions", json=body, headers=bearer(ALICE), timeout=300).text
+        text: str = httpx.post(
+            service.url + "/v1/completions", json=body, headers=bearer(ALICE), timeout=300, verify=NO_TLS
+        ).text
         return str(json.loads(text)["choices"][0]["text"])
 
     with ThreadPoolExecutor(8) as pool:
@@ -158,5 +160,7 @@ def test_a_disconnect_cancels_an_embeddings_request(service: Service) -> None:
     wait_until(lambda: service.metric("llm_requests_cancelled_total") >= 1, what="the cancellation")
     running = ("llm_num_requests_running", "llm_num_requests_waiting", "llm_kv_cache_usage_perc")
     wait_until(lambda: sum(map(service.metric, running)) == 0, what="an idle engine")
-    over = httpx.post(service.url + "/v1/embeddings", json={"input": ["a"] * 2001}, headers=bearer(ALICE), timeout=300)
+    over = httpx.post(
+        service.url + "/v1/embeddings", json={"input": ["a"] * 2001}, headers=bearer(ALICE), timeout=300, verify=NO_TLS
+    )
     assert (over.status_code, over.json()["error"]["param"]) == (400, "input")

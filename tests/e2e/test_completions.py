@@ -13,7 +13,7 @@ import torch
 
 from model.attention.metadata import AttentionMetadata
 from service.preprocess.request_processor import sample_seed
-from tests.e2e.process import Service, serving
+from tests.e2e.process import NO_TLS, Service, serving
 from tests.e2e.slow_twin import Oracle
 from tests.service import streams
 from tests.service.bad_requests import BAD_REQUESTS
@@ -299,7 +299,7 @@ def test_timings_and_usage_come_with_the_end_of_a_stream(service: Service) -> No
 
 @pytest.mark.parametrize(("body", "status", "said"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
 def test_a_bad_request_is_rejected(service: Service, body: bytes, status: int, said: str) -> None:
-    response = httpx.post(service.url + "/v1/completions", content=body, timeout=300)
+    response = httpx.post(service.url + "/v1/completions", content=body, timeout=300, verify=NO_TLS)
     assert response.status_code == status
     assert said in response.json()["error"]["message"]
 
@@ -314,7 +314,7 @@ def test_unknown_routes_and_methods_get_json_errors(service: Service) -> None:
         ("POST", "/health", 405),
         ("GET", "/v1/models/other", 404),
     ):
-        response = httpx.request(method, service.url + path, timeout=300)
+        response = httpx.request(method, service.url + path, timeout=300, verify=NO_TLS)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 

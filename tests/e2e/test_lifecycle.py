@@ -19,6 +19,7 @@ from model.checkpoint.manifest import write_manifest
 from model.io.safetensors_header import read_headers
 from service.cli.main import main
 from tests.e2e.process import (
+    NO_TLS,
     PATIENCE_SECONDS,
     START_SECONDS,
     Service,
@@ -54,7 +55,7 @@ class Stream(threading.Thread):
 
     def _read(self) -> None:
         body = {**self._fields, "stream": True}
-        with httpx.stream("POST", self._url, json=body, timeout=PATIENCE_SECONDS) as response:
+        with httpx.stream("POST", self._url, json=body, timeout=PATIENCE_SECONDS, verify=NO_TLS) as response:
             for line in response.iter_lines():
                 if line.startswith("data: "):
                     self.events.append(line.removeprefix("data: "))

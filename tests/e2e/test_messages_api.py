@@ -8,7 +8,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.process import PATIENCE_SECONDS, Service, serving
+from tests.e2e.process import NO_TLS, PATIENCE_SECONDS, Service, serving
 from tests.service.message_events import joined_message, message_events
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def service(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def send(service: Service, path: str = PATH, **fields: Any) -> httpx.Response:
     headers = {"x-api-key": KEY, "anthropic-version": "2023-06-01", "anthropic-beta": "unknown-2026-01-01"}
-    return httpx.post(service.url + path, json=fields, headers=headers, timeout=PATIENCE_SECONDS)
+    return httpx.post(service.url + path, json=fields, headers=headers, timeout=PATIENCE_SECONDS, verify=NO_TLS)
 
 
 def message(service: Service, **fields: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_a_demanded_call_follows_the_schema_and_its_result_goes_back(service: Se
 
 
 def test_errors_have_anthropics_form(service: Service) -> None:
-    missing = httpx.post(service.url + PATH, json={}, timeout=PATIENCE_SECONDS)
+    missing = httpx.post(service.url + PATH, json={}, timeout=PATIENCE_SECONDS, verify=NO_TLS)
     unknown = send(service, messages=[QUESTION], max_tokens=1, model="claude-sonnet-4-5")
     invalid = send(service, messages=[QUESTION])
     for answer, status, kind in (

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.process import PATIENCE_SECONDS, Service, serving, wait_until
+from tests.e2e.process import NO_TLS, PATIENCE_SECONDS, Service, serving, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,9 @@ def test_a_resumed_stream_repeats_and_loses_no_token(service: Service) -> None:
     whole = service.text(**_fields())
     before = _settled(service, since)
     url, headers = service.url + "/v1/completions", {"Accept": "text/event-stream"}
-    with httpx.stream("POST", url, json=_fields(stream=True), headers=headers, timeout=PATIENCE_SECONDS) as response:
+    with httpx.stream(
+        "POST", url, json=_fields(stream=True), headers=headers, timeout=PATIENCE_SECONDS, verify=NO_TLS
+    ) as response:
         first = _events(response, limit=10)
     last_id = first[-1][0]
     # The first resumption repeats the body, as an EventSource does. The second has no body.
@@ -76,7 +78,9 @@ def test_a_resumed_stream_repeats_and_loses_no_token(service: Service) -> None:
         "POST", url, json=_fields(stream=True), headers={**headers, "Last-Event-ID": last_id}, timeout=PATIENCE_SECONDS
     ) as response:
         second = _events(response, limit=20)
-    with httpx.stream("POST", url, headers={"Last-Event-ID": second[-1][0]}, timeout=PATIENCE_SECONDS) as response:
+    with httpx.stream(
+        "POST", url, headers={"Last-Event-ID": second[-1][0]}, timeout=PATIENCE_SECONDS, verify=NO_TLS
+    ) as response:
         assert response.headers["idempotent-replayed"] == "true"
         third = _events(response)
     events = first + second + third
@@ -91,7 +95,7 @@ def test_a_resumed_stream_repeats_and_loses_no_token(service: Service) -> None:
 def test_a_stream_without_an_accept_header_has_no_ids_and_a_disconnect_cancels_it(service: Service) -> None:
     cancelled, url = service.metric("llm_requests_cancelled_total"), service.url + "/v1/completions"
     body = _fields(stream=True, max_tokens=8000)
-    with httpx.stream("POST", url, json=body, timeout=PATIENCE_SECONDS) as response:
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE_SECONDS, verify=NO_TLS) as response:
         assert {event_id for event_id, _ in _events(response, limit=3)} == {""}
     wait_until(lambda: service.metric("llm_requests_cancelled_total") == cancelled + 1, what="the stream's end")
     wait_until(lambda: not service.metric("llm_num_requests_running"), what="an idle engine")

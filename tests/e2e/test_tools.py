@@ -25,12 +25,10 @@ FORMATS = {
     "hermes": "qwen3",
     "mistral_v13": "mistral-v13",
     "qwen3_coder": "qwen3-coder",
-    "deepseek_v3.1": "deepseek-v3.1",
-    "llama3_json": "llama3.1",
     "pythonic": "llama3.2-pythonic",
     "described": None,
 }
-DESCRIBED = {"described": "hermes", "deepseek_v3.1": "deepseek_v3.1"}  # the system message describes the tools
+DESCRIBED = {"described": "hermes"}  # the system message describes the tools
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
 WEATHER: dict[str, Any] = {
     "type": "object",

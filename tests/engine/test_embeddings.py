@@ -55,19 +55,23 @@ def check(run: Run, wanted: dict[str, list[int]], pooling: Pooling) -> None:
         np.testing.assert_allclose(vector, computed(run.model, token_ids, pooling), atol=1e-5)
 
 
-@pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_embeddings_computed_in_chunks_beside_completions(name: str, pooling: Pooling) -> None:
-    wanted = {f"text-{number}": ids for number, ids in enumerate(texts(6, seed=1))}
+def test_embeddings_computed_in_chunks_beside_completions(name: str) -> None:
+    wanted = {
+        pooling: {f"{pooling}-{number}": ids for number, ids in enumerate(texts(4, seed=seed))}
+        for seed, pooling in enumerate(Pooling, 1)
+    }
     completions = submissions(6, seed=2, max_prompt=20)
-    mixed = [asked(uid, ids, pooling) for uid, ids in wanted.items()] + completions
+    mixed = [asked(uid, ids, pooling) for pooling, of_pooling in wanted.items() for uid, ids in of_pooling.items()]
+    mixed += completions
     random.Random(3).shuffle(mixed)
     run = Run(name, max_batched_tokens=17)
     run.drive(mixed, every=1)
-    check(run, wanted, pooling)
+    for pooling, of_pooling in wanted.items():
+        check(run, of_pooling, pooling)
+        assert max(map(len, of_pooling.values())) > 2 * 17, "of several chunks"
     run.check(completions)
     assert sum(stats.batch_size > 1 for stats in run.stats) > 5
-    assert max(map(len, wanted.values())) > 2 * 17, "of several chunks"
     assert all(delta.embedding is None for each in completions for delta in run.deltas[each.uid])
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of half a gigabyte, and a child process that measures the memory of loading one."""
+"""Checkpoints of 300 MB, and a child process that measures the memory of loading one."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from model.huggingface.family_table import read_family_config
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 2**20
-WIDTH, LAYERS, MLP = 1024, 8, 3072
+WIDTH, LAYERS, MLP = 1024, 4, 3072
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": WIDTH,

@@ -191,7 +191,7 @@ CASES: dict[str, Case] = {
     "llama wide heads": Case("llama", {**_GQA, "head_dim": 16}),
     "llama linear": Case("llama", {**_GQA, "rope_parameters": _LINEAR}),
     # Both texts of the parity tests have the frequencies of the longer one, 48 tokens: 3 times the positions.
-    "llama dynamic": Case("llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
+    "llama dynamic": Case("llama", {"max_position_embeddings": 8, "rope_parameters": DYNAMIC}),
     "llama llama3": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": _LLAMA3}),
     "llama yarn": Case("llama", {**_GQA, "head_dim": 16, "rope_parameters": YARN}),
     "llama gelu": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -297,7 +297,10 @@ CASES: dict[str, Case] = {
         "hunyuan_v1_dense",
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "tie_word_embeddings": True},
     ),
-    "ministral3": Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+    "ministral3": Case(
+        "ministral3",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}},
+    ),
     "ministral3 windows tied": Case(
         "ministral3",
         {

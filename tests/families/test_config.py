@@ -65,9 +65,14 @@ def test_published_configs_of_other_families_are_refused_by_what_is_missing(entr
     assert len(message) < 300
 
 
+# Families of which no copy of a published config.json was found. Ministral 3 is published as `mistral3`, and Gemma 4 as
+# `gemma4`.
+WITHOUT_PUBLISHED = {"cohere2", "gemma4_text", "ministral3"}
+
+
 def test_enough_published_configs_have_a_named_source() -> None:
     assert len(PUBLISHED) >= 60
-    assert {entry["config"]["model_type"] for entry in PUBLISHED} == set(FAMILIES)
+    assert {entry["config"]["model_type"] for entry in PUBLISHED} == set(FAMILIES) - WITHOUT_PUBLISHED
     assert sum("://" in entry["origin"] for entry in PUBLISHED) >= 45
     assert {"recurrent layers", "an encoder beside the decoder"} <= {
         mechanism for entry in NOT_SERVED for mechanism in entry.get("lacks", ())
@@ -248,9 +253,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "scaling in layers with a window is not implemented",
     ),
-    "dynamic in gemma3": (
-        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "full_attention rope_scaling.rope_type='dynamic': supported are",
+    "ntk in gemma3": (
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
+        "full_attention rope_scaling.rope_type='ntk': supported are",
     ),
     "activation of gemma2": (
         {"model_type": "gemma2", "hidden_act": "silu"},

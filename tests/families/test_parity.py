@@ -1,21 +1,26 @@
-"""Logits of every family equal those of the transformers library, for whole texts and cached chunks.
+"""Logits and attention weights of every family equal those of the transformers library, whole and in cached chunks.
 
-Equal means: the largest absolute difference is at most 1e-5 of the largest absolute logit, in float32.
+Equal logits: the largest absolute difference is at most 1e-5 of the largest absolute logit, in float32.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.manifest import read_manifest
 from model.config_enums import MlpKind
 from model.huggingface.families.table import FAMILIES
+from model.inspect.attention_weights import weights_of_layer
 from model.native.native_transformer import NativeTransformer, to_native
 from model.nn.transformer import Transformer
 from tests.families.models import CASES, VOCAB_SIZE, WINDOW, load, read_by_library
@@ -24,12 +29,7 @@ from tests.model.kernel_libraries import BACKENDS
 from tests.model.paging import PagedRun
 
 TOLERANCE = 1e-5
-# Dtype of the files, and maximum bytes of a shard (None: one file), by name.
-STORAGES: dict[str, tuple[torch.dtype, int | None]] = {
-    "float32, one file": (torch.float32, None),
-    "bfloat16, shards": (torch.bfloat16, 20_000),
-}
-LENGTHS = (48, 33)
+LENGTHS = (24, 17)  # several windows and blocks; both beyond the original context of the longrope cases
 
 
 def texts() -> list[Tensor]:
@@ -43,42 +43,85 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def expected(case: str, directory: Path, storage: str) -> list[Tensor]:
-    """Save the case's model to the directory, and return the transformers library's logits of each text."""
-    dtype, shard_bytes = STORAGES[storage]
-    model = cast(Any, CASES[case].build()).to(dtype)
-    model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
-    assert (shard_bytes is None) == (len(list(directory.glob("*.safetensors"))) == 1)
-    model = read_by_library(directory)
-    with torch.no_grad():
-        return [model(ids[None], use_cache=False).logits[0] for ids in texts()]
+def whole_texts(model: Transformer) -> tuple[Tensor, ...]:
+    """Return the logits of each text, computed without a KV-cache."""
+    return model(torch.cat(texts()), AttentionMetadata.uncached(LENGTHS), None).split(LENGTHS)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+def worst(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Return the largest difference of a text."""
+    return max(difference(mine, reference) for mine, reference in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Directory of a case's model in float32, and what the transformers library computes for each text."""
+
+    directory: Path
+    logits: list[Tensor]
+    attentions: list[tuple[Tensor, ...]]  # of each layer: 1HTT
+
+
+@pytest.fixture(scope="module")
+def save_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """Return a function that saves a case's model once for all tests."""
+
+    @functools.cache
+    def save(case: str) -> Saved:
+        directory = tmp_path_factory.mktemp("case")
+        CASES[case].build().save_pretrained(directory)
+        library = read_by_library(directory)
+        with torch.no_grad():
+            outputs = [library(ids[None], use_cache=False, output_attentions=True) for ids in texts()]
+        return Saved(directory, [out.logits[0] for out in outputs], [out.attentions for out in outputs])
+
+    return save
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, storage: str, record_property: Record) -> None:
+def test_logits_equal_those_of_transformers(
+    save_case: Callable[[str], Saved], case: str, record_property: Record
+) -> None:
     prove(record_property, CASES[case].family, "logprobs")
-    theirs = expected(case, tmp_path, storage)
+    saved = save_case(case)
     for attention in BACKENDS:
-        model = load(tmp_path, attention)
-        whole = model(torch.cat(texts()), AttentionMetadata.uncached(LENGTHS), None).split(LENGTHS)
-        runs = {"whole": list(whole)}
+        model = load(saved.directory, attention)
+        assert worst(whole_texts(model), saved.logits) <= TOLERANCE, attention
         for chunk in (1, 5, 64):
-            runs[f"cached, {chunk} at a time"] = PagedRun(model, texts()).forward_in_chunks(chunk)
-        for run, ours in runs.items():
-            for mine, reference in zip(ours, theirs, strict=True):
-                assert difference(mine, reference) <= TOLERANCE, f"{attention}, {run}"
+            ours = PagedRun(model, texts()).forward_in_chunks(chunk)
+            assert worst(ours, saved.logits) <= TOLERANCE, f"{attention}, {chunk} at a time"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_native_kernels_compute_all_layers_of_every_family(tmp_path: Path, case: str, record_property: Record) -> None:
+def test_native_kernels_compute_all_layers_of_every_family(
+    save_case: Callable[[str], Saved], case: str, record_property: Record
+) -> None:
     prove(record_property, CASES[case].family, "logprobs")
-    theirs = expected(case, tmp_path, "float32, one file")
-    native = to_native(load(tmp_path, "native"))
+    saved = save_case(case)
+    native = to_native(load(saved.directory, "native"))
     assert isinstance(native, NativeTransformer)
     for chunk in (1, 64):
-        for mine, reference in zip(PagedRun(native, texts()).forward_in_chunks(chunk), theirs, strict=True):
-            assert difference(mine, reference) <= TOLERANCE
+        assert worst(PagedRun(native, texts()).forward_in_chunks(chunk), saved.logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_weights_equal_those_of_transformers(save_case: Callable[[str], Saved], case: str) -> None:
+    saved = save_case(case)
+    model = load(saved.directory)
+    assert len(saved.attentions[0]) == model.config.num_layers
+    for layer, weights_1HTT in enumerate(saved.attentions[0]):
+        ours_HTT = weights_of_layer(model, texts()[0].tolist(), layer=layer)
+        assert_close(ours_HTT, weights_1HTT[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_in_bfloat16_are_loaded(tmp_path: Path, case: str) -> None:
+    cast(Any, CASES[case].build()).bfloat16().save_pretrained(tmp_path, max_shard_size=20_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    library = read_by_library(tmp_path)
+    with torch.no_grad():
+        theirs = [library(ids[None], use_cache=False).logits[0] for ids in texts()]
+    assert worst(whole_texts(load(tmp_path)), theirs) <= TOLERANCE
 
 
 # Each mechanism changes the logits of its case, so the parity test above detects a missing mechanism.
@@ -89,7 +132,7 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "slopes": ("bloom", {"position": "none"}),
     "linear": ("llama linear", {"rope_scaling": None}),
     "dynamic": ("llama dynamic", {"rope_scaling": None}),
-    "dynamic within": ("llama dynamic", {"max_context_length": 40}),
+    "dynamic within": ("llama dynamic", {"max_context_length": 20}),
     "llama3": ("llama llama3", {"rope_scaling": None}),
     "yarn": ("llama yarn", {"rope_scaling": None}),
     "theta": ("gpt_neox half rotary", {"rope_theta": 10000.0}),
@@ -144,24 +187,22 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ALTERATIONS)
-def test_the_parity_cases_detect_a_changed_mechanism(tmp_path: Path, name: str) -> None:
+def test_the_parity_cases_detect_a_changed_mechanism(save_case: Callable[[str], Saved], name: str) -> None:
     case, changes = ALTERATIONS[name]
-    theirs = expected(case, tmp_path, "float32, one file")
-    model = load(tmp_path)
+    saved = save_case(case)
+    model = load(saved.directory)
     altered = Transformer(dataclasses.replace(model.config, **changes), ATTENTION_BACKENDS["sdpa"])
     altered.load_state_dict(model.state_dict())
     altered.requires_grad_(False)
-    ours = altered(texts()[0], AttentionMetadata.uncached(LENGTHS[:1]), None)
-    assert difference(ours, theirs[0]) > 20 * TOLERANCE
+    assert difference(whole_texts(altered)[0], saved.logits[0]) > 20 * TOLERANCE
 
 
 def test_float16_files_are_loaded(tmp_path: Path) -> None:
     CASES["llama mha"].build().half().save_pretrained(tmp_path)
-    model = read_by_library(tmp_path)
-    ids = texts()[0]
-    ours = load(tmp_path)(ids, AttentionMetadata.uncached((len(ids),)), None)
+    library = read_by_library(tmp_path)
     with torch.no_grad():
-        assert difference(ours, model(ids[None]).logits[0]) <= TOLERANCE
+        theirs = [library(ids[None]).logits[0] for ids in texts()]
+    assert worst(whole_texts(load(tmp_path)), theirs) <= TOLERANCE
 
 
 def test_every_family_has_a_parity_case() -> None:
@@ -177,15 +218,13 @@ TIED = [
 
 
 @pytest.mark.parametrize("case", TIED)
-def test_tensor_names_without_the_family_prefix_are_read(tmp_path: Path, case: str) -> None:
+def test_tensor_names_without_the_family_prefix_are_read(
+    tmp_path: Path, save_case: Callable[[str], Saved], case: str
+) -> None:
     """The first GPT-2 checkpoints were saved from the bare model, without the head, which is tied to the embedding."""
-    model = cast(Any, CASES[case].build())
-    model.base_model.save_pretrained(tmp_path)
+    cast(Any, CASES[case].build()).base_model.save_pretrained(tmp_path)
     manifest = read_manifest(tmp_path)
     assert manifest.family is not None
     names = [header.name for place in manifest.placements.values() for header in place.parts]
     assert not any(name.startswith(manifest.family.prefix) for name in names)
-    ids = texts()[0]
-    with torch.no_grad():
-        theirs = model(ids[None]).logits[0]
-    assert difference(load(tmp_path)(ids, AttentionMetadata.uncached((len(ids),)), None), theirs) <= TOLERANCE
+    assert worst(whole_texts(load(tmp_path)), save_case(case).logits) <= TOLERANCE

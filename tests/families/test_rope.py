@@ -5,6 +5,7 @@ One ulp of a frequency is an angle of 0.01 at position 131,071, which small mode
 
 import copy
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,14 @@ from model.config import ModelConfig
 from model.config_enums import PositionKind
 from model.nn.position_embeddings import RotaryPositions
 from tests.families.models import CLASSES, transformers
-from tests.families.public_configs import PUBLIC, PUBLISHED, read_published
+from tests.families.public_configs import PUBLISHED, read_published
 
+# Models with two rotary embeddings: names of the library's classes, without `Config` and `RotaryEmbedding`.
+CLASSES_OF_TWO_ROPES = {
+    "gemma3": ("Gemma3Text", "Gemma3"),
+    "gemma4": ("Gemma4Text", "Gemma4Text"),
+    "olmo3": ("Olmo3", "Olmo3"),
+}
 CONFIGS = {entry["name"]: read_published(entry)[0] for entry in PUBLISHED}
 
 
@@ -22,30 +29,26 @@ def _rope(config: ModelConfig) -> tuple[object, ...]:
     return config.rotary_size, config.rope_theta, config.rope_scaling, config.max_context_length
 
 
+def has_two_ropes(values: dict[str, Any]) -> bool:
+    return values["model_type"].startswith(tuple(CLASSES_OF_TWO_ROPES))
+
+
 # One model of each rotary embedding that differs in a number.
 ROTARY = list(
     {
         (entry["config"]["model_type"], _rope(CONFIGS[entry["name"]])): entry["name"]
         for entry in PUBLISHED
-        if CONFIGS[entry["name"]].position is PositionKind.ROTARY and CONFIGS[entry["name"]].local_rope_theta is None
+        if CONFIGS[entry["name"]].position is PositionKind.ROTARY and not has_two_ropes(entry["config"])
     }.values()
 )
-# Names of the library's classes, without `Config` and `RotaryEmbedding`.
-CLASSES_OF_TWO_ROPES = {
-    "gemma3": ("Gemma3Text", "Gemma3"),
-    "gemma4": ("Gemma4Text", "Gemma4Text"),
-    "olmo3": ("Olmo3", "Olmo3"),
-}
-TWO_ROPES = [
-    name for name, (_, values) in PUBLIC.items() if values["model_type"].startswith(tuple(CLASSES_OF_TWO_ROPES))
-]
+TWO_ROPES = [name for name, config in CONFIGS.items() if config.local_rope_theta is not None]
 
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> None:
     (values,) = (entry["config"] for entry in PUBLISHED if entry["name"] == name)
-    config = CONFIGS[name]
-    model_type = values["model_type"]
+    config, values = CONFIGS[name], values.get("text_config", values)
+    model_type = values.get("model_type", "mistral")
     class_name, _ = CLASSES[model_type]
     own = {key: value for key, value in values.items() if key not in ("model_type", "architectures")}
     library_config = getattr(transformers, f"{class_name}Config")(**copy.deepcopy(own))
@@ -63,7 +66,8 @@ def test_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> No
 
 @pytest.mark.parametrize("name", TWO_ROPES)
 def test_both_rotary_frequencies_equal_those_of_transformers_bitwise(name: str) -> None:
-    values, config = PUBLIC[name][1], CONFIGS[name]
+    (values,) = (entry["config"] for entry in PUBLISHED if entry["name"] == name)
+    config = CONFIGS[name]
     own = copy.deepcopy(values.get("text_config", values))
     module_name = values["model_type"].removesuffix("_text")
     config_class, rope_class = CLASSES_OF_TWO_ROPES[module_name]

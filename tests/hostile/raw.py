@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.e2e.process import PATIENCE_SECONDS, Service
+from tests.e2e.process import NO_TLS, PATIENCE_SECONDS, Service
 
 ALICE, BOB, CAROL = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef", "sk-carol-0123456789abcdef"
 MAX_CONNECTIONS = 40
@@ -68,7 +68,9 @@ def exchange(service: Service, sent: bytes) -> Answer:
 
 
 def post(service: Service, body: bytes, path: str = "/v1/completions", **fields: str) -> httpx.Response:
-    return httpx.post(service.url + path, content=body, headers={**BEARER, **fields}, timeout=PATIENCE_SECONDS)
+    return httpx.post(
+        service.url + path, content=body, headers={**BEARER, **fields}, timeout=PATIENCE_SECONDS, verify=NO_TLS
+    )
 
 
 def is_well(service: Service) -> bool:

@@ -22,6 +22,7 @@ from service.metrics.recorder import Metrics
 from service.preprocess.served_model import read_served_model
 from service.telemetry.request_record import Observe, RequestObserver
 from tests.service.echo import EchoChannel
+from tests.service.kept_process import KeptProcess
 from tests.tiny_model import tiny_tokenizer
 
 
@@ -53,8 +54,24 @@ def settings(tiny_checkpoint: Path) -> ServeSettings:
     return ServeSettings(checkpoint=tiny_checkpoint, max_num_running=2, max_waiting_requests=2)
 
 
+@pytest.fixture(scope="module")
+def kept_processes() -> Iterator[None]:
+    """End the kept child processes after the tests of a module."""
+    yield
+    KeptProcess.end_all()
+
+
 @pytest.fixture
-def frontend(settings: ServeSettings, metrics: Metrics, lifecycle: Lifecycle, queue: EchoChannel) -> Iterator[Frontend]:
+def frontend(
+    settings: ServeSettings,
+    metrics: Metrics,
+    lifecycle: Lifecycle,
+    queue: EchoChannel,
+    kept_processes: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Frontend]:
+    for module in ("preprocess.template_process", "structured_output.compiler"):
+        monkeypatch.setattr(f"service.{module}.BoundedProcess", KeptProcess)
     serving = read_served_model(settings, read_manifest(settings.checkpoint), load_tokenizer(settings.checkpoint))
     channel: Any = queue
     frontend = Frontend(settings, served=serving, channel=channel, lifecycle=lifecycle, metrics=metrics)

@@ -271,18 +271,17 @@ def read_rope(
         check_number(f"{name}.{_ORIGINAL}", length)
         extension = max_positions / length if kind in (RopeScalingKind.YARN, RopeScalingKind.LONGROPE) else None
         fields = {"kind": kind, "factor": values.pop("factor", extension)}
+        if kind in (RopeScalingKind.LLAMA3, RopeScalingKind.YARN, RopeScalingKind.LONGROPE):
+            fields["original_context_length"] = length
         if kind == RopeScalingKind.DYNAMIC:
             if length not in (max_positions, top):
                 reader.reject(f"{name}.{_ORIGINAL}", length, f"must be {max_positions}, the positions; remove the key")
             fields["original_context_length"] = max_positions
         elif kind == RopeScalingKind.LLAMA3:
             fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
-            fields["original_context_length"] = length
         elif kind == RopeScalingKind.YARN:
             fields |= _yarn_fields(reader, name, values, fields["factor"])
-            fields["original_context_length"] = length
         elif kind == RopeScalingKind.LONGROPE:
-            fields["original_context_length"] = length
             fields |= {f"{key}_divisors": values.pop(f"{key}_factor", None) for key in ("short", "long")}
             fields["attention_factor"] = values.pop("attention_factor", None)
         elif is_proportional:

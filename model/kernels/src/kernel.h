@@ -61,14 +61,14 @@ struct AttentionCall {
 
 using AttentionKernel = void (*)(const AttentionBatch* batch, const AttentionCall* call);
 
-// Types of matrices. int4: int8 weights made from 4 bits; see bytes.h. Grouped: 4 or 8 bits with a scale, and perhaps
-// an offset, for 32 inputs; see grouped.h.
+// Types of matrices. int4: 4 bits with a multiplier, and perhaps an offset, for 32 inputs; see int4.h. Grouped: 8 bits
+// with a scale, and perhaps an offset, for 32 inputs; see grouped.h.
 enum class Numbers : int64_t {
     float32 = 0,
     bfloat16 = 1,
     int8 = 2,
     int4 = 3,
-    grouped4_offset = 4,
+    int4_offset = 4,
     grouped8 = 5,
     grouped8_offset = 6
 };
@@ -80,7 +80,7 @@ struct Matrix {
     const void* weight;
     const float* bias;     // for every padded output, or null
     const float* scale;    // int8, int4 and grouped: scale of every padded output
-    const int32_t* shift;  // int8, int4: 128 times the sum of an output's weights, because inputs have 128 added
+    const int32_t* shift;  // int8: 128 times the sum of an output's weights, because inputs have 128 added
     int64_t inputs;
     int64_t outputs;  // padded
     Numbers numbers;

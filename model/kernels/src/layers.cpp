@@ -2,7 +2,9 @@
 // their attention, or a whole decode step.
 #include <algorithm>
 
-#include "grouped.h"
+#include "low_rank.h"
+#include "quantized.h"
+#include "scratch.h"
 
 namespace kvasir {
 namespace {
@@ -51,7 +53,7 @@ struct Rows {
     float* added;     // as x: output of attention or MLP, if it is normed before the sum or both read the same x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
-    void* narrow;     // inputs of an int8 or int4 matrix, or groups of inputs of a grouped matrix
+    void* narrow;     // inputs of a quantized matrix: bytes, pairs of groups or groups
     float* scales;    // scale of each row of an int8 input
     float* layer_inputs;           // inputs of all layers, rows of projection.outputs
     const float *cosines, *sines;  // for every position, num_angles numbers
@@ -59,6 +61,16 @@ struct Rows {
     const void* embedding;         // `hidden` numbers for every token id, or null
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
     const Matrix* packed;          // packed embedding, or null; x is given if both are null
+    const LayerAdapter* const* adapters;  // the layers of every row's adapter, or null; null: no row has an adapter
+    float* low;                           // results of an adapter's `down`, low_stride numbers a row
+    int64_t low_stride;
+    float* additions;  // of the adapters to the results of a matrix, outputs numbers a row
+};
+
+// Matrix of a layer, by which a row's adapter is asked for its addition.
+struct Adapted {
+    int64_t layer;
+    LowRank LayerAdapter::*matrix;
 };
 
 // Arguments of a step of a whole model. Python updates the buffers in place from step to step.
@@ -118,13 +130,13 @@ class Step {
     }
 
     // Computes x += norm(out(f(gate(x)) * input)), if the layers have inputs, then x *= factor.
-    void finish_input(const LayerWeights& layer, const LayerInputWeights* inputs, int64_t index) const {
+    void finish_input(const LayerWeights& layer, int64_t number, const LayerInputWeights* inputs) const {
         if (inputs != nullptr) {
             const int64_t size = inputs->size, hidden_stride = padded(size);
             Wide* hidden = wide() + rows.count * stride;
             product(layer.input_gate, norm_inputs(layer.input_gate, nullptr, nullptr),
                     [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
-                        const float* by = rows.layer_inputs + row * inputs->projection.outputs + index * size + output;
+                        const float* by = rows.layer_inputs + row * inputs->projection.outputs + number * size + output;
                         Wide* at = hidden + row * hidden_stride + output;
                         for (int b = 0; b < blocks; ++b, at += LANES, by += LANES) {
                             store(at, mul(activate(shape.activation, results[b]), load(by)));
@@ -141,14 +153,15 @@ class Step {
     }
 
     // Computes x += out(mixed), x += mlp(norm(x)), or another arrangement of `model.nn.transformer.Block`.
-    void finish(const LayerWeights& layer, const void* mixed) const {
+    void finish(const LayerWeights& layer, int64_t number, const void* mixed) const {
         const int64_t width = shape.heads * layer.head_dim;
         const bool norms_outputs = layer.attention_out_norm != nullptr;
         const bool adds = !norms_outputs && !shape.is_parallel;
-        add_product(layer.out, convert_inputs(layer.out, static_cast<const Number*>(mixed), width, width),
-                    adds ? rows.x : rows.added, adds);
+        const Adapted adapted{number, &LayerAdapter::out};
+        add_product(layer.out, convert_inputs(layer.out, static_cast<const Number*>(mixed), width, width, adapted),
+                    adds ? rows.x : rows.added, adds, adapted);
         if (norms_outputs) add_normed(layer.attention_out_norm, layer.attention_out_norm_bias);
-        mlp(layer, adds ? rows.x : rows.added, !norms_outputs);
+        mlp(layer, number, adds ? rows.x : rows.added, !norms_outputs);
         if (norms_outputs) {
             add_normed(layer.mlp_out_norm, layer.mlp_out_norm_bias);
         } else {
@@ -157,10 +170,11 @@ class Step {
     }
 
     // Computes queries, keys and values from the norm of x, then their norms and rotary embedding.
-    void begin(const LayerWeights& layer) const {
+    void begin(const LayerWeights& layer, int64_t number) const {
         const Matrix& matrix = layer.qkv;
+        const Adapted adapted{number, &LayerAdapter::qkv};
         auto* qkv = static_cast<Number*>(rows.qkv);
-        store_product(matrix, norm_inputs(matrix, layer.attention_norm, layer.attention_norm_bias), qkv);
+        store_product(matrix, norm_inputs(matrix, layer.attention_norm, layer.attention_norm_bias, adapted), qkv, adapted);
         const int64_t query = shape.heads * layer.head_dim, key = layer.kv_heads * layer.head_dim;
         if (layer.query_norm == nullptr && layer.value_norm == nullptr && layer.query_angle < 0) return;
         each_row([&](int64_t row) {
@@ -201,6 +215,7 @@ class Step {
     // Input type of products with float32 and bfloat16 matrices.
     using Wide = std::conditional_t<std::is_same_v<Number, bf16>, Bfloat16Input, float>;
     static constexpr int64_t MAX_WIDTH = 65536;  // numbers of a row in a thread's scratch memory
+    static constexpr int64_t UP_BLOCKS = 16;     // blocks of an adapter's outputs that one task computes
     const Shape& shape;
     const Rows& rows;
     const int64_t stride;
@@ -216,29 +231,85 @@ class Step {
 
     template <typename From>
     void convert_row(const Matrix& matrix, const From* from, int64_t size, int64_t row, int64_t to_stride) const {
-        if (matrix.numbers == Numbers::int8 || matrix.numbers == Numbers::int4) {
+        if (matrix.numbers == Numbers::int8) {
             rows.scales[row] = quantize(from, size, static_cast<uint8_t*>(rows.narrow) + row * to_stride);
         } else if (is_quantized(matrix)) {
             static thread_local uint8_t shifted[MAX_WIDTH];
             rows.scales[row] = quantize(from, size, shifted);
-            with_grouped(matrix.numbers, [&](auto kind) {
-                split_groups(shifted, size, decltype(kind)::ADDED,
-                             static_cast<InputGroup*>(rows.narrow) + row * to_stride / GROUP_SIZE);
+            with_strips(matrix.numbers, [&](auto kind) {
+                using Kind = decltype(kind);
+                auto* to = static_cast<typename Kind::Input*>(rows.narrow) + row * to_stride / Kind::INPUTS;
+                Kind::split(shifted, size, to);
             });
         } else {
             convert(from, size, wide() + row * to_stride);
         }
     }
 
+    bool has_addition(const Adapted& adapted, int64_t row) const {
+        const LayerAdapter* layers = rows.adapters[row];
+        return layers != nullptr && (layers[adapted.layer].*adapted.matrix).rank > 0;
+    }
+
+    bool has_adapters(const Adapted& adapted) const { return rows.adapters != nullptr && adapted.matrix != nullptr; }
+
+    // Calls work(n, first) for each group of n adjacent rows, from `first` on, that have the same adapter, in a tile of
+    // at most ADAPTED_ROWS rows.
+    template <typename Work>
+    void each_group(int64_t tile, const Work& work) const {
+        const int64_t end = std::min((tile + 1) * ADAPTED_ROWS, rows.count);
+        for (int64_t first = tile * ADAPTED_ROWS, next; first < end; first = next) {
+            for (next = first + 1; next < end && rows.adapters[next] == rows.adapters[first];) ++next;
+            if (rows.adapters[first] == nullptr) continue;
+            with_rows<ADAPTED_ROWS>(static_cast<int>(next - first), [&](auto count) { work(count, first); });
+        }
+    }
+
+    // Calls work(row, to) for every row, which writes the row's `size` inputs, not quantized, to `to` unless it is null.
+    // Then computes the adapters' additions to the results of the matrix from these inputs.
+    template <typename Work>
+    void each_input_row(const Matrix& matrix, Adapted adapted, int64_t size, const Work& work) const {
+        if (!has_adapters(adapted)) return each_row([&](int64_t row) { work(row, nullptr); });
+        const int64_t tiles = (rows.count + ADAPTED_ROWS - 1) / ADAPTED_ROWS;
+        parallel_for(tiles, rows.threads, [&](int64_t tile, int) {
+            static thread_local Scratch scratch;
+            auto* inputs = reinterpret_cast<float*>(scratch.reserve(ADAPTED_ROWS * size * sizeof(float)));
+            const int64_t start = tile * ADAPTED_ROWS, end = std::min(start + ADAPTED_ROWS, rows.count);
+            for (int64_t row = start; row < end; ++row) work(row, inputs + (row - start) * size);
+            each_group(tile, [&](auto count, int64_t first) {
+                const LowRank& low = rows.adapters[first][adapted.layer].*adapted.matrix;
+                with_weight_type(low, [&](auto* type) {
+                    multiply_down<std::remove_pointer_t<decltype(type)>, decltype(count)::value>(
+                        low, inputs + (first - start) * size, size, rows.low + first * rows.low_stride,
+                        rows.low_stride);
+                });
+            });
+        });
+        const int64_t blocks = matrix.outputs / LANES, parts = (blocks + UP_BLOCKS - 1) / UP_BLOCKS;
+        parallel_for(tiles * parts, rows.threads, [&](int64_t task, int) {
+            const int64_t block = task % parts * UP_BLOCKS;
+            each_group(task / parts, [&](auto count, int64_t first) {
+                const LowRank& low = rows.adapters[first][adapted.layer].*adapted.matrix;
+                if (low.rank == 0) return;
+                with_weight_type(low, [&](auto* type) {
+                    multiply_up<std::remove_pointer_t<decltype(type)>, decltype(count)::value>(
+                        low.up + block, std::min(UP_BLOCKS, blocks - block), rows.low + first * rows.low_stride,
+                        rows.low_stride, rows.additions + first * matrix.outputs + block * LANES, matrix.outputs);
+                });
+            });
+        });
+    }
+
     // Converts the norm of x, or x if norm is null, to the input type of the matrix.
-    Inputs norm_inputs(const Matrix& matrix, const float* norm, const float* bias) const {
-        each_row([&](int64_t row) {
+    Inputs norm_inputs(const Matrix& matrix, const float* norm, const float* bias, Adapted adapted = {}) const {
+        each_input_row(matrix, adapted, shape.hidden, [&](int64_t row, float* to) {
             static thread_local float normed[MAX_WIDTH];
             const float* from = rows.x + row * stride;
             if (norm != nullptr) {
                 normalize(shape.norm, from, shape.hidden, norm, bias, shape.eps, normed);
                 from = normed;
             }
+            if (to != nullptr) convert(from, shape.hidden, to);
             convert_row(matrix, from, shape.hidden, row, stride);
         });
         return {is_quantized(matrix) ? rows.narrow : rows.wide, stride};
@@ -246,15 +317,32 @@ class Step {
 
     // Converts rows to the input type of the matrix; returns x itself if the type is the same.
     template <typename From>
-    Inputs convert_inputs(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride) const {
-        if (!is_quantized(matrix) && std::is_same_v<From, Wide>) return {x, x_stride};
-        each_row([&](int64_t row) { convert_row(matrix, x + row * x_stride, size, row, padded(size)); });
+    Inputs convert_inputs(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride, Adapted adapted = {}) const {
+        const bool is_same = !is_quantized(matrix) && std::is_same_v<From, Wide>;
+        if (is_same && !has_adapters(adapted)) return {x, x_stride};
+        each_input_row(matrix, adapted, size, [&](int64_t row, float* to) {
+            if (to != nullptr) convert(x + row * x_stride, size, to);
+            if (!is_same) convert_row(matrix, x + row * x_stride, size, row, padded(size));
+        });
+        if (is_same) return {x, x_stride};
         return {is_quantized(matrix) ? rows.narrow : rows.wide, padded(size)};
     }
 
-    // Calls work(row, output, results, blocks) with the results of a product; see Emit.
+    // Calls work(row, output, results, blocks) with the results of a product and the adapters' additions; see Emit.
     template <typename Work>
-    void product(const Matrix& matrix, Inputs inputs, const Work& work) const {
+    void product(const Matrix& matrix, Inputs inputs, const Work& work, Adapted adapted = {}) const {
+        if (!has_adapters(adapted)) return multiply_all(matrix, inputs, work);
+        multiply_all(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+            if (!has_addition(adapted, row)) return work(row, output, results, blocks);
+            Lanes sums[PANEL / LANES];
+            const float* additions = rows.additions + row * matrix.outputs + output;
+            for (int b = 0; b < blocks; ++b) sums[b] = add(results[b], load(additions + b * LANES));
+            work(row, output, sums, blocks);
+        });
+    }
+
+    template <typename Work>
+    void multiply_all(const Matrix& matrix, Inputs inputs, const Work& work) const {
         const Emit emit = [](const void* work, int64_t row, int64_t output, const Lanes* results, int blocks) {
             (*static_cast<const Work*>(work))(row, output, results, blocks);
         };
@@ -262,31 +350,34 @@ class Step {
     }
 
     // Computes a product, and writes or adds it to rows of floats.
-    void add_product(const Matrix& matrix, Inputs inputs, float* to, bool adds) const {
-        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+    void add_product(const Matrix& matrix, Inputs inputs, float* to, bool adds, Adapted adapted = {}) const {
+        const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             float* at = to + row * stride + output;
             for (int b = 0; b < blocks; ++b, at += LANES) {
                 store(at, adds ? add(load(at), results[b]) : results[b]);
             }
-        });
+        };
+        product(matrix, inputs, work, adapted);
     }
 
     // Computes a product, and writes it to rows of matrix.outputs numbers.
     template <typename To>
-    void store_product(const Matrix& matrix, Inputs inputs, To* to) const {
-        product(matrix, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+    void store_product(const Matrix& matrix, Inputs inputs, To* to, Adapted adapted = {}) const {
+        const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             To* at = to + row * matrix.outputs + output;
             for (int b = 0; b < blocks; ++b) store(at + b * LANES, results[b]);
-        });
+        };
+        product(matrix, inputs, work, adapted);
     }
 
     // Computes the MLP of the norm of x, or of x if the layer has no such norm, and writes or adds it to rows of floats.
-    void mlp(const LayerWeights& layer, float* to, bool adds) const {
-        const Inputs inputs = norm_inputs(layer.up, layer.mlp_norm, layer.mlp_norm_bias);
+    void mlp(const LayerWeights& layer, int64_t number, float* to, bool adds) const {
+        const Adapted up{number, &LayerAdapter::up}, down{number, &LayerAdapter::down};
+        const Inputs inputs = norm_inputs(layer.up, layer.mlp_norm, layer.mlp_norm_bias, up);
         // Hidden values go after the inputs, which the product still reads.
         Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(layer.mlp);
-        product(layer.up, inputs, [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+        const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
             if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
                 for (int b = 0; b < blocks; b += 2, at += LANES) {
@@ -295,8 +386,9 @@ class Step {
             } else {
                 for (int b = 0; b < blocks; ++b, at += LANES) store(at, activate(shape.activation, results[b]));
             }
-        });
-        add_product(layer.down, convert_inputs(layer.down, hidden, layer.mlp, hidden_stride), to, adds);
+        };
+        product(layer.up, inputs, work, up);
+        add_product(layer.down, convert_inputs(layer.down, hidden, layer.mlp, hidden_stride, down), to, adds, down);
     }
 
     void add_row(int64_t row) const {
@@ -357,10 +449,10 @@ KVASIR_KERNEL void kvasir_between_attentions(const StepArguments* arguments, int
             if (arguments->layer_inputs != nullptr) step.embed_layers(*arguments->layer_inputs, arguments->num_layers);
         } else {
             const LayerWeights& last = arguments->layers[layer - 1];
-            step.finish(last, arguments->mixed);
-            step.finish_input(last, arguments->layer_inputs, layer - 1);
+            step.finish(last, layer - 1, arguments->mixed);
+            step.finish_input(last, layer - 1, arguments->layer_inputs);
         }
-        if (layer < arguments->num_layers) step.begin(arguments->layers[layer]);
+        if (layer < arguments->num_layers) step.begin(arguments->layers[layer], layer);
     });
 }
 

@@ -1,18 +1,10 @@
 // Products with packed matrices, computed in tiles of rows and outputs. The sums of a tile stay in registers.
-#include "bytes.h"
-#include "grouped.h"
-#include "scratch.h"
+#include "quantized.h"
 
 namespace kvasir {
 namespace {
 
 constexpr int64_t FETCH_AHEAD = 24;  // prefetch distance, in groups of inputs: covers the latency of memory
-
-inline int32_t load_word(const void* from) {
-    int32_t word;
-    std::memcpy(&word, from, sizeof word);
-    return word;
-}
 
 // Each matrix type stores GROUP adjacent inputs of an output and multiplies a group in PARTS passes.
 struct Float32 {
@@ -92,7 +84,7 @@ inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t out
 
 // Prefetch plan of a tile. from: the weights that this thread will probably read next. For each group of inputs, the
 // tile prefetches `lines` lines of 64 bytes and moves by `step` bytes. lines 0: the tile prefetches its own weights,
-// and near its end the first of `from`.
+// and near its end the first of `from`. lines -1: it prefetches the first of `from` alone.
 struct Prefetch {
     const char* from;
     int64_t step, lines;
@@ -140,7 +132,8 @@ inline void tile(const typename Kind::Weight* weight, const Matrix& matrix, cons
             const int64_t ahead = (group + FETCH_AHEAD) * PANEL_STEP;
             const char* from = group + FETCH_AHEAD < groups ? reinterpret_cast<const char*>(weight) + ahead
                                                             : prefetch.from + ahead - groups * PANEL_STEP;
-            for (int b = 0; b < TILE_BLOCKS; ++b) __builtin_prefetch(from + b * 64, 0, 2);
+            const bool fetches = prefetch.lines == 0 || group + FETCH_AHEAD >= groups;
+            for (int b = 0; fetches && b < TILE_BLOCKS; ++b) __builtin_prefetch(from + b * 64, 0, 2);
         }
 #pragma GCC unroll 2
         for (int part = 0; part < Kind::PARTS; ++part) {
@@ -160,116 +153,34 @@ inline void tile(const typename Kind::Weight* weight, const Matrix& matrix, cons
     emit_tile<Kind, ROWS>(sums, matrix, scales, row, output, emit, work);
 }
 
-// Returns the number of groups of inputs of a matrix of 4 bits.
-inline int64_t int4_groups(const Matrix& matrix) { return (matrix.inputs + INT4_GROUP - 1) / INT4_GROUP; }
-
-constexpr int64_t INT4_CODES = PANEL * INT4_GROUP / 2, INT4_GROUP_BYTES = INT4_CODES + PANEL;  // of a panel
-
-// Returns the address of the panel of an output of a matrix of 4 bits.
-inline const char* int4_panel(const Matrix& matrix, int64_t output) {
-    return static_cast<const char*>(matrix.weight) + output / PANEL * int4_groups(matrix) * INT4_GROUP_BYTES;
-}
-
-// As `tile`, for a matrix of 4 bits. KEEPS: stores the panel's int8 weights in `kept` for the other tiles. Not inlined:
-// compilers then keep more sums in registers.
-template <int ROWS, bool KEEPS>
-__attribute__((noinline)) void int4_tile(const Matrix& matrix, const uint8_t* x, int64_t stride, const float* scales,
-                                         int64_t row, int64_t output, const char* next, int8_t* kept, Emit emit,
-                                         const void* work) {
-    constexpr int64_t AHEAD = 10;  // prefetch distance, in groups of inputs: covers the latency of memory
-    const int64_t groups = int4_groups(matrix), first_block = output % PANEL / LANES;
-    const char* from = int4_panel(matrix, output);
-    x += row * stride;
-    Bytes sums[ROWS][TILE_BLOCKS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 4
-        for (int b = 0; b < TILE_BLOCKS; ++b) sums[r][b] = Int8::zero();
-    }
-    for (int64_t group = 0; group < groups; ++group, from += INT4_GROUP_BYTES, x += INT4_GROUP) {
-        const int64_t left = groups - group;
-        const char* ahead = AHEAD < left ? from + AHEAD * INT4_GROUP_BYTES : next + (AHEAD - left) * INT4_GROUP_BYTES;
-#pragma GCC unroll 17
-        for (int64_t at = 0; at < INT4_GROUP_BYTES; at += 64) __builtin_prefetch(ahead + at, 0, 2);
-#pragma GCC unroll 4
-        for (int b = 0; b < TILE_BLOCKS; ++b) {
-            const int64_t block = first_block + b;
-            const Int4Multipliers multipliers(from + INT4_CODES + block * LANES);
-            const char* codes = from + block * INT4_BLOCK_BYTES;
-#pragma GCC unroll 4
-            for (int eight = 0; eight < INT4_GROUP / 8; ++eight) {
-                const Bytes both = load_bytes(codes + eight * 64);
-                const Bytes weights = multipliers.first(both), following = multipliers.second(both);
-                if constexpr (KEEPS) {
-                    int8_t* to = kept + (group * INT4_GROUP + eight * 8) * PANEL + block * 64;
-                    store_bytes(to, weights);
-                    store_bytes(to + PANEL_STEP, following);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < ROWS; ++r) {
-                    const uint8_t* inputs = x + r * stride + eight * 8;
-                    sums[r][b] = Int8::step(sums[r][b], weights, Int8::spread(inputs, 0));
-                    sums[r][b] = Int8::step(sums[r][b], following, Int8::spread(inputs + 4, 0));
-                }
-            }
-        }
-    }
-    emit_tile<Int8, ROWS>(sums, matrix, scales, row, output, emit, work);
-}
-
-thread_local Scratch kept_weights;  // int8 weights of a panel of 4 bits
-
-// IS_INT4: the matrix holds 4 bits, from which weights of Kind are made.
-template <typename Kind, bool IS_INT4 = false>
+template <typename Kind>
 void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows,
                  int64_t threads, Emit emit, const void* work) {
     constexpr int64_t OUTPUTS = TILE_BLOCKS * LANES;
-    // Lines and bytes of a group of inputs that one tile alone would prefetch.
-    constexpr int64_t LINES = IS_INT4 ? 3 : TILE_BLOCKS;
-    constexpr int64_t STEP = IS_INT4 ? INT4_GROUP_BYTES / (INT4_GROUP / 4) : PANEL_STEP;
     const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS;
     const auto* inputs = static_cast<const typename Kind::Input*>(x);
-    const auto address = [&](int64_t output) {
-        return IS_INT4 ? int4_panel(matrix, output) : reinterpret_cast<const char*>(weights_of<Kind>(matrix, output));
-    };
     parallel_for(matrix.outputs / PANEL * parts, threads, [&](int64_t task, int) {
         const int64_t panel = task / parts * PANEL, first = task % parts * TASK_ROWS;
         const int64_t end = first + TASK_ROWS < rows ? first + TASK_ROWS : rows;
-        // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
+        // The first tile waits for its weights. The other tiles share the prefetching of the next weights. A tile without
+        // others reads its weights so fast that CPUs prefetch them better themselves: by 1.1 to 1.4 times on Zen 4.
         const int64_t others = (end - first + TILE_ROWS - 1) / TILE_ROWS - 1;
-        const int64_t share = others > 0 ? (LINES + others - 1) / others : 0;
-        int8_t* kept = nullptr;
-        if (IS_INT4 && others > 0) {
-            kept = reinterpret_cast<int8_t*>(kept_weights.reserve(int4_groups(matrix) * INT4_GROUP * PANEL));
-        }
+        const int64_t share = others > 0 ? (TILE_BLOCKS + others - 1) / others : 0;
         for (int64_t output = panel; output < panel + PANEL; output += OUTPUTS) {
             const bool is_last = output + OUTPUTS == panel + PANEL;
-            const char* next = address(is_last ? panel + threads * PANEL : output + OUTPUTS);
+            const int64_t next_output = is_last ? panel + threads * PANEL : output + OUTPUTS;
+            const auto* next = reinterpret_cast<const char*>(weights_of<Kind>(matrix, next_output));
             int64_t fetched = -share;
             auto next_prefetch = [&]() -> Prefetch {
-                const int64_t line = fetched + share <= LINES ? fetched : LINES - share;
+                const int64_t line = fetched + share <= TILE_BLOCKS ? fetched : TILE_BLOCKS - share;
                 fetched += share;
-                return line < 0 ? Prefetch{next, STEP, 0} : Prefetch{next + line * 64, STEP, share};
+                if (line < 0) return {next, PANEL_STEP, 0};
+                return others == 0 ? Prefetch{next, PANEL_STEP, -1} : Prefetch{next + line * 64, PANEL_STEP, share};
             };
             for (int64_t row = first; row < end; row += TILE_ROWS) {
                 with_rows<TILE_ROWS>(static_cast<int>(end - row), [&](auto count) {
-                    constexpr int ROWS = decltype(count)::value;
-                    const Prefetch prefetch = next_prefetch();
-                    if constexpr (IS_INT4) {
-                        if (others == 0) {
-                            return int4_tile<ROWS, false>(matrix, inputs, stride, scales, row, output, next, kept, emit,
-                                                          work);
-                        }
-                        if (row == first) {
-                            return int4_tile<TILE_ROWS, true>(matrix, inputs, stride, scales, row, output, next, kept,
-                                                              emit, work);
-                        }
-                        tile<Kind, ROWS>(kept + output % PANEL * Kind::GROUP, matrix, inputs, stride, scales, row,
-                                         output, prefetch, emit, work);
-                    } else {
-                        tile<Kind, ROWS>(weights_of<Kind>(matrix, output), matrix, inputs, stride, scales, row, output,
-                                         prefetch, emit, work);
-                    }
+                    tile<Kind, decltype(count)::value>(weights_of<Kind>(matrix, output), matrix, inputs, stride, scales,
+                                                       row, output, next_prefetch(), emit, work);
                 });
             }
         }
@@ -284,12 +195,12 @@ void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* 
         case Numbers::float32: return multiply_as<Float32>(matrix, x, stride, scales, rows, threads, emit, work);
         case Numbers::bfloat16: return multiply_as<Bfloat16>(matrix, x, stride, scales, rows, threads, emit, work);
         case Numbers::int8: return multiply_as<Int8>(matrix, x, stride, scales, rows, threads, emit, work);
-        case Numbers::int4: return multiply_as<Int8, true>(matrix, x, stride, scales, rows, threads, emit, work);
         default: break;
     }
-    with_grouped(matrix.numbers, [&](auto kind) {
-        multiply_grouped<decltype(kind)>(matrix, static_cast<const InputGroup*>(x), stride / GROUP_SIZE, scales, rows,
-                                         threads, emit, work);
+    with_strips(matrix.numbers, [&](auto kind) {
+        using Kind = decltype(kind);
+        multiply_strips<Kind>(matrix, static_cast<const typename Kind::Input*>(x), stride / Kind::INPUTS, scales, rows,
+                              threads, emit, work);
     });
 }
 
@@ -302,22 +213,6 @@ void unpack_panels(const Matrix& matrix, int64_t output, float* to, const Scaled
     }
 }
 
-// Writes the weights of one output of a matrix of 4 bits.
-void unpack_int4(const Matrix& matrix, int64_t output, float* to) {
-    const int64_t place = output % PANEL, lane = place % LANES;
-    const char* group = int4_panel(matrix, output);
-    for (int64_t input = 0; input < matrix.inputs; ++input) {
-        const int64_t at = input % INT4_GROUP;
-        if (input > 0 && at == 0) group += INT4_GROUP_BYTES;
-        const char* eight = group + place / LANES * INT4_BLOCK_BYTES + at / 8 * 64;
-        uint16_t four;
-        std::memcpy(&four, eight + lane / 4 * 16 + lane % 2 * 8 + at % 4 * 2, sizeof four);
-        const int code = static_cast<int16_t>(four << (12 - 8 * (at % 8 / 4) - 4 * (lane % 4 / 2))) >> 12;
-        const int multiplier = static_cast<int8_t>(group[INT4_CODES + place]);
-        to[input] = static_cast<float>((code * multiplier + 4) >> 3) * matrix.scale[output];
-    }
-}
-
 void unpack_row(const Matrix& matrix, int64_t output, float* to) {
     switch (matrix.numbers) {
         case Numbers::float32: return unpack_panels<Float32>(matrix, output, to, [](float weight) { return weight; });
@@ -327,9 +222,7 @@ void unpack_row(const Matrix& matrix, int64_t output, float* to) {
             const float scale = matrix.scale[output];
             return unpack_panels<Int8>(matrix, output, to, [scale](int8_t weight) { return weight * scale; });
         }
-        case Numbers::int4: return unpack_int4(matrix, output, to);
-        default:
-            return with_grouped(matrix.numbers, [&](auto kind) { unpack_grouped<decltype(kind)>(matrix, output, to); });
+        default: return with_strips(matrix.numbers, [&](auto kind) { unpack(kind, matrix, output, to); });
     }
 }
 

@@ -112,6 +112,31 @@ inline void split_groups(const uint8_t* shifted, int64_t size, int32_t added, In
     }
 }
 
+// Quantized inputs of two groups. starts: sums of the products of -8, which is added to codes of 4 bits, and a group's
+// inputs; 2^15 is added to the second. sums: of the inputs of the second and of the first group.
+struct InputPair {
+    int8_t codes[2][GROUP_SIZE];
+    int32_t starts[2];
+    int16_t sums[2];
+};
+
+// Splits a row with 128 added, from `quantize`, into pairs of groups. Inputs beyond `size` are zero.
+inline void split_pairs(const uint8_t* shifted, int64_t size, InputPair* out) {
+    for (int64_t first = 0; first < size; first += 2 * GROUP_SIZE, ++out) {
+        for (int64_t group = 0; group < 2; ++group) {
+            int32_t sum = 0;
+            for (int64_t at = 0; at < GROUP_SIZE; ++at) {
+                const int64_t from = first + group * GROUP_SIZE + at;
+                const int code = from < size ? shifted[from] - 128 : 0;
+                out->codes[group][at] = static_cast<int8_t>(code);
+                sum += code;
+            }
+            out->starts[group] = -8 * sum + (group == 0 ? 0 : 1 << 15);
+            out->sums[1 - group] = static_cast<int16_t>(sum);
+        }
+    }
+}
+
 // Quantizes a row to int8 and returns its scale: x = scale * out.
 template <typename Number>
 inline float quantize(const Number* x, int64_t size, int8_t* out) {

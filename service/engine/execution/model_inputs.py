@@ -39,6 +39,9 @@ class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     pooled_rows: tuple[tuple[Chunk, int], ...] = ()  # chunks to pool, each with its first packed token to pool
     # Rows of the previous step whose sampled tokens are the first token ids: only the device knows these tokens yet.
     previous_rows: tuple[int, ...] = ()
+    # Key of the LoRA adapter (empty: the base model) and number of packed tokens of each chunk; empty if no chunk has
+    # one. The same object while the same sequences decode.
+    adapters: tuple[tuple[str, int], ...] = ()
 
 
 def _pack_tokens(plan: StepPlan, min_rows: int) -> tuple[list[int], list[int], list[int]]:
@@ -157,6 +160,7 @@ class InputBuilder:
         rules = tuple([chunk.rules for chunk in sampling])
         logit_rows, prompt_rows, pooled_rows = ([], [], []) if plan.is_decode else _logit_rows(chunks)
         logit_rows += [0] * max(0, min_rows - len(logit_rows))
+        adapters = [(chunk.adapter, chunk.num_tokens) for chunk in chunks]
         return ModelInputs(
             token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
             metadata=AttentionMetadata(
@@ -178,6 +182,7 @@ class InputBuilder:
             masks=masks,
             pooled_rows=tuple(pooled_rows),
             previous_rows=plan.previous_rows,
+            adapters=tuple(adapters) if any(key for key, _ in adapters) else (),
         )
 
     def _continues(self, previous: _Previous, chunks: tuple[Chunk, ...]) -> bool:

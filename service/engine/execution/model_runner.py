@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -10,13 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention.kv_cache import KVCache
+from model.attention.metadata import AttentionMetadata
 from model.inspect.attention_weights import weights_of_layer
 from model.kernels.kernel_library import KernelLibrary
+from model.native.native_adapters import NativeAdapters
 from model.native.native_transformer import Decoded, NativeTransformer, to_native
 from model.nn.transformer import Transformer
 from model.sampling.logits_processors import mask_logits
 from model.sampling.params import SamplingParams
 from model.sampling.sampler import NO_TOKEN, most_likely, sample, top_logprobs
+from service.engine.execution.adapted_linear import LinearAdapters
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.scheduling.step_plan import MIN_ROWS, Chunk
@@ -68,6 +72,11 @@ class ModelRunner:
             device=weight.device,
             cache_dtype=cache_dtype,
         )
+        self.adapters: NativeAdapters | LinearAdapters
+        if isinstance(self._model, NativeTransformer):
+            self.adapters = NativeAdapters(model.config, self._model.adapter_dtype)
+        else:
+            self.adapters = LinearAdapters(self._model)
         self._graphs: DecodeGraphs | None = None
         self._sampled_B: Tensor | None = None  # sampled by the step launched last, on its device
 
@@ -110,14 +119,14 @@ class ModelRunner:
         sampled_B = self._sampled_B if inputs.previous_rows else None
         if sampled_B is not None and inputs.previous_rows != tuple(range(len(sampled_B))):
             sampled_B = sampled_B[torch.tensor(inputs.previous_rows).to(self._device, non_blocking=True)]
-        x_TE = None if self._graphs is None else self._graphs.hidden(inputs, sampled_B)
+        x_TE = None if self._graphs is None or inputs.adapters else self._graphs.hidden(inputs, sampled_B)
         if x_TE is None:
             token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
             if self._is_on_device:
                 token_ids_T, metadata = token_ids_T.to(self._device, non_blocking=True), metadata.to(self._device)
             if sampled_B is not None:
                 token_ids_T = torch.cat((sampled_B, token_ids_T[len(sampled_B) :]))
-            x_TE = self._model.hidden(token_ids_T, metadata, self._cache)
+            x_TE = self._hidden(token_ids_T, metadata, inputs.adapters)
         rows_R = inputs.metadata.logit_rows_R
         x_RE = x_TE if rows_R is None else x_TE.index_select(0, rows_R.to(self._device, non_blocking=True))
         logits_RV = self._model.logits(x_RE)
@@ -125,13 +134,26 @@ class ModelRunner:
             logits_RV = logits_RV[:, : self._vocab_size]
         return x_TE, logits_RV
 
+    def _hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, runs: tuple[tuple[str, int], ...]) -> Tensor:
+        """Return the hidden states TE of a step. `runs`: as `ModelInputs.adapters`."""
+        if isinstance(self._model, NativeTransformer):
+            rows = cast(NativeAdapters, self.adapters).rows(runs, len(token_ids_T))
+            return self._model.hidden(token_ids_T, metadata, self._cache, rows)
+        with cast(LinearAdapters, self.adapters).applied(runs):
+            return self._model.hidden(token_ids_T, metadata, self._cache)
+
     def run(self, inputs: ModelInputs) -> StepOutputs:
         """Compute a step, wait for it, and return its outputs."""
         model = self._model
         decoded: Decoded | None = None
         if isinstance(model, NativeTransformer):  # without gradients; entering inference_mode costs as much as sampling
             if inputs.metadata.logit_rows_R is None:
-                decoded = model.decode(inputs.token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size)
+                token_ids_T, rows = inputs.token_ids_T, None
+                if inputs.adapters:
+                    rows = cast(NativeAdapters, self.adapters).rows(inputs.adapters, len(token_ids_T))
+                decoded = model.decode(
+                    token_ids_T, inputs.metadata, self._cache, num_ids=self._vocab_size, adapters=rows
+                )
             return self._run(inputs, decoded)
         with torch.inference_mode():
             return self._run(inputs, None)

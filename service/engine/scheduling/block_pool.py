@@ -11,15 +11,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-def root_hash(salt: str, namespace: str = "") -> bytes:
-    """Return the parent hash of a sequence's first block: 16 bytes, or empty without a salt and a namespace.
+def root_hash(salt: str, namespace: str = "", adapter: str = "") -> bytes:
+    """Return the parent hash of a sequence's first block: 16 bytes, or empty without salt, namespace and adapter.
 
-    No salt can yield the hash of a block or of another namespace: BLAKE2b's personalization separates these hashes from
-    those of `block_hash`, and no namespace contains the NUL between namespace and salt.
+    No salt can yield the hash of a block, of another namespace or of another adapter: BLAKE2b's personalization
+    separates these hashes from those of `block_hash`, and no namespace or adapter contains the NUL after it.
     """
-    if not salt and not namespace:
+    if not salt and not namespace and not adapter:
         return b""
-    return hashlib.blake2b(f"{namespace}\0{salt}".encode(), digest_size=16, person=b"cache salt").digest()
+    return hashlib.blake2b(f"{adapter}\0{namespace}\0{salt}".encode(), digest_size=16, person=b"cache salt").digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -16,6 +16,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -188,6 +189,8 @@ class Scheduler:
                 cached += sequence.num_cached_tokens
                 sequence.first_scheduled_seconds = self._clock()
                 new.append((sequence.uid, sequence.attempt))
+        if any(chunk.adapter for chunk in chunks):
+            chunks.sort(key=attrgetter("adapter"))  # adjacent rows of one adapter share the loads of its weights
         return StepPlan(
             chunks=tuple(chunks),
             admitted=new,
@@ -233,7 +236,8 @@ class Scheduler:
         for _, chunk, sequence in following:
             self._waiting.charge(sequence.tenant, 1)
             start, table, params = chunk.num_known_tokens, sequence.block_table, sequence.params
-            chunks.append(Chunk(sequence.uid, sequence.attempt, start, 1, True, (), table, params))
+            adapter = sequence.adapter
+            chunks.append(Chunk(sequence.uid, sequence.attempt, start, 1, True, (), table, params, adapter=adapter))
         return StepPlan(chunks=tuple(chunks), previous_rows=tuple([row for row, _, _ in following]))
 
     def has_running(self, plan: StepPlan) -> bool:
@@ -406,6 +410,7 @@ class Scheduler:
             scored_start,
             scored_ids,
             num_pooled,
+            sequence.adapter,
         )
 
     def _draft(self, sequence: SequenceState, budget: int, min_probability: float) -> tuple[int, ...]:

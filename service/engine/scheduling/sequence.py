@@ -39,7 +39,7 @@ class SequenceState:
     ) -> None:
         params, prompt_ids, prior_ids = submit.params, submit.prompt_token_ids, submit.prior_token_ids
         self.uid, self.attempt, self.tenant = submit.uid, submit.attempt, submit.tenant
-        self.params, self.pooling = params, submit.pooling
+        self.params, self.pooling, self.adapter = params, submit.pooling, submit.adapter
         self.token_ids = [*prompt_ids, *prior_ids]  # then the tokens sampled by this attempt
         self.num_prompt_tokens, self.num_prior_tokens = len(prompt_ids), len(prior_ids)
         self.max_length = min(len(prompt_ids) + params.max_tokens, max_context_length)  # prompt included
@@ -55,7 +55,7 @@ class SequenceState:
         self.block_table: list[int] = []  # block i holds the positions from i * block_size on
         self.num_registered_blocks = 0  # first blocks that were added to the prefix cache
         self.num_scored_tokens = 0  # first prompt tokens whose next token has its logprob, for `prompt_logprobs`
-        self._root_hash = root_hash(submit.cache_salt, submit.cache_namespace)
+        self._root_hash = root_hash(submit.cache_salt, submit.cache_namespace, submit.adapter)
         self._block_hashes: list[bytes] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None

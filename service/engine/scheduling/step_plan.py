@@ -30,6 +30,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     scored_start: int = 0  # position of the first token whose next token needs a logprob, for `prompt_logprobs`
     scored_ids: Sequence[int] = ()  # prompt tokens that need logprobs, from position `scored_start` + 1 on
     num_pooled: int = 0  # last tokens whose hidden states are summed for an embedding
+    adapter: str = ""  # key of the sequence's LoRA adapter; empty: the base model
 
     @property
     def num_known_tokens(self) -> int:

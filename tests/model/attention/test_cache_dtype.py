@@ -1,5 +1,6 @@
 """Float16 and int8 caches: keys and values are rounded once, and attention uses the rounded values."""
 
+import functools
 from collections.abc import Sequence
 from typing import cast
 
@@ -22,7 +23,8 @@ from tests.model.paging import PagedRun
 
 HALF = torch.float16
 BACKENDS: dict[str, AttentionBackend] = {**kernel_libraries.BACKENDS, "paged": PagedAttention(gathered, one_by_one)}
-IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
+IDS = torch.randint(300, (24,), generator=torch.Generator().manual_seed(2))
+TEXTS = [IDS[:1], IDS[:6], IDS]
 # A number, and its float16 value: ties go to even, and numbers beyond float16 become its largest number.
 HELD = [
     (1 + 2**-11, 1.0),
@@ -43,6 +45,14 @@ def model_of(variant: str, *backends: AttentionBackend) -> Transformer:
     for block, backend in zip(model.layers, backends * (1 if len(backends) > 1 else len(model.layers)), strict=True):
         cast(Block, block).attention.backend = backend
     return model
+
+
+@functools.cache
+def uncached_logits(variant: str, cache_dtype: torch.dtype | None) -> Tensor:
+    """Return the logits of `TEXTS` without a cache, with keys and values rounded to the dtype; None: not rounded."""
+    reference = EagerAttention() if cache_dtype is None else RoundedAttention(EagerAttention(), cache_dtype)
+    model = model_of(variant, reference)
+    return torch.cat([model(ids, AttentionMetadata.uncached((len(ids),)), None) for ids in TEXTS])
 
 
 def test_a_float16_cache_holds_rounded_keys_and_values() -> None:
@@ -115,17 +125,12 @@ def test_chunks_of_any_size_attend_to_rounded_keys_and_values(
     Differences in the last bits of a layer's input rarely change how its keys and values are rounded. So the mean
     difference is compared with the mean effect of the rounding itself.
     """
-    texts = [IDS[:1], IDS[:6], IDS]
-    uncached = [AttentionMetadata.uncached((len(ids),)) for ids in texts]
-    exact, oracle = (
-        model_of(variant, EagerAttention()),
-        model_of(variant, RoundedAttention(EagerAttention(), cache_dtype)),
-    )
-    wanted = torch.cat([oracle(*text, None) for text in zip(texts, uncached, strict=True)])
-    effect = (torch.cat([exact(*text, None) for text in zip(texts, uncached, strict=True)]) - wanted).abs().mean()
+    wanted = uncached_logits(variant, cache_dtype)
+    effect = (uncached_logits(variant, None) - wanted).abs().mean()
     assert effect > 0
-    for chunk in (1, 7, 40):
-        found = torch.cat(PagedRun(model_of(variant, BACKENDS[name]), texts, cache_dtype).forward_in_chunks(chunk))
+    model = model_of(variant, BACKENDS[name])
+    for chunk in (1, 7, 24):
+        found = torch.cat(PagedRun(model, TEXTS, cache_dtype).forward_in_chunks(chunk))
         assert found.dtype == torch.float32
         assert (found - wanted).abs().mean() < 0.1 * effect, chunk
 

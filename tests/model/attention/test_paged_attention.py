@@ -23,6 +23,7 @@ from model.attention.paged import (
 )
 from model.nn.transformer import Transformer
 from tests.model.attention.kernel_check import check_kernels
+from tests.model.attention.test_attention import uncached
 from tests.model.configs import VARIANTS, attention_layers, build
 from tests.model.paging import PagedRun
 
@@ -40,16 +41,13 @@ def with_backend(variant: str, backend: PagedAttention) -> Transformer:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 7, 33])
 def test_a_prompt_in_cached_chunks_equals_the_uncached_pass(variant: str, chunk: int) -> None:
     """With chunks of 7, some steps compute one token of a sequence and several tokens of another sequence."""
     model = with_backend(variant, PagedAttention(gathered, one_by_one))
-    oracle = build(VARIANTS[variant], "eager")
-    generator = torch.Generator().manual_seed(chunk)
-    sequences = [torch.randint(300, (length,), generator=generator) for length in (1, 4, 8, 17, 64)]
-    for sequence, actual in zip(sequences, PagedRun(model, sequences).forward_in_chunks(chunk), strict=True):
-        expected = oracle(sequence, AttentionMetadata.uncached((len(sequence),)), None)
-        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+    sequences, expected = uncached(variant, (1, 4, 8, 17, 33))
+    for actual, wanted in zip(PagedRun(model, sequences).forward_in_chunks(chunk), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-5)
 
 
 def test_decoding_takes_lengths_from_positions_alone() -> None:

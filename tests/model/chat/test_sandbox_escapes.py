@@ -1,5 +1,7 @@
 """Known escapes from Jinja's sandbox, alone and in combination: all are blocked."""
 
+import functools
+import itertools
 import re
 
 import pytest
@@ -51,6 +53,7 @@ OUTSIDE = (
 )
 
 
+@functools.cache
 def shown(expression: str) -> str:
     """Return the output of a template that shows the expression; empty if the template is rejected."""
     source = "{% for i in [1] %}{{ " + expression + " }}{% endfor %}"
@@ -69,10 +72,9 @@ def check(expression: str, base: str) -> None:
     assert not any(word in text for word in OUTSIDE), (expression, text)
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("base", BASES)
-def test_no_attribute_of_a_template_variable_leaves_the_sandbox(base: str, step: str) -> None:
-    for name in NAMES:
+def test_no_attribute_of_a_template_variable_leaves_the_sandbox(base: str) -> None:
+    for step, name in itertools.product(STEPS, NAMES):
         check(step.format(base, name), base)
 
 

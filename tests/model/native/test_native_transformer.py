@@ -131,18 +131,18 @@ def test_grouped_weights_of_any_size_equal_pytorchs(level: str, bits: int, has_o
             assert torch.equal(native.logits(x_RE[-count:]), whole[-count:])
 
 
-@pytest.mark.parametrize("level", BEST)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_extreme_grouped_weights_and_inputs_do_not_overflow(level: str, bits: int) -> None:
+@pytest.mark.parametrize("level", BUILDABLE)
+@pytest.mark.parametrize(("bits", "offset"), [(4, None), (4, 0.0), (8, None)])
+def test_extreme_grouped_weights_and_inputs_do_not_overflow(level: str, bits: int, offset: float | None) -> None:
     """Every code and every quantized input has its largest absolute value, with both signs."""
     model = build(VARIANTS["rotary-mqa-untied"])
     size, least = model.config.hidden_size, -8 if bits == 4 else -127
     codes_FI = torch.full((300, size), least, dtype=torch.int8)
     codes_FI[1::2] = 7 if bits == 4 else 127
-    scale_FG = torch.ones(300, 1)
-    model.lm_head = make_grouped_linear(
-        GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=bits), None
-    )
+    scale_FG = torch.ones(300, -(-size // 32))
+    offset_FG = None if offset is None else offset * scale_FG
+    weight = GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=offset_FG, bits=bits)
+    model.lm_head = make_grouped_linear(weight, None)
     x_RE = torch.ones(2, size)
     x_RE[1] = -1.0
     expected = model.logits(x_RE)

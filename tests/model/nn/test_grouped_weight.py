@@ -82,21 +82,30 @@ def test_a_layer_equals_the_product_with_its_weights(bits: int, has_offset: bool
     expected = nn.functional.linear(rounded_TE * scale_T[:, None], layer.rows(torch.arange(53)), bias_F)
     torch.testing.assert_close(layer(x_TE), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(layer.rows(torch.arange(3, 9)), layer.rows(torch.arange(53))[3:9])
-    if bits == 8 or has_offset:
+    if bits == 8:
         assert torch.equal(layer.rows(torch.arange(53)), weight.dense())
     if has_offset:
         plain = replace(weight, offset_FG=None)
         assert not torch.allclose(make_grouped_linear(plain, bias_F)(x_TE), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_int8_weights_made_from_4_bits_are_rounded_twice() -> None:
-    """Half a step for the product, and a sixteenth of the code's steps for the multiplier."""
-    weight = grouped(53, 70, bits=4, has_offset=False)
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_int4_rounds_multipliers_and_offsets_to_integers(has_offset: bool) -> None:
+    weight = grouped(53, 70, bits=4, has_offset=has_offset)
     int4 = weight.to_int4()
-    error_FI = (int4.int8() * int4.scale_F[:, None] - weight.dense()).abs() / int4.scale_F[:, None]
-    assert (error_FI <= 0.5 + weight.codes_FI.abs() / 16 + 1e-3).all()
+    error_FI = (int4.dense() - weight.dense()).abs() / int4.scale_F[:, None]
+    assert (error_FI <= 0.5 * weight.codes_FI.abs() + 0.5 * has_offset + 1e-2).all()
     assert error_FI.mean() > 0.2
     assert (int4.multiplier_FG.short().abs().amax(dim=1) == 127).all()
+
+
+@pytest.mark.parametrize(("inputs", "offset"), [(64, 0.0), (64, 1e4), (2**15, 0.0), (2**15, -8.0)])
+def test_sums_of_int4_products_fit_in_32_bits(inputs: int, offset: float) -> None:
+    """Every weight and every quantized input has its largest absolute value."""
+    codes_FI, scale_FG = torch.full((1, inputs), -8, dtype=torch.int8), torch.ones(1, inputs // 32)
+    weight = GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=offset * scale_FG, bits=4)
+    result = make_grouped_linear(weight, None)(torch.ones(1, inputs))
+    torch.testing.assert_close(result, torch.full((1, 1), (offset - 8) * inputs), rtol=0.02, atol=0.0)
 
 
 def test_a_scale_that_is_not_a_number_makes_an_output_nan() -> None:

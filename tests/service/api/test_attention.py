@@ -52,7 +52,7 @@ class Bench:
     """Route handlers and a simulated worker. Messages are encoded in both directions, as in the service."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int = MAX_TOKENS) -> None:
-        self.sent: list[Command] = []
+        self.sent: list[Any] = []
         self.counts: list[int] = []
         self.is_draining = False
         self.weights: Callable[[AttentionQuery], bytes | None] = even_weights

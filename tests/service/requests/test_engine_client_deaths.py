@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from service.admission.controller import QueuePolicy
-from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, Command, Started, TokenLogprob
+from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, Command, Started, Submit, TokenLogprob
 from service.protocol.errors import EngineFailed
 from service.requests.inflight import InflightQuery
 from tests.service.desk import Desk, run, texts
@@ -79,6 +79,7 @@ def sent_since(desk: Desk, before: int) -> list[str]:
 
 
 def name_of(command: Command) -> str:
+    assert isinstance(command, Submit | Cancel | AttentionQuery)
     return f"cancel {command.uid}" if isinstance(command, Cancel) else command.uid
 
 

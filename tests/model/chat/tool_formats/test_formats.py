@@ -67,13 +67,13 @@ def test_texts_of_a_client_are_no_marks_and_no_grammar(name: str, has_marks: boo
     form, tokens = TOOL_FORMATS[name], byte_tokens(has_marks=has_marks)
     marks = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|tool_call_end|>", "<think></think>")
     for text in (*marks, "", "/", "/*#//", '"]}', "\\u0041", "<[284]>", "@g0", "%json {}", "😀\u2028", "\n"):
-        key = _object({text: {"const": 1}})
-        for schema in ({"const": text}, {"enum": [text, "b"]}, {"type": "string", "enum": [text]}, key):
-            tools = [ToolSchema(name="f", parameters=_object({"a": schema}), lenient=False)]
-            found = tokens.walk(tokens.matcher(form, tools, parallel=False), random.Random(1))
-            assert found is not None
-            ((_, arguments),) = calls_of(form.parser(tools).push(found.removeprefix(form.opening)))
-            jsonschema.validate(arguments, tools[0].parameters)
+        schemas = {"a": {"const": text}, "b": {"enum": [text, "b"]}, "c": {"type": "string", "enum": [text]}}
+        schemas["d"] = _object({text: {"const": 1}})
+        tools = [ToolSchema(name="f", parameters=_object(schemas), lenient=False)]
+        found = tokens.walk(tokens.matcher(form, tools, parallel=False), random.Random(1))
+        assert found is not None
+        ((_, arguments),) = calls_of(form.parser(tools).push(found.removeprefix(form.opening)))
+        jsonschema.validate(arguments, tools[0].parameters)
 
 
 def _object(parts: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+// Products with quantized matrices in strips of outputs, whose weights are read sequentially.
+//
+// A strip of STRIP outputs holds one step after another: the weights of Kind::INPUTS inputs, in Kind::BYTES bytes. Zeros
+// fill the last step.
+#pragma once
+
+#include <algorithm>
+
+#include "kernel.h"
+
+namespace kvasir {
+
+constexpr int STRIP_BLOCKS = 2, STRIP = STRIP_BLOCKS * LANES;
+
+// Returns the number of steps of a strip.
+template <typename Kind>
+inline int64_t steps_of(const Matrix& matrix) { return (matrix.inputs + Kind::INPUTS - 1) / Kind::INPUTS; }
+
+// Returns the address of the weights of the strip that holds an output.
+template <typename Kind>
+inline const uint8_t* strip_of(const Matrix& matrix, int64_t output) {
+    return static_cast<const uint8_t*>(matrix.weight) + output / STRIP * steps_of<Kind>(matrix) * Kind::BYTES;
+}
+
+// Part of the next strip that a tile prefetches: `lines` lines of 64 bytes of each step, from line `first` on. lines -1:
+// the strip has one tile.
+struct StripFetch {
+    const uint8_t* next;
+    int64_t first, lines;
+};
+
+// Lines of 64 bytes to prefetch in one step. Each half of them goes before half of the step's products: CPUs stall on
+// more than about 16 prefetches in a row.
+struct Lines {
+    const uint8_t* from;
+    int64_t count;
+
+    void prefetch(int half) const {  // into L2, which allows more outstanding reads than L1
+        for (int64_t line = half * count / 2; line < (half + 1) * count / 2; ++line) {
+            __builtin_prefetch(from + line * 64, 0, 2);
+        }
+    }
+};
+
+// Returns the lines that a tile of ROWS rows prefetches in step `step` of `steps`, whose weights start at `from`. The
+// only tile of a strip prefetches its own strip, and near its end the first steps of the next one; with one or two rows it
+// leaves that to the CPU, whose own prefetching of a sequence is faster by a fifth on Zen 4.
+template <typename Kind, int ROWS>
+inline Lines lines_of(StripFetch fetch, const uint8_t* from, int64_t step, int64_t steps) {
+    constexpr int64_t AHEAD = 12288 / Kind::BYTES;  // prefetch distance, in steps: covers the latency of memory
+    if (fetch.lines >= 0) return {fetch.next + step * Kind::BYTES + fetch.first * 64, fetch.lines};
+    const int64_t left = steps - step;
+    return {AHEAD < left ? from + AHEAD * Kind::BYTES : fetch.next + (AHEAD - left) * Kind::BYTES,
+            ROWS <= 2 ? 0 : Kind::BYTES / 64};
+}
+
+// As `multiply`, for a matrix in strips.
+template <typename Kind>
+void multiply_strips(const Matrix& matrix, const typename Kind::Input* x, int64_t stride, const float* scales,
+                     int64_t rows, int64_t threads, Emit emit, const void* work) {
+    constexpr int64_t LINES = Kind::BYTES / 64, RUN = 1 << 19;
+    const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS, panels = matrix.outputs / PANEL;
+    // A task of one tile reads up to RUN bytes in sequence, if that leaves eight tasks or more to each thread.
+    const int64_t panel_bytes = PANEL / STRIP * steps_of<Kind>(matrix) * Kind::BYTES;
+    const int64_t run = rows > Kind::ROWS ? 1 : std::max<int64_t>(1, std::min(panels / threads / 8, RUN / panel_bytes));
+    parallel_for((panels + run - 1) / run * parts, threads, [&](int64_t task, int) {
+        const int64_t first_output = task / parts * run * PANEL, start = task % parts * TASK_ROWS;
+        const int64_t last_output = std::min(first_output + run * PANEL, matrix.outputs) - STRIP;
+        const int64_t end = start + TASK_ROWS < rows ? start + TASK_ROWS : rows;
+        const int64_t tiles = (end - start + Kind::ROWS - 1) / Kind::ROWS;
+        for (int64_t output = first_output; output <= last_output; output += STRIP) {
+            const int64_t next_output = output + STRIP + (output < last_output ? 0 : (threads - 1) * run * PANEL);
+            const uint8_t* next = strip_of<Kind>(matrix, next_output);
+            // Tiles of about the same size share the prefetching evenly.
+            for (int64_t tile = 0, row = start, size; tile < tiles; ++tile, row += size) {
+                size = (end - row) / (tiles - tile);
+                const int64_t first = LINES * tile / tiles;
+                const StripFetch fetch{next, first, tiles == 1 ? -1 : LINES * (tile + 1) / tiles - first};
+                with_rows<Kind::ROWS>(static_cast<int>(size), [&](auto count) {
+                    constexpr int ROWS = decltype(count)::value;
+                    Lanes results[ROWS][STRIP_BLOCKS];
+                    Kind::template sum<ROWS>(matrix, output, x + row * stride, stride, fetch, results);
+#pragma GCC unroll 8
+                    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 2
+                        for (int b = 0; b < STRIP_BLOCKS; ++b) {
+                            const int64_t at = output + b * LANES;
+                            const Lanes scale = load(matrix.scale + at);
+                            const Lanes scaled = mul(mul(results[r][b], splat(scales[row + r])), scale);
+                            results[r][b] = matrix.bias == nullptr ? scaled : add(scaled, load(matrix.bias + at));
+                        }
+                        emit(work, row + r, output, results[r], STRIP_BLOCKS);
+                    }
+                });
+            }
+        }
+    });
+}
+
+}  // namespace kvasir

@@ -1,0 +1,107 @@
+"""LoRA adapters for the native kernels: matrices in the order of low_rank.h, and the adapter of each row of a step.
+
+Legend: F outputs, I inputs of a matrix, R rank, N blocks of 16.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.checkpoint.lora_adapter import Adapter, Addition
+from model.config import ModelConfig
+from model.kernels.kernel_library import LayerAdapter, LowRank
+from model.native.weight_packing import BLOCK, interleaved, pad_outputs, padded
+
+_FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", "mlp.up": "up", "mlp.down": "down"}
+
+
+class PackedAdapter:
+    """Adapter in the kernels' memory layout. `layers`: additions to each layer. `rank`: largest rank, padded."""
+
+    def __init__(self, adapter: Adapter, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.layers = (LayerAdapter * config.num_layers)()
+        self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
+        for name, low in adapter.matrices.items():
+            _, number, module = name.split(".", 2)
+            setattr(self.layers[int(number)], _FIELDS[module], self._pack(low, gated=module == "mlp.gate_up"))
+        self.rank = max(len(low.down_RI) for low in adapter.matrices.values())
+        self.rank += -self.rank % BLOCK
+
+    def _pack(self, addition: Addition, *, gated: bool) -> LowRank:
+        down_RI, up_FR = torch.from_numpy(addition.down_RI), torch.from_numpy(addition.up_FR)
+        down_RI = functional.pad(down_RI, (0, 0, 0, -len(down_RI) % BLOCK))
+        down = down_RI.unflatten(0, (-1, BLOCK)).transpose(1, 2).to(self._dtype).contiguous()
+        blocks_NRF = (interleaved(up_FR) if gated else pad_outputs(up_FR)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+        # Inputs with weights of a block: q, k and v, or gate and up, have inputs of their own.
+        used_NR = (blocks_NRF != 0).any(dim=2).int()
+        first_N, size = used_NR.argmax(dim=1), used_NR.shape[1]
+        counts_N = (size - used_NR.flip(1).argmax(dim=1) - first_N) * used_NR.any(dim=1)
+        inputs_R = torch.arange(size)
+        is_kept_NR = (inputs_R >= first_N[:, None]) & (inputs_R < (first_N + counts_N)[:, None])
+        up = blocks_NRF[is_kept_NR].to(self._dtype)
+        weights_N = up.data_ptr() + (counts_N.cumsum(0) - counts_N) * BLOCK * up.itemsize
+        entries = torch.stack([weights_N, first_N, counts_N], dim=1).contiguous()
+        self._kept += [down, up, entries]
+        is_short = self._dtype is torch.bfloat16
+        return LowRank(down.data_ptr(), entries.data_ptr(), len(down_RI), is_short)
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRows:
+    """Adapters of a step's rows. `pointers`: an address of layers for each row, or null.
+
+    low_TR, additions_TF: memory of the kernels for the results of `down` and `up`.
+    """
+
+    pointers: Any
+    low_TR: Tensor
+    additions_TF: Tensor
+    held: tuple[PackedAdapter, ...]
+
+
+class NativeAdapters:
+    """Adapters of a model by key, packed for the native kernels. dtype: of the weights, float32 or bfloat16."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._config, self._dtype = config, dtype
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.largest_head_dim
+        outputs = heads, config.hidden_size, (2 if config.mlp.gated else 1) * config.largest_mlp_size
+        self._max_outputs = max(map(padded, outputs))
+        self._adapters: dict[str, PackedAdapter] = {}
+        self._last: tuple[object, AdapterRows | None] = (), None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._adapters
+
+    def add(self, adapter: Adapter) -> None:
+        self._adapters[adapter.key] = PackedAdapter(adapter, self._config, self._dtype)
+
+    def remove(self, key: str) -> None:
+        self._adapters.pop(key, None)
+        self._last = (), None  # its rows may hold the adapter
+
+    def rows(self, runs: tuple[tuple[str, int], ...], count: int) -> AdapterRows | None:
+        """Return the adapters of a step's `count` rows; None if no row has one. The same `runs` return the same object.
+
+        runs: key and number of rows, in order; the key "" and all further rows have no adapter.
+        """
+        if not runs:
+            return None
+        known, rows = self._last
+        if known is not runs or rows is None or len(rows.pointers) != count:
+            pointers = (ctypes.c_void_p * count)()
+            row = 0
+            for key, length in runs:
+                if key:
+                    pointers[row : row + length] = [ctypes.addressof(self._adapters[key].layers)] * length
+                row += length
+            used = tuple(self._adapters[key] for key in dict.fromkeys(key for key, _ in runs) if key)
+            low_TR = torch.empty(count, max(adapter.rank for adapter in used))
+            rows = AdapterRows(pointers, low_TR, torch.empty(count, self._max_outputs), used)
+            self._last = runs, rows
+        return rows

@@ -1,0 +1,94 @@
+"""Handlers of vLLM's routes `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from fastapi import Request
+from starlette.responses import PlainTextResponse, Response
+
+from model.checkpoint.lora_adapter import Adapter, read_adapter
+from model.io.files import CheckpointError, error_line
+from model.system.limits import available_memory_bytes
+from service.api.attention import RouteDisabled
+from service.api.context import ApiContext
+from service.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from service.protocol.errors import InvalidRequest, ModelNotFound
+from service.requests.adapters import ServedAdapter
+
+# Memory of an adapter while it is loaded, as a multiple of its numbers in float32: its file, and its packed copy.
+_MEMORY_FACTOR = 3
+
+
+class Adapters:
+    """Handlers that load and unload LoRA adapters while the service runs, from the directories in --lora-dir."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._loading = asyncio.Lock()  # loading takes much memory
+
+    async def load(self, request: Request) -> Response:
+        """Handle `POST /v1/load_lora_adapter`. When the response is sent, requests can name the adapter."""
+        asked = LoadAdapterRequest.parse(await self._context.read_body(request))
+        directory = self._resolve(asked.lora_path)
+        async with self._loading:
+            self._check_name(asked.lora_name)
+            adapter = await asyncio.to_thread(self._read, directory, asked.lora_path)
+            self._check_name(asked.lora_name)
+            self._context.engine_client.load_adapter(
+                ServedAdapter(
+                    name=asked.lora_name,
+                    directory=str(directory),
+                    key=adapter.key,
+                    created_seconds=int(time.time()),
+                )
+            )
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        """Handle `POST /v1/unload_lora_adapter`. Requests that already use the adapter continue."""
+        asked = UnloadAdapterRequest.parse(await self._context.read_body(request))
+        self._root()
+        if self._context.adapters.find(asked.lora_name) is None:
+            raise ModelNotFound(f"the adapter {asked.lora_name[:100]!r} is not loaded", param="lora_name")
+        self._context.engine_client.unload_adapter(asked.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+    def _root(self) -> Path:
+        if (root := self._context.settings.lora_dir) is None:
+            raise RouteDisabled("adapters cannot be loaded or unloaded on this server; start it with --lora-dir DIR")
+        return root.resolve()
+
+    def _resolve(self, path: str) -> Path:
+        """Return the directory of a request's path, absolute or relative to --lora-dir. It must be below --lora-dir."""
+        root = self._root()
+        try:
+            directory = Path(os.path.realpath(root / path))
+        except (OSError, ValueError):
+            directory = root
+        if root not in directory.parents:
+            raise InvalidRequest(f"lora_path: {path[:200]!r} is not below --lora-dir", param="lora_path")
+        return directory
+
+    def _check_name(self, name: str) -> None:
+        processor = self._context.processor
+        if name in (processor.model_name, *processor.aliases):
+            raise InvalidRequest(f"lora_name: {name!r} is the base model's name; choose another", param="lora_name")
+        if self._context.adapters.find(name) is not None:
+            raise InvalidRequest(f"lora_name: {name!r} is loaded already; unload it first", param="lora_name")
+
+    def _read(self, directory: Path, path: str) -> Adapter:
+        try:
+            adapter = read_adapter(directory, self._context.served.manifest)
+        except CheckpointError as error:
+            # The client sees its own path, not that of the server.
+            raise InvalidRequest(error_line(str(error).replace(str(directory), path)), param="lora_path") from None
+        needed, free = _MEMORY_FACTOR * adapter.num_bytes, available_memory_bytes()
+        if needed > free:
+            raise InvalidRequest(
+                f"lora_path: loading this adapter takes {needed >> 20} MiB of memory, and {free >> 20} MiB are free; "
+                "unload another adapter first",
+                param="lora_path",
+            )
+        return adapter

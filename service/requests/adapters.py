@@ -1,0 +1,77 @@
+"""LoRA adapters of the service: their names, and the adapters that workers must keep for unfinished requests."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from service.ipc.messages import Command, LoadAdapter, UnloadAdapter
+from service.protocol.errors import ModelNotFound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedAdapter:
+    """LoRA adapter that requests can name as their model. `key`: digest of its files; `created_seconds`: since 1970."""
+
+    name: str
+    directory: str
+    key: str
+    created_seconds: int
+
+
+class AdapterRegistry:
+    """Adapters by name, and the number of unfinished requests by adapter key. Only the API process changes it.
+
+    An adapter without a name stays loaded until the last request that uses it ends. Methods return the commands to send
+    to the worker. The worker handles commands in order, so no command needs an answer.
+    """
+
+    def __init__(self, adapters: Iterable[ServedAdapter] = ()) -> None:
+        self._by_name = {adapter.name: adapter for adapter in adapters}
+        self._loaded = {adapter.key: adapter.directory for adapter in self._by_name.values()}
+        self._uses = Counter[str]()
+
+    def __iter__(self) -> Iterator[ServedAdapter]:
+        return iter(self._by_name.values())
+
+    def find(self, name: str) -> ServedAdapter | None:
+        return self._by_name.get(name)
+
+    def names(self, keys: Iterable[str]) -> list[str]:
+        """Return the names of the adapters with these keys, in alphabetical order."""
+        wanted = set(keys)
+        return sorted(adapter.name for adapter in self._by_name.values() if adapter.key in wanted)
+
+    def add(self, adapter: ServedAdapter) -> list[Command]:
+        self._by_name[adapter.name] = adapter
+        is_loaded = adapter.key in self._loaded
+        self._loaded[adapter.key] = adapter.directory
+        return [] if is_loaded else [LoadAdapter(key=adapter.key, directory=adapter.directory)]
+
+    def remove(self, name: str) -> list[Command]:
+        """Remove the name of an adapter, which must exist. Its unfinished requests continue."""
+        return self._free(self._by_name.pop(name).key)
+
+    def acquire(self, key: str) -> None:
+        """Count a request that uses an adapter; "" is the base model. Raises ModelNotFound if it has been removed."""
+        if not key:
+            return
+        if key not in self._loaded:
+            raise ModelNotFound("the adapter has been unloaded; name another model", param="model")
+        self._uses[key] += 1
+
+    def release(self, key: str) -> list[Command]:
+        """Count the end of a request that `acquire` has counted."""
+        if not key:
+            return []
+        self._uses[key] -= 1
+        return self._free(key)
+
+    def load_commands(self) -> list[Command]:
+        """Return the commands that a new worker needs before it gets requests."""
+        return [LoadAdapter(key=key, directory=directory) for key, directory in self._loaded.items()]
+
+    def _free(self, key: str) -> list[Command]:
+        if self._uses[key] > 0 or any(adapter.key == key for adapter in self._by_name.values()):
+            return []
+        del self._uses[key], self._loaded[key]
+        return [UnloadAdapter(key=key)]
