@@ -137,7 +137,7 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
         ({"llama.feed_forward_length": [48, 40, 48]}, "llama.feed_forward_length differs between layers"),
         ({"llama.attention.value_length": 4}, "keys and values have different sizes"),
         ({"llama.expert_count": 8}, "expert_count=8: unknown key"),
-        ({"llama.rope.scaling.type": "dynamic", "llama.rope.scaling.factor": 4.0}, "rope_type='dynamic': supported"),
+        ({"llama.rope.scaling.type": "ntk", "llama.rope.scaling.factor": 4.0}, "rope_type='ntk': supported"),
         ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5.*rotates whole heads"),
     ],
 )
